@@ -1,0 +1,52 @@
+"""The one small tree of exceptions that groupwise raises for a user's mistake.
+
+Every message is one sentence that names the value, the rule it breaks and the remedy. The command line prints the message
+without a traceback and exits with code 2. A broken invariant of our own is an ``assert``, never one of these.
+"""
+
+__all__ = [
+    "AnswerError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GroupwiseError",
+    "ModelError",
+    "RewardError",
+    "TrainingError",
+]
+
+
+class GroupwiseError(Exception):
+    """Base of all errors that a user can mend; ``exit_code`` is what the command line exits with."""
+
+    exit_code = 2
+
+
+class ConfigError(GroupwiseError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another."""
+
+
+class DataError(GroupwiseError):
+    """A data source is missing, empty, unreadable, or lacks a column."""
+
+
+class AnswerError(DataError):
+    """A reference answer cannot be extracted from its row."""
+
+
+class ModelError(GroupwiseError):
+    """A model folder or name cannot be loaded, or does not fit what is asked of it."""
+
+
+class RewardError(GroupwiseError):
+    """A reward function cannot be loaded, raised, timed out, or returned something other than one number per completion."""
+
+
+class CheckpointError(GroupwiseError):
+    """A checkpoint is incomplete, damaged, or belongs to another run."""
+
+
+class TrainingError(GroupwiseError):
+    """Training cannot go on: for example, the loss or the gradient is not finite several steps in a row."""
+
+    exit_code = 1

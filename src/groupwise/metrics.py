@@ -1,0 +1,110 @@
+"""Metrics that know how they are reduced, so that averages of averages cannot happen.
+
+>>> a, b = Mean.of([1.0, 1.0, 1.0]), Mean.of([5.0])
+>>> (a + b).value
+2.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "merge", "values", "wilson_interval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean kept as sum and count; adding two gives the mean over both."""
+
+    total: float
+    count: float
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Mean:
+        listed = [float(n) for n in numbers]
+        return cls(math.fsum(listed), len(listed))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A count or a total; adding two gives the total of both."""
+
+    total: float
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest number seen."""
+
+    largest: float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(max(self.largest, other.largest))
+
+    @property
+    def value(self) -> float:
+        return self.largest
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest number seen."""
+
+    smallest: float
+
+    def __add__(self, other: Min) -> Min:
+        return Min(min(self.smallest, other.smallest))
+
+    @property
+    def value(self) -> float:
+        return self.smallest
+
+
+Metric = Mean | Sum | Max | Min
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Reduce metrics from several micro-batches, ranks or steps, each by its own rule."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            if name in merged:
+                if type(merged[name]) is not type(metric):
+                    raise TypeError(f"metric {name!r} is reduced both as {type(merged[name]).__name__} and {type(metric).__name__}")
+                merged[name] = merged[name] + metric  # type: ignore[operator]
+            else:
+                merged[name] = metric
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def wilson_interval(successes: float, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
+    """Wilson score interval for a proportion (95% by default); honest near 0 and 1, where the normal one is not.
+
+    E. B. Wilson (1927), "Probable inference, the law of succession, and statistical inference".
+    """
+    if trials == 0:
+        return (0.0, 1.0)
+    p = successes / trials
+    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
+    return (max(0.0, centre - half), min(1.0, centre + half))

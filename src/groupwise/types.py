@@ -1,0 +1,90 @@
+"""The records that flow through groupwise. Frozen, plain Python, no torch: every other room may import this one.
+
+    Problem --render--> Prompt --engine--> Completion x G --rewards--> Group --advantages, packing--> update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt"]
+
+FinishReason = Literal["stop", "length"]
+"""``stop``: the policy sampled one of the model's end tokens. ``length``: it hit the token limit first."""
+
+
+class Message(TypedDict):
+    """One turn of a conversation, in the form chat templates take: ``{"role": "user", "content": "2 + 2?"}``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question with a checkable answer.
+
+    >>> Problem(id="gsm8k:train:0", question="Natalia sold clips to 48 of her friends ...", answer="72")
+    """
+
+    id: str
+    """Unique and stable: seeds, data order and per-example records are derived from it."""
+    question: str | Sequence[Message]
+    """Plain text, or a conversation that already ends with the user's turn."""
+    answer: str
+    """The reference answer after extraction (``"72"``, not the worked solution)."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns; reward functions receive them by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem rendered for one model: exactly the token ids that the policy is conditioned on."""
+
+    problem: Problem
+    text: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] | None = None
+    """The conversation behind ``text`` when the chat template was used; ``None`` for plain styles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy sampled for one prompt. Every token in ``token_ids`` was sampled, the stop token included, and so every
+    token is trained: masks come from provenance, never from a comparison with a pad id."""
+
+    text: str
+    """``token_ids`` decoded without special tokens."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled token under the distribution it was drawn from, in nats; as long as ``token_ids``."""
+    finish_reason: FinishReason
+    sample: int = 0
+    """Index within the group, 0 to G - 1; part of the completion's seed."""
+    policy_version: int = 0
+    """How many optimiser steps the sampling weights had seen."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.finish_reason == "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt with its G completions and their scores: the unit of GRPO. It is never split before advantages are computed.
+
+    ``rewards[i]`` is the weighted sum over ``components`` for completion ``i``; ``components[name][i]`` is one reward
+    function's own score before weighting, ``None`` where the function says that it does not apply.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: tuple[float, ...]
+    components: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+
+    @property
+    def has_variance(self) -> bool:
+        """False where all completions scored the same: every group-relative advantage is 0 and nothing can be learnt."""
+        return max(self.rewards) - min(self.rewards) > 1e-9
