@@ -1,0 +1,56 @@
+"""What every sampling engine offers. No torch here, so that evaluation and tests can name the interface cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from groupwise.types import Completion, Prompt
+
+__all__ = ["Engine", "SamplingSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """The distribution that completions are drawn from. Nothing is ever inherited from a checkpoint's ``generation_config``."""
+
+    max_tokens: int
+    """Longest completion, stop token included."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    greedy: bool = False
+    """Take the likeliest token; temperature, top_k and top_p then have no effect on the choice."""
+
+
+class Engine(Protocol):
+    """Samples completions with the policy's present weights."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        *,
+        seed: int,
+        scope: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[tuple[Completion, ...]]:
+        """``samples_per_prompt`` completions for each prompt, in the order of ``prompts``.
+
+        The randomness of a completion is a function of (``seed``, ``scope``, problem id, sample index, token position) alone:
+        batch composition, order and the number of processes do not matter. ``scope`` names the occasion, for example
+        ``"rollout/step=12"``. ``on_progress(finished_completions, sampled_tokens)`` is called now and then.
+        """
+        ...
+
+    def stream(
+        self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]
+    ) -> Completion:
+        """One completion, with ``on_text`` called with each new piece of text: for a person who reads along."""
+        ...
+
+    def refresh(self, policy_version: int) -> None:
+        """The policy's weights have changed in place; anything derived from them is renewed before the next sample."""
+        ...
