@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from groupwise.config.presets import PRESETS
+
 __all__ = [
     "AlgorithmConfig",
     "ArithmeticConfig",
@@ -25,6 +27,9 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
 ]
+
+
+PresetName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo"]
 
 
 class Section(BaseModel):
@@ -156,10 +161,19 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The objective. Defaults are GRPO as in DeepSeekMath (arXiv 2402.03300, eq. 3 and 4)."""
+    """The objective, as a product of small choices: baseline x scale x ratio x surrogate x aggregation x KL.
 
+    `preset` picks a published method; a field that is not set takes the preset's value, one that is set wins. Defaults are GRPO as
+    in DeepSeekMath (arXiv 2402.03300, eq. 3 and 4).
+    """
+
+    preset: PresetName = "grpo"
+    """The published method that unset fields follow. `grpo` is the one to start with; the table is in `config/presets.py`."""
     epsilon: float = Field(default=0.2, gt=0)
-    """Clip range of the ratio to the old policy: it stays useful between 1 - epsilon and 1 + epsilon."""
+    """Clip range of the ratio to the old policy: it stays useful between 1 - epsilon and 1 + epsilon. 1 or more: no lower bound."""
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """Its upper side, where that should differ: useful up to 1 + epsilon_high. A little above `epsilon` (0.28) keeps exploration
+    alive in long runs. Null takes `epsilon`."""
     beta: float = Field(default=0.04, ge=0)
     """Weight of the KL leash to the reference. 0 keeps no reference at all, which saves its memory and time."""
     updates_per_batch: int = Field(default=1, ge=1)
@@ -167,7 +181,65 @@ class AlgorithmConfig(Section):
     reference_updates: int = Field(default=1, ge=1)
     """I: outer iterations. The run is divided into this many, and at the start of each the reference becomes the current policy."""
     advantage_epsilon: float = Field(default=1e-4, gt=0)
-    """Added to the group's standard deviation before dividing by it."""
+    """Added to the standard deviation before dividing by it, whichever `scale` names."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    """What a completion's reward is compared with: its group's mean, the mean of the others in its group (unbiased), the mean of
+    the whole batch, or nothing."""
+    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps the
+    reward's own units; `batch_std` is in between and steadier with few completions per prompt."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Ratio of new to old probability for each token, or one for a whole completion (GSPO: steadier for mixture-of-experts
+    models; it wants an epsilon about a thousand times smaller)."""
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    """`clip`: PPO's pessimistic minimum, no gradient beyond the clip range. `cispo`: clips the weight, so every token keeps a
+    gradient. `reinforce`: no ratio at all; only for on-policy batches (`updates_per_batch: 1`)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """With `clip`: for negative advantages the loss stops growing where the ratio passes this (3 is usual). Set it when a few
+    tokens that became far likelier dominate the loss."""
+    delta: float | None = Field(default=None, gt=1)
+    """The same cap in INTELLECT-2's form, min(ratio, delta), for configs that come from there (4 is usual). Set this or
+    `dual_clip`, not both; it must exceed 1 + epsilon_high."""
+    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "fixed"] = "sequence_mean"
+    """How token losses become one number. `sequence_mean`: completions weigh the same, so a token of a long one weighs less.
+    `token_mean`: all tokens of the batch weigh the same. `fixed`: like it, with a denominator that does not depend on lengths
+    (completions x `rollout.max_completion_tokens`). `sequence_sum`: tokens are summed, completions averaged (needs a rate smaller
+    by about the length)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL to the reference from one sample. In the loss use `k3` (never negative, low variance) or `k2` (the exact
+    gradient of the KL on-policy), not `k1`, whose gradient averages to 0; in the reward use `k1` (unbiased)."""
+    kl_placement: Literal["loss", "reward", "token_reward"] = "loss"
+    """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each token's
+    own reward, so that a token's advantage counts only the KL still to come."""
+
+    @model_validator(mode="after")
+    def follow_preset(self) -> AlgorithmConfig:
+        """Fields that were not set follow the preset; written past validation, so that they still count as not set."""
+        values = PRESETS[self.preset].values
+        for name, info in type(self).model_fields.items():
+            if name not in self.model_fields_set:
+                self.__dict__[name] = values.get(name, info.default)
+        return self
+
+    @model_validator(mode="after")
+    def check_surrogate(self) -> AlgorithmConfig:
+        cap = "dual_clip" if self.dual_clip is not None else "delta" if self.delta is not None else None
+        if cap and self.surrogate != "clip":
+            raise ValueError(
+                f"algorithm.{cap} is {getattr(self, cap)}, but surrogate is '{self.surrogate}', where it has no effect; "
+                f"remove it, or set surrogate to 'clip'"
+            )
+        if self.dual_clip is not None and self.delta is not None:
+            raise ValueError(
+                f"algorithm.dual_clip is {self.dual_clip} and delta is {self.delta}, but both cap the same thing; set only one"
+            )
+        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if cap and getattr(self, cap) <= upper:
+            raise ValueError(
+                f"algorithm.{cap} is {getattr(self, cap)}, but it must be above the upper clip bound {upper:g}; raise it or "
+                "lower epsilon_high"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

@@ -1,0 +1,154 @@
+"""The published methods as rows of one table: which choices each makes, and where it was published. Data only, no torch.
+
+A preset is nothing but values for ``AlgorithmConfig``. Fields that a row does not name keep their own default, and keys that a
+user sets win over the row. What a method does outside the objective (DAPO's dynamic sampling, for example) is in ``beyond``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["PRESETS", "Preset"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One published method as values of ``AlgorithmConfig``."""
+
+    title: str
+    paper: str
+    """arXiv identifier."""
+    summary: str
+    """What is particular about it, in one sentence."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Field of ``AlgorithmConfig`` -> value."""
+    beyond: str = ""
+    """Parts of the published recipe that are not in the objective, or where we differ from it on purpose."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "grpo": Preset(
+        title="GRPO",
+        paper="2402.03300",
+        summary="Group mean and standard deviation as the baseline and scale, clipped token ratio, k3 KL in the loss.",
+        values={
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "ratio_level": "token",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "aggregation": "sequence_mean",
+            "kl_estimator": "k3",
+            "kl_placement": "loss",
+            "beta": 0.04,
+        },
+    ),
+    "dr_grpo": Preset(
+        title="Dr. GRPO",
+        paper="2503.20783",
+        summary="GRPO without its two biases: no division by the group's standard deviation, none by a completion's length.",
+        values={"baseline": "group_mean", "scale": "none", "surrogate": "clip", "aggregation": "fixed", "beta": 0.0},
+        beyond="The fixed denominator is completions x rollout.max_completion_tokens.",
+    ),
+    "dapo": Preset(
+        title="DAPO",
+        paper="2503.14476",
+        summary="A higher upper clip bound leaves unlikely tokens room to grow, and every token of the batch weighs the same.",
+        values={
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "aggregation": "token_mean",
+            "beta": 0.0,
+        },
+        beyond=(
+            "Dynamic sampling and the overlong penalty belong to rollout and rewards. The paper writes the token mean per "
+            "prompt; here it is over the whole batch, so that a token weighs the same whichever prompt it answers."
+        ),
+    ),
+    "gspo": Preset(
+        title="GSPO",
+        paper="2507.18071",
+        summary="The ratio, and so the clipping, belongs to a whole completion: the geometric mean of its token ratios.",
+        values={
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "ratio_level": "sequence",
+            "surrogate": "clip",
+            "epsilon": 3e-4,
+            "epsilon_high": 4e-4,
+            "aggregation": "sequence_mean",
+            "beta": 0.0,
+        },
+    ),
+    "cispo": Preset(
+        title="CISPO",
+        paper="2506.13585",
+        summary="Clips the importance weight, not the update: every token keeps a gradient.",
+        values={
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "surrogate": "cispo",
+            "epsilon": 1.0,
+            "epsilon_high": 4.0,
+            "aggregation": "token_mean",
+            "beta": 0.0,
+        },
+        beyond=(
+            "The paper has no lower bound (hence epsilon = 1) and does not print its upper one; weights are cut at 5 here, "
+            "as in ScaleRL (arXiv 2510.13786)."
+        ),
+    ),
+    "rloo": Preset(
+        title="RLOO",
+        paper="2402.14740",
+        summary="Plain REINFORCE on whole completions, each judged against the mean of the others; KL as part of the reward.",
+        values={
+            "baseline": "leave_one_out",
+            "scale": "none",
+            "surrogate": "reinforce",
+            "aggregation": "sequence_sum",
+            "kl_estimator": "k1",
+            "kl_placement": "reward",
+            "beta": 0.03,
+        },
+        beyond="On-policy by derivation: keep algorithm.updates_per_batch at 1, since nothing here corrects for staleness.",
+    ),
+    "reinforce++": Preset(
+        title="REINFORCE++",
+        paper="2501.03262",
+        summary="No groups needed: the advantage is the reward less the KL still to come, normalised over the whole batch.",
+        values={
+            "baseline": "batch_mean",
+            "scale": "batch_std",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "aggregation": "token_mean",
+            "kl_estimator": "k1",
+            "kl_placement": "token_reward",
+            "beta": 0.01,
+        },
+        beyond="The paper's variant with a baseline is baseline: group_mean, kl_placement: loss, kl_estimator: k2.",
+    ),
+    "bnpo": Preset(
+        title="BNPO (as in TRL)",
+        paper="2402.03300",
+        summary="GRPO with every token of the batch weighing the same: what TRL calls loss_type bnpo.",
+        values={
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "aggregation": "token_mean",
+            "beta": 0.0,
+        },
+        beyond=(
+            "TRL divides by the tokens of each process's micro-batch, so its result depends on how the batch is cut; here it is "
+            "the whole batch, always. Not the Beta-normalised method of arXiv 2506.02864, which shares the letters."
+        ),
+    ),
+}
