@@ -1,0 +1,262 @@
+"""From a recipe's name or a YAML file, and overrides, to a checked `Config`; and back to YAML.
+
+Every mistake is a ConfigError of one sentence. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from groupwise.config.fields import ITEM, field_paths, find_field, sections
+from groupwise.config.problems import explain_failure, shown, unknown_key
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
+
+__all__ = ["Recipe", "build_config", "dump_config", "load_config", "parse_value", "recipes"]
+
+RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A run shipped with groupwise."""
+
+    name: str
+    path: Path
+    summary: str
+    """The first comment line of its file."""
+
+
+def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The config of a shipped recipe or a YAML file (None: the defaults), with overrides on top.
+
+    Parameters
+    ----------
+    source : a recipe's name (`recipes` lists them) or the path of a YAML file.
+    overrides : texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
+        stands. A last part alone (``learning_rate=1e-6``) will do where only one setting is called so.
+
+    Raises
+    ------
+    ConfigError : the source cannot be read, or a key is unknown, or a value breaks its rule.
+    """
+    return build_config({} if source is None else _read(find_source(source)), overrides)
+
+
+def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The same from a mapping in the shape of the YAML: ``build_config({"training": {"steps": 10}})``."""
+    merged = _merge({}, settings)
+    for override in overrides:
+        path, value = _parse_override(override)
+        _set(merged, path, value)
+    _spell_out_rewards(merged)
+    _check_finite(merged, "")
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as failure:
+        raise ConfigError(explain_failure(failure)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, every setting written out; `load_config` reads it back to an equal config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def recipes() -> list[Recipe]:
+    """The shipped recipes, by name."""
+    found = []
+    for path in sorted(RECIPE_FOLDER.glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        found.append(Recipe(path.stem, path, first.lstrip("# ").strip()))
+    return found
+
+
+def find_source(source: str | Path) -> Path:
+    """The file behind a recipe's name or a path. A bare name is a recipe first, so that a folder of that name cannot hide it."""
+    shipped = {recipe.name: recipe.path for recipe in recipes()}
+    if isinstance(source, str) and source in shipped:
+        return shipped[source]
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise ConfigError(f"{source} is a folder, but a config is one file: name the YAML file in it")
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise ConfigError(f"the config file {source} does not exist: check the path, or name a recipe ({', '.join(shipped)})")
+    near = difflib.get_close_matches(str(source), list(shipped), n=1, cutoff=0.4)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"{source} is neither a recipe nor a file: {meant}The recipes are {', '.join(shipped)}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as its authors expect it: 1e-5 is a number (YAML 1.1 wants 1.0e-5), and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"{key} is set twice (again on line {line}), but a setting is set once: remove one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file, but a config is YAML in UTF-8: name another file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML{_where(error)}: mend that line") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds {shown(content)}, but a config is a mapping of sections (model:, data:, ...): see `groupwise config`"
+        )
+    return content
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return place + (f" ({problem})" if problem else "")
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{override!r} is not an override, which is written key=value, such as training.steps=10")
+    path = _resolve(re.sub(r"\[(\d+)\]", r".\1", key.strip()))
+    return path, parse_value(path, text)
+
+
+def _resolve(key: str) -> str:
+    """The full dotted path of an override's key, which may be its end alone where that is unique."""
+    schema_key = re.sub(r"\.\d+(?=\.|$)", ITEM, key)
+    known = [*field_paths(), *sections()]
+    if schema_key in known or schema_key.removesuffix(ITEM) in known:
+        return key
+    settable = [path for path in known if ITEM not in path]
+    candidates = [path for path in settable if path.endswith("." + key)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise ConfigError(
+            f"{key} is ambiguous, but must name one setting: write {', '.join(candidates[:-1])} or {candidates[-1]}"
+        )
+    raise ConfigError(unknown_key(schema_key))
+
+
+def parse_value(path: str, text: str) -> Any:
+    """The value that ``text`` means for the setting at ``path``: YAML, or the text itself where the setting holds text."""
+    if _holds_text(path):
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        if text in ("null", "~"):
+            return None
+        if not quoted:
+            return text
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}={text} is not valid YAML{_where(error)}: quote it, or mend the brackets") from None
+
+
+def _holds_text(path: str) -> bool:
+    info = find_field(re.sub(r"\.\d+(?=\.|$)", ITEM, path))
+    if info is None:
+        return False
+    members = get_args(info.annotation) if get_origin(info.annotation) in (Union, type(int | None)) else (info.annotation,)
+    return str in members and set(members) <= {str, type(None)}
+
+
+def _merge(base: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of ``base`` with ``new`` laid over it, section by section; lists and `arguments` are replaced whole."""
+    merged = dict(base)
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            old = merged.get(key)
+            merged[key] = _merge(old if isinstance(old, dict) else {}, value)
+        else:
+            merged[key] = (
+                [_merge({}, item) if isinstance(item, Mapping) else item for item in value] if isinstance(value, list) else value
+            )
+    return merged
+
+
+def _set(settings: dict[str, Any], path: str, value: Any) -> None:
+    """Put ``value`` at ``path``, making the sections on the way; a number in the path is an index into a list."""
+    *parents, leaf = path.split(".")
+    place: Any = settings
+    for depth, name in enumerate(parents):
+        here = ".".join(parents[: depth + 1])
+        if name.isdigit():
+            place = place[_index(place, name, path)]
+        else:
+            if not isinstance(place.get(name), dict | list):
+                place[name] = _default_list(here)
+            if here == "rewards.functions":
+                _spell_out_rewards(settings)
+            place = place[name]
+        if not isinstance(place, dict | list):
+            raise ConfigError(f"{here} is {shown(place)}, so {path} cannot be set in it: make it a section of settings")
+    if isinstance(place, list):
+        place[_index(place, leaf, path)] = value
+    elif path in sections() and isinstance(value, Mapping):
+        old = place.get(leaf)
+        place[leaf] = _merge(old if isinstance(old, dict) else {}, value)
+    else:
+        place[leaf] = value
+
+
+def _default_list(path: str) -> dict[str, Any] | list[Any]:
+    """What stands at ``path`` before anything was set there: the default list, or an empty section."""
+    info = find_field(path)
+    if path in sections() or info is None:
+        return {}
+    default = info.get_default(call_default_factory=True)
+    return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
+
+
+def _index(place: Any, name: str, path: str) -> int:
+    if not isinstance(place, list) or not name.isdigit() or int(name) >= len(place):
+        size = len(place) if isinstance(place, list) else 0
+        raise ConfigError(f"{path} points past the end of a list of {size}: set the whole list instead")
+    return int(name)
+
+
+def _spell_out_rewards(settings: dict[str, Any]) -> None:
+    """Let ``functions: [correctness, format]`` stand for the mappings ``{function: ...}`` that the schema asks for."""
+    section = settings.get("rewards")
+    if isinstance(section, dict) and isinstance(section.get("functions"), list):
+        section["functions"] = [{"function": item} if isinstance(item, str) else item for item in section["functions"]]
+
+
+def _check_finite(value: Any, path: str) -> None:
+    """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path} is {value}, but must be a finite number: give one")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(inner, f"{path}.{key}" if path else str(key))
+    if isinstance(value, list):
+        for position, inner in enumerate(value):
+            _check_finite(inner, f"{path}[{position}]")

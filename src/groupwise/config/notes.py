@@ -1,0 +1,131 @@
+"""What a config says that this run will not do: settings without effect, and choices with a side effect worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from groupwise.config.problems import shown
+from groupwise.config.schema import Config
+
+__all__ = ["notes"]
+
+
+def notes(config: Config) -> list[str]:
+    """One sentence per setting that has no effect in this run, or a side effect its author may not expect.
+
+    A setting left at its default is not reported as without effect: nobody asked for it.
+    """
+    return [*_algorithm(config), *_sampling(config), *_data(config), *_optimizer(config), *_evaluation(config), *_output(config)]
+
+
+def _chosen(section: BaseModel, *names: str) -> list[str]:
+    """Those of ``names`` that were set to something other than their default."""
+    fields = type(section).model_fields
+    return [
+        name
+        for name in names
+        if name in section.model_fields_set and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]
+
+
+def _without_effect(path: str, value: object, reason: str) -> str:
+    return f"{path}={shown(value)} has no effect here: {reason}."
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.beta == 0:
+        for name in _chosen(algorithm, "reference_updates", "kl_estimator", "kl_placement"):
+            yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), "algorithm.beta is 0, so no reference is kept")
+    clipping = _chosen(algorithm, "epsilon", "epsilon_high", "dual_clip", "delta")
+    reason = ""
+    if algorithm.surrogate == "reinforce":
+        reason = "algorithm.surrogate is reinforce, which has no ratio to clip"
+    elif algorithm.updates_per_batch == 1:
+        reason = (
+            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
+            "ratio is 1 and nothing is clipped"
+        )
+    if reason and clipping:
+        for name in clipping:
+            yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), reason)
+    if config.training.steps == 0:
+        yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    cut = [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
+    cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k is not None else []
+    if cut:
+        yield (
+            f"{' and '.join(cut)} cuts tokens out of the sampled distribution, while the loss scores the full one: "
+            "the gradient is biased towards what was left in."
+        )
+    if "sampled" in config.evaluation.modes and rollout.temperature != config.evaluation.temperature:
+        yield (
+            f"rollout.temperature={rollout.temperature} differs from evaluation.temperature={config.evaluation.temperature}: "
+            "the policy is trained at one temperature and judged at another."
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    generated = data.source == "arithmetic"
+    if not generated and data.eval_source != "arithmetic":
+        for name in _chosen(data.arithmetic, *type(data.arithmetic).model_fields):
+            yield _without_effect(f"data.arithmetic.{name}", getattr(data.arithmetic, name), f"data.source is {data.source}")
+    if generated:
+        for name in _chosen(data, "subset", "split", "prompt_column", "answer_column", "answer_format"):
+            yield _without_effect(f"data.{name}", getattr(data, name), "the arithmetic generator has no such thing")
+    if data.eval_source is not None or data.eval_split is not None:
+        for name in _chosen(data, "holdout"):
+            named = "data.eval_source" if data.eval_source is not None else "data.eval_split"
+            yield _without_effect(f"data.{name}", data.holdout, f"held-out problems come from {named}")
+    elif data.holdout == 0:
+        yield "data.holdout is 0 and no evaluation source is named: this run is not evaluated."
+    elif config.evaluation.problems is not None and config.evaluation.problems > data.holdout:
+        yield (
+            f"evaluation.problems={config.evaluation.problems} is more than data.holdout={data.holdout}: "
+            f"evaluation uses {data.holdout} problems."
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer, warm = config.optimizer, config.warm_start
+    if optimizer.schedule == "constant":
+        for name in _chosen(optimizer, "final_fraction"):
+            yield _without_effect(f"optimizer.{name}", optimizer.final_fraction, "optimizer.schedule is constant")
+    if config.model.dtype == "float32":
+        for name in _chosen(optimizer, "master_weights"):
+            yield _without_effect(f"optimizer.{name}", optimizer.master_weights, "float32 weights are their own master copy")
+    elif not optimizer.master_weights and optimizer.learning_rate < 1e-5:
+        yield (
+            f"optimizer.master_weights=false with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
+            "most updates are smaller than bfloat16 can hold and are rounded away."
+        )
+    if warm.steps == 0:
+        for name in _chosen(warm, "examples_per_step", "learning_rate"):
+            yield _without_effect(f"warm_start.{name}", getattr(warm, name), "warm_start.steps is 0")
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
+    if "sampled" not in evaluation.modes:
+        for name in _chosen(evaluation, "temperature", "seed"):
+            yield _without_effect(f"evaluation.{name}", getattr(evaluation, name), "evaluation.modes has no sampled mode")
+    if evaluation.every > config.training.steps > 0:
+        yield _without_effect("evaluation.every", evaluation.every, f"the run has only {config.training.steps} steps")
+
+
+def _output(config: Config) -> Iterator[str]:
+    output = config.output
+    if output.checkpoint_every == 0:
+        for name in _chosen(output, "keep_checkpoints"):
+            yield _without_effect(f"output.{name}", output.keep_checkpoints, "output.checkpoint_every is 0")
+    elif output.checkpoint_every > config.training.steps:
+        yield _without_effect(
+            "output.checkpoint_every", output.checkpoint_every, f"the run has only {config.training.steps} steps"
+        )
