@@ -1,0 +1,66 @@
+"""The process behind ``latex.py``: reads ``[answer, reference, timeout_s]`` lines of JSON, writes ``{"equal": bool}`` lines.
+
+Run as a script, so that it imports math-verify and nothing of groupwise. Its parent kills it when it is late.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+from typing import Any
+
+MEMORY_LIMIT_BYTES = 4 << 30
+"""An expression that grows without end fails here before the machine does."""
+
+
+def limit_memory() -> None:
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    except (ImportError, ValueError, OSError):
+        pass  # no such limit on this system; the time limit remains
+
+
+def die_after(seconds: float) -> None:
+    """Outlive a parent that was killed itself by a few seconds only. The default action ends even a loop in C; 0 disarms."""
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(math.ceil(seconds))
+
+
+def equal(answer: str, reference: str) -> bool:
+    from math_verify import parse, verify
+
+    # Time limits off: they would arm signal.alarm for nothing, and the parent's limit is the one that counts.
+    gold, target = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
+    return bool(gold and target and verify(gold, target, timeout_seconds=None))
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not end up among the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes our input when it ends
+    limit_memory()
+    import math_verify  # noqa: F401
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    reply({"ready": True})
+    for line in sys.stdin:
+        answer, reference, timeout_s = json.loads(line)
+        die_after(timeout_s + 5)
+        try:
+            reply({"equal": equal(answer, reference)})
+        except Exception as error:
+            reply({"error": type(error).__name__})
+        die_after(0)
+
+
+if __name__ == "__main__":
+    main()
