@@ -1,0 +1,29 @@
+"""The algorithm as pure arithmetic: advantages x ratio x surrogate x aggregation x KL, and nothing about models.
+
+Axes in names: P problem, G completion in its group, N completions of a micro-batch (flattened), T their sampled tokens,
+flattened and ragged: there is no padding anywhere.
+"""
+
+from groupwise.algorithm.advantages import gae, group_advantages, token_advantages
+from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
+from groupwise.algorithm.objective import Objective, policy_loss
+from groupwise.algorithm.presets import PRESETS, Preset
+from groupwise.algorithm.sequences import lengths_of
+
+__all__ = [
+    "PRESETS",
+    "AdaptiveKL",
+    "BatchCounts",
+    "Objective",
+    "Preset",
+    "gae",
+    "group_advantages",
+    "kl_in_reward",
+    "kl_penalty",
+    "kl_per_token",
+    "lengths_of",
+    "policy_loss",
+    "token_advantages",
+    "token_weights",
+]

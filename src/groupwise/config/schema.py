@@ -163,14 +163,14 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """The objective, as a product of small choices: baseline x scale x ratio x surrogate x aggregation x KL.
 
-    `preset` picks a published method; a field that is not set takes the preset's value, one that is set wins. Defaults are GRPO as
-    in DeepSeekMath (arXiv 2402.03300, eq. 3 and 4).
+    `preset` picks a published method; a field that is not set takes the preset's value, one that is set wins. Defaults are GRPO
+    as in DeepSeekMath (arXiv 2402.03300, eq. 3 and 4).
     """
 
     preset: PresetName = "grpo"
     """The published method that unset fields follow. `grpo` is the one to start with; the table is in `config/presets.py`."""
     epsilon: float = Field(default=0.2, gt=0)
-    """Clip range of the ratio to the old policy: it stays useful between 1 - epsilon and 1 + epsilon. 1 or more: no lower bound."""
+    """Clip range of the ratio to the old policy: useful between 1 - epsilon and 1 + epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Its upper side, where that should differ: useful up to 1 + epsilon_high. A little above `epsilon` (0.28) keeps exploration
     alive in long runs. Null takes `epsilon`."""
@@ -179,7 +179,7 @@ class AlgorithmConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """mu: optimiser steps on each batch of completions. Above 1 the later ones are off-policy, and clipping begins to act."""
     reference_updates: int = Field(default=1, ge=1)
-    """I: outer iterations. The run is divided into this many, and at the start of each the reference becomes the current policy."""
+    """I: outer iterations. The run is divided into this many; at the start of each the reference becomes the current policy."""
     advantage_epsilon: float = Field(default=1e-4, gt=0)
     """Added to the standard deviation before dividing by it, whichever `scale` names."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
@@ -209,8 +209,8 @@ class AlgorithmConfig(Section):
     """Estimate of the KL to the reference from one sample. In the loss use `k3` (never negative, low variance) or `k2` (the exact
     gradient of the KL on-policy), not `k1`, whose gradient averages to 0; in the reward use `k1` (unbiased)."""
     kl_placement: Literal["loss", "reward", "token_reward"] = "loss"
-    """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each token's
-    own reward, so that a token's advantage counts only the KL still to come."""
+    """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each
+    token's own reward, so that a token's advantage counts only the KL still to come."""
 
     @model_validator(mode="after")
     def follow_preset(self) -> AlgorithmConfig:

@@ -1,0 +1,68 @@
+"""The one owner of the loss's denominator: every token's weight, from counts of the whole batch.
+
+loss = sum_t weight_t x loss_t over all tokens of the batch, whichever micro-batch or process they fall into. Weights are known
+before the first backward pass, so how the batch is cut cannot change the gradient. Nothing downstream divides again (where
+data-parallel wrappers average gradients, the step multiplies by the number of processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BatchCounts", "token_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """Counts over one optimiser step's whole batch, all processes together, completions that the backward pass skips included."""
+
+    completions: int
+    """N: completions in the batch."""
+    tokens: int
+    """Sampled tokens in the batch."""
+    max_tokens: int
+    """``rollout.max_completion_tokens``: the constant length in the ``fixed`` denominator."""
+
+    def __post_init__(self) -> None:
+        if min(self.completions, self.tokens, self.max_tokens) < 1:
+            raise ValueError(f"{self} must count at least one completion and one token; an empty batch has no loss")
+
+
+def _sequence_mean(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
+    return 1 / (lengths_N.clamp(min=1) * counts.completions)
+
+
+def _token_mean(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
+    return torch.full_like(lengths_N, 1 / counts.tokens)
+
+
+def _sequence_sum(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
+    return torch.full_like(lengths_N, 1 / counts.completions)
+
+
+def _fixed(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
+    return torch.full_like(lengths_N, 1 / (counts.completions * counts.max_tokens))
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, BatchCounts], Tensor]] = {
+    "sequence_mean": _sequence_mean,
+    "token_mean": _token_mean,
+    "sequence_sum": _sequence_sum,
+    "fixed": _fixed,
+}
+
+
+def token_weights(
+    lengths_N: Tensor, sequence_T: Tensor, aggregation: str, counts: BatchCounts, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``weights_T`` for the tokens of a micro-batch.
+
+    ``sequence_mean``: 1 / (|o_i| N), GRPO (arXiv 2402.03300, eq. 3). ``token_mean``: 1 / all tokens, DAPO (2503.14476).
+    ``sequence_sum``: 1 / N, RLOO (2402.14740). ``fixed``: 1 / (N max_tokens), Dr. GRPO (2503.20783). ``lengths_N`` are the
+    completions' whole lengths, ``sequence_T`` the completion (0 to N - 1) of each token.
+    """
+    return AGGREGATIONS[aggregation](lengths_N.double(), counts)[sequence_T].to(dtype)

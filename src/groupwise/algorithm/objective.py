@@ -1,0 +1,169 @@
+"""The loss of one micro-batch: ratio -> surrogate (+ beta x KL) -> weighted sum, with the numbers worth watching.
+
+Axes: N completions in the micro-batch (whole ones), T their sampled tokens, flattened and ragged: there is no padding.
+``sequence_T`` (long, non-decreasing) gives the completion 0..N-1 of each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithm.advantages import Rewards, group_advantages, token_advantages
+from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.kl import k3, kl_per_token
+from groupwise.algorithm.ratio import RATIOS
+from groupwise.algorithm.sequences import at_least_fp32
+from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
+from groupwise.config.schema import AlgorithmConfig
+from groupwise.metrics import Max, Mean, Metric, Sum
+
+__all__ = ["Objective", "policy_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The choices that make up one method of the GRPO family; see ``AlgorithmConfig`` for what each does."""
+
+    baseline: str = "group_mean"
+    scale: str = "group_std"
+    advantage_epsilon: float = 1e-4
+    ratio_level: str = "token"
+    surrogate: str = "clip"
+    bounds: ClipBounds = ClipBounds(0.2, 0.2)  # noqa: RUF009 (frozen)
+    aggregation: str = "sequence_mean"
+    kl_estimator: str = "k3"
+    kl_placement: str = "loss"
+    beta: float = 0.04
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> Objective:
+        return cls(
+            baseline=config.baseline,
+            scale=config.scale,
+            advantage_epsilon=config.advantage_epsilon,
+            ratio_level=config.ratio_level,
+            surrogate=config.surrogate,
+            bounds=ClipBounds(
+                low=config.epsilon,
+                high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+                dual=config.dual_clip,
+                delta=config.delta,
+            ),
+            aggregation=config.aggregation,
+            kl_estimator=config.kl_estimator,
+            kl_placement=config.kl_placement,
+            beta=config.beta,
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """False at beta 0: no reference model is loaded or run."""
+        return self.beta > 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_placement == "loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """The trainer takes ``kl.kl_in_reward`` off each completion's reward before ``advantages``."""
+        return self.needs_reference and self.kl_placement == "reward"
+
+    @property
+    def kl_in_token_reward(self) -> bool:
+        """The trainer passes ``kl.kl_penalty`` to ``token_advantages`` and the result as ``advantages_T`` to ``policy_loss``."""
+        return self.needs_reference and self.kl_placement == "token_reward"
+
+    def advantages(self, rewards: Rewards) -> list[list[float]]:
+        """``group_advantages`` with this objective's choices: whole groups of the whole batch, before any filtering."""
+        return group_advantages(rewards, self.baseline, self.scale, self.advantage_epsilon)
+
+    def token_advantages(self, rewards: Rewards, penalties: list[list[list[float]]]) -> list[list[list[float]]]:
+        """``advantages.token_advantages`` with this objective's choices."""
+        return token_advantages(rewards, penalties, self.baseline, self.scale, self.advantage_epsilon)
+
+    def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``token_weights`` with this objective's aggregation."""
+        return token_weights(lengths_N, sequence_T, self.aggregation, counts, dtype)
+
+
+def policy_loss(
+    objective: Objective,
+    *,
+    logprobs_T: Tensor,
+    sequence_T: Tensor,
+    weights_T: Tensor,
+    old_logprobs_T: Tensor | None = None,
+    advantages_N: Tensor | None = None,
+    advantages_T: Tensor | None = None,
+    reference_logprobs_T: Tensor | None = None,
+    beta: float | None = None,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """sum_t w_t (surrogate_t + beta KL_t) over a micro-batch, ready for ``backward``, and its metrics.
+
+    The sum of this over all micro-batches is the batch's loss; with weights from ``token_weights`` nothing is divided again.
+    With the default objective it is GRPO's, arXiv 2402.03300 eq. 3 and 4, with the sign turned.
+
+    ``old_logprobs_T``: of the policy that sampled; ``None`` means that the batch is on-policy (the ratio is then exactly 1).
+    Exactly one of ``advantages_N`` (one per completion) and ``advantages_T`` (one per token) is given. ``reference_logprobs_T``
+    is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given anyway, it is logged.
+    Half-precision inputs are computed in fp32. The gradient flows into ``logprobs_T`` alone. Raises ``ValueError`` for a
+    missing reference.
+    """
+    beta = objective.beta if beta is None else beta
+    kl_weight = beta if objective.kl_in_loss else 0.0
+    if kl_weight and reference_logprobs_T is None:
+        raise ValueError(
+            f"beta is {beta} and the KL is in the loss, but there are no reference logprobs; pass them, or set beta 0"
+        )
+    assert (advantages_N is None) != (advantages_T is None), "pass advantages_N or advantages_T"
+    completions = len(advantages_N) if advantages_N is not None else int(sequence_T[-1]) + 1 if len(sequence_T) else 0
+    logprobs_T = at_least_fp32(logprobs_T)
+    old_T = (logprobs_T if old_logprobs_T is None else old_logprobs_T).detach().to(logprobs_T.dtype)
+    spread = advantages_T if advantages_T is not None else advantages_N[sequence_T]  # type: ignore[index]
+    advantages_T = spread.detach().to(logprobs_T.dtype)
+    weights_T = weights_T.detach().to(logprobs_T.dtype)
+    assert logprobs_T.shape == old_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, "one value per token"
+
+    ratio_T = RATIOS[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
+    surrogate_T, clipped_T = SURROGATES[objective.surrogate](ratio_T, advantages_T, logprobs_T, objective.bounds)
+    loss = policy = (weights_T * surrogate_T).sum()
+    if kl_weight:
+        assert reference_logprobs_T is not None
+        kl_T = kl_per_token(logprobs_T, reference_logprobs_T, objective.kl_estimator)
+        loss = policy + kl_weight * (weights_T * kl_T).sum()
+    metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
+    return loss, metrics
+
+
+@torch.no_grad()
+def _metrics(
+    loss: Tensor,
+    policy: Tensor,
+    logprobs_T: Tensor,
+    old_T: Tensor,
+    reference_logprobs_T: Tensor | None,
+    ratio_T: Tensor,
+    clipped_T: Tensor,
+) -> dict[str, Metric]:
+    """Everything is stacked and read back at once, so that a GPU is waited for only here. k3 is used for both KLs: for old ->
+    new it is E_old[r - 1 - log r], an estimate of KL(old || new)."""
+    tokens = logprobs_T.numel()
+    sums = {
+        "logprob": logprobs_T.sum(),
+        "ratio": ratio_T.sum(),
+        "clip_low": (clipped_T & (ratio_T < 1)).sum(),
+        "clip_high": (clipped_T & (ratio_T >= 1)).sum(),
+        "kl_old": k3(old_T, logprobs_T).sum(),
+    }
+    if reference_logprobs_T is not None:
+        sums["kl"] = kl_per_token(logprobs_T, reference_logprobs_T, "k3").sum()
+    deviation = (ratio_T - 1).abs().max() if tokens else ratio_T.new_zeros(())
+    read = torch.stack([x.to(logprobs_T.dtype) for x in (loss, policy, deviation, *sums.values())]).tolist()
+    metrics: dict[str, Metric] = {"loss": Sum(read[0]), "loss_policy": Sum(read[1]), "loss_kl": Sum(read[0] - read[1])}
+    metrics["ratio_deviation_max"] = Max(read[2])
+    metrics |= {name: Mean(total, tokens) for name, total in zip(sums, read[3:], strict=True)}
+    return metrics

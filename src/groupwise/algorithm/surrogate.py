@@ -1,0 +1,89 @@
+"""What is maximised in place of the expected reward, token by token. Each function returns a loss (the negative objective).
+
+r is the ratio to the old policy, A the advantage. ``clipped_T`` marks tokens on which the clip acts: for ``clip`` they have no
+gradient, for ``cispo`` their weight is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ClipBounds", "cispo", "clip", "dual_clip", "reinforce", "two_sided"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClipBounds:
+    """r stays useful between ``1 - low`` and ``1 + high``; ``dual`` or ``delta`` caps the loss of negative advantages."""
+
+    low: float
+    high: float
+    dual: float | None = None
+    delta: float | None = None
+
+
+def clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO (arXiv 1707.06347, eq. 7); low != high is DAPO's clip-higher (2503.14476).
+
+    Pessimistic: only the side that would move r further away is cut, so r may always come back.
+    """
+    free_T = ratio_T * advantages_T
+    held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
+    return -torch.minimum(free_T, held_T), held_T < free_T
+
+
+def dual_clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, c: float) -> tuple[Tensor, Tensor]:
+    """For A < 0, -max(min(r A, clip(r) A), c A) with c > 1: Ye et al. 2020 (arXiv 1912.09729, eq. 5).
+
+    Without it the loss of a bad token grows without limit as the token becomes likelier.
+    """
+    loss_T, clipped_T = clip(ratio_T, advantages_T, low, high)
+    ceiling_T = -c * advantages_T
+    capped_T = (advantages_T < 0) & (loss_T > ceiling_T)
+    return torch.where(capped_T, ceiling_T, loss_T), clipped_T | capped_T
+
+
+def two_sided(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, delta: float) -> tuple[Tensor, Tensor]:
+    """-min(min(r, delta) A, clip(r) A): INTELLECT-2 (arXiv 2505.07291, section 3.4).
+
+    For delta > 1 + high, the only use, it equals ``dual_clip`` with c = delta.
+    """
+    loss_T, clipped_T = clip(ratio_T.clamp(max=delta), advantages_T, low, high)
+    return loss_T, clipped_T | ((advantages_T < 0) & (ratio_T > delta))
+
+
+def cispo(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-sg[clip(r, 1 - low, 1 + high)] A log pi: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). Every token keeps a gradient."""
+    weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
+    return -weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach()
+
+
+def reinforce(advantages_T: Tensor, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+    """-A log pi: Williams 1992. Nothing corrects for staleness, and nothing is clipped."""
+    return -advantages_T * logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool)
+
+
+def _clip_family(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
+    if bounds.dual is not None:
+        return dual_clip(ratio_T, advantages_T, bounds.low, bounds.high, bounds.dual)
+    if bounds.delta is not None:
+        return two_sided(ratio_T, advantages_T, bounds.low, bounds.high, bounds.delta)
+    return clip(ratio_T, advantages_T, bounds.low, bounds.high)
+
+
+def _cispo(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
+    return cispo(ratio_T, advantages_T, logprobs_T, bounds.low, bounds.high)
+
+
+def _reinforce(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
+    return reinforce(advantages_T, logprobs_T)
+
+
+SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, ClipBounds], tuple[Tensor, Tensor]]] = {
+    "clip": _clip_family,
+    "cispo": _cispo,
+    "reinforce": _reinforce,
+}
