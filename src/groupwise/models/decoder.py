@@ -1,0 +1,197 @@
+"""A lean decoder over the parameters of a Llama, Qwen2, Qwen2.5 or Qwen3 model of the transformers library.
+
+It owns the trainable tensors: projections that read the same input are fused into one (query, key and value; gate and up), and the
+library's module is re-pointed at views of them. So the module, the sampler and the trainer hold the very same memory: an optimiser
+step is seen by all three at once, and saving the module saves what was trained. Parity tests hold the decoder equal to the module.
+
+Axes: R packed rows, D model width, H query heads, K key-value heads, E head width, F feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.models.attention import packed_attention
+from groupwise.models.layout import Packed
+from groupwise.models.logprobs import token_logprobs
+from groupwise.models.ops import head_norm, rms_norm, swiglu
+
+__all__ = ["Decoder", "Layer", "why_unsupported"]
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def why_unsupported(model: Any) -> str | None:
+    """``None`` if the lean decoder computes what ``model`` (a transformers causal LM) computes, else the reason in a few words."""
+    config = model.config
+    if config.model_type not in _FAMILIES:
+        return f"architecture {config.model_type!r} is not one of {', '.join(_FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r} is not silu"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "some layers use sliding-window attention"
+    if getattr(config, "use_sliding_window", False) and not getattr(config, "layer_types", None):
+        return "sliding-window attention is on"
+    if getattr(config, "mlp_bias", False):
+        return "feed-forward projections with biases"
+    if getattr(model.model.rotary_emb, "rope_type", "default") not in _STATIC_ROPE:
+        return f"rotary embedding {model.model.rotary_emb.rope_type!r} depends on the sequence length"
+    if any(type(m).__name__ not in ("Linear",) for m in model.modules() if hasattr(m, "in_features")):
+        return "adapters or quantised layers"
+    if getattr(config, "attention_dropout", 0):
+        return "attention dropout"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer layer's tensors; biases and head norms are ``None`` where the architecture has none."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def _fuse(sources: list[nn.Parameter], trainable: bool) -> nn.Parameter:
+    """Concatenate along the output axis into one parameter, and make the sources views of it."""
+    fused = nn.Parameter(torch.cat([s.data for s in sources]), requires_grad=trainable)
+    start = 0
+    for source in sources:
+        source.requires_grad_(False)
+        source.data = fused.data[start : start + len(source)]
+        start += len(source)
+    return fused
+
+
+class Decoder:
+    """The policy (or a reference) as functions of packed rows.
+
+    Args:
+        model: a causal LM for which ``why_unsupported`` is ``None``; its parameters become views of this decoder's.
+        trainable: whether the tensors require gradients.
+        gradient_checkpointing: recompute each layer in the backward pass. Sampling is not affected.
+        attention: ``blocked``, ``sdpa`` or ``auto`` (see ``models/attention.py``).
+    """
+
+    def __init__(self, model: Any, *, trainable: bool = True, gradient_checkpointing: bool = False, attention: str = "auto") -> None:
+        reason = why_unsupported(model)
+        assert reason is None, reason
+        config, trunk = model.config, model.model
+        self.module = model
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.epsilon: float = config.rms_norm_eps
+        self.vocabulary: int = config.vocab_size
+        self.gradient_checkpointing = gradient_checkpointing
+        self.device: torch.device = trunk.embed_tokens.weight.device
+        self.dtype: torch.dtype = trunk.embed_tokens.weight.dtype
+        self.attention = ("blocked" if self.device.type == "cpu" else "sdpa") if attention == "auto" else attention
+        self.embedding = _fuse([trunk.embed_tokens.weight], trainable)
+        tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or config.tie_word_embeddings
+        if tied:
+            model.lm_head.weight = trunk.embed_tokens.weight
+        self.head = self.embedding if tied else _fuse([model.lm_head.weight], trainable)
+        self.layers = [self._adopt(layer, trainable) for layer in trunk.layers]
+        self.final_norm = _fuse([trunk.norm.weight], trainable)
+        self._rotary = trunk.rotary_emb
+        self._cos, self._sin = torch.empty(0), torch.empty(0)
+
+    def _adopt(self, layer: Any, trainable: bool) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        has_bias, has_head_norm = projections[0].bias is not None, hasattr(attention, "q_norm")
+        return Layer(
+            input_norm=_fuse([layer.input_layernorm.weight], trainable),
+            qkv=_fuse([p.weight for p in projections], trainable),
+            qkv_bias=_fuse([p.bias for p in projections], trainable) if has_bias else None,
+            q_norm=_fuse([attention.q_norm.weight], trainable) if has_head_norm else None,
+            k_norm=_fuse([attention.k_norm.weight], trainable) if has_head_norm else None,
+            output=_fuse([attention.o_proj.weight], trainable),
+            output_bias=_fuse([attention.o_proj.bias], trainable) if attention.o_proj.bias is not None else None,
+            post_norm=_fuse([layer.post_attention_layernorm.weight], trainable),
+            gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight], trainable),
+            down=_fuse([mlp.down_proj.weight], trainable),
+        )
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every tensor once, under a stable name; fused ones by their fused name."""
+        named: list[tuple[str, Any]] = [("embedding", self.embedding)]
+        for index, layer in enumerate(self.layers):
+            named += [(f"layers.{index}.{field}", getattr(layer, field)) for field in Layer.__slots__]
+        named.append(("final_norm", self.final_norm))
+        if self.head is not self.embedding:
+            named.append(("head", self.head))
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``cos`` and ``sin`` ``[R, 1, E / 2]`` at ``positions`` ``[R]``, as the module's own rotary embedding gives them."""
+        longest = int(positions.max()) + 1 if len(positions) else 0
+        if longest > len(self._cos):
+            self.reserve_positions(max(longest, 2 * len(self._cos), 512))
+        return self._cos[positions], self._sin[positions]
+
+    def reserve_positions(self, count: int) -> None:
+        """Tabulate the rotary embedding for positions below ``count``."""
+        with torch.no_grad():
+            probe = torch.empty(1, dtype=self.dtype, device=self.device)
+            cos, sin = self._rotary(probe, torch.arange(count, device=self.device)[None])
+        half = self.head_width // 2
+        self._cos, self._sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+
+    def project_qkv(self, layer: Layer, x: Tensor) -> Tensor:
+        """Norm and fused projection: ``[R, D]`` to ``[R, H + 2K, E]``."""
+        qkv = linear(rms_norm(x, layer.input_norm, self.epsilon), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(len(x), self.heads + 2 * self.kv_heads, self.head_width)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, self.heads, self.kv_heads, self.epsilon)
+        return qkv
+
+    def finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, residual, and the feed-forward half of a layer; ``attended`` is ``[R, H, E]``."""
+        x = x + linear(attended.reshape(len(x), -1), layer.output, layer.output_bias)
+        return x + linear(swiglu(linear(rms_norm(x, layer.post_norm, self.epsilon), layer.gate_up)), layer.down)
+
+    def _layer(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        qkv = self.project_qkv(layer, x)
+        attended, rotated = packed_attention(qkv, cos, sin, packed.blocks, self.heads, self.kv_heads, self.attention)
+        return self.finish_layer(layer, x, attended), rotated
+
+    def hidden(self, packed: Packed, keep_kv: list[Tensor] | None = None) -> Tensor:
+        """Outputs of the last layer before the final norm, ``[R, D]``.
+
+        ``keep_kv``, when given, receives each layer's rotated keys and values ``[R, 2K, E]``.
+        """
+        cos, sin = self.rope(packed.positions_R)
+        x = embedding(packed.token_ids_R, self.embedding)
+        for layer in self.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x, rotated = checkpoint(self._layer, layer, x, cos, sin, packed, use_reentrant=False)
+            else:
+                x, rotated = self._layer(layer, x, cos, sin, packed)
+            if keep_kv is not None:
+                keep_kv.append(rotated[:, self.heads :])
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and output head: ``[B, D]`` to ``[B, V]`` in the weights' dtype. For sampling only."""
+        return linear(rms_norm(x, self.final_norm, self.epsilon), self.head)
+
+    def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
+        """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
+        rows = self.hidden(packed).index_select(0, packed.predict_rows_T)
+        return token_logprobs(rms_norm(rows, self.final_norm, self.epsilon), self.head, packed.targets_T, temperature)

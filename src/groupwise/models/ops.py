@@ -1,0 +1,128 @@
+"""The element-wise operations of a Llama-style layer, each with its gradient written out.
+
+Autograd would give the same numbers; writing the backward pass by hand keeps one saved tensor per operation instead of four or
+five, which is what activation memory is made of. Shapes: T tokens (packed, no padding), D model width, F feed-forward width,
+H query heads, K key-value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["apply_rope", "head_norm", "rms_norm", "rope_rotate", "swiglu"]
+
+
+def _normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
+    return (x32 * scale).to(x.dtype) * weight, scale
+
+
+def _normalise_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    normal = x.float() * scale
+    grad_weight = (grad.float() * normal).flatten(0, -2).sum(0)
+    inner = grad.float() * weight.float()
+    dot = (inner * normal).mean(-1, keepdim=True)
+    grad_x = inner.addcmul_(normal, dot, value=-1).mul_(scale)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        y, scale = _normalise(x, weight, epsilon)
+        ctx.save_for_backward(x, scale, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_normalise_backward(grad, *ctx.saved_tensors), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last axis, statistics in fp32 (Zhang & Sennrich, 2019)."""
+    if not torch.is_grad_enabled():
+        return _normalise(x, weight, epsilon)[0]
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+class _HeadNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+        out = qkv.clone()
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        out[:, :heads], q_scale = _normalise(q, q_weight, epsilon)
+        out[:, heads : heads + kv_heads], k_scale = _normalise(k, k_weight, epsilon)
+        ctx.save_for_backward(qkv, q_scale, k_scale, q_weight, k_weight)
+        ctx.split = (heads, kv_heads)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        qkv, q_scale, k_scale, q_weight, k_weight = ctx.saved_tensors
+        heads, kv_heads = ctx.split
+        keys = slice(heads, heads + kv_heads)
+        out = grad.clone()
+        out[:, :heads], grad_q = _normalise_backward(grad[:, :heads], qkv[:, :heads], q_scale, q_weight)
+        out[:, keys], grad_k = _normalise_backward(grad[:, keys], qkv[:, keys], k_scale, k_weight)
+        return out, grad_q, grad_k, None, None, None
+
+
+def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+    """Qwen3's norm of each query and key head; ``qkv`` is ``[T, H + 2K, E]`` and its value heads pass through."""
+    if not torch.is_grad_enabled():
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        return torch.cat([_normalise(q, q_weight, epsilon)[0], _normalise(k, k_weight, epsilon)[0], v], dim=1)
+    return _HeadNorm.apply(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
+
+
+def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, inverse: bool = False) -> None:
+    """Write the rotary embedding of ``x`` ``[T, heads, E]`` into ``out`` (which may not be ``x``); ``cos`` and ``sin`` are ``[T, 1, E/2]``.
+
+    The inverse rotation is the transpose, so it is also the backward pass (Su et al., arXiv 2104.09864).
+    """
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    sign = -1.0 if inverse else 1.0
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin, value=sign)
+
+
+def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, inverse: bool = False) -> Tensor:
+    """A copy of ``qkv`` ``[T, H + 2K, E]`` whose first ``rotated`` heads (queries and keys) are turned to their positions."""
+    out = torch.empty_like(qkv)
+    rope_rotate(qkv[:, :rotated], cos, sin, out[:, :rotated], inverse)
+    out[:, rotated:] = qkv[:, rotated:]
+    return out
+
+
+class _SwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` for ``gate_up`` ``[T, 2F]`` (Shazeer, arXiv 2002.05202)."""
+    if not torch.is_grad_enabled():
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+    return _SwiGLU.apply(gate_up)
