@@ -1,0 +1,215 @@
+"""Find the reward functions that a config names, and check that they can be called, before any weights are loaded.
+
+A name is looked up in this order: functions handed over from Python, ``path/to/file.py:function``,
+``package.module:function``, the built-in table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from groupwise.config.schema import RewardFunctionConfig
+from groupwise.errors import RewardError
+from groupwise.rewards.functions import builtin_rewards
+
+__all__ = ["OFFERED", "LoadedReward", "RewardFunction", "load_reward", "nearest"]
+
+RewardFunction = Callable[..., Any]
+"""``f(prompts, completions, **columns) -> list[float | None]``, plain or ``async``."""
+
+OFFERED = ("prompts", "completions", "answer", "answer_style", "completion_ids", "finish_reason")
+"""Keywords that every reward function may accept, whatever columns the data has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A reward function that was found and can be called."""
+
+    name: str
+    """Name in logs and in ``Group.components``; unique within a suite."""
+    function: RewardFunction
+    weight: float
+    source: str
+    """Where it came from: ``built-in``, ``python``, a file's path, or a module's name."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    accepted: frozenset[str] | None = None
+    """Keywords that the function takes; ``None`` where it has ``**kwargs`` and takes all."""
+    required: tuple[str, ...] = ()
+    """Keywords without a default that ``arguments`` does not supply."""
+
+    @property
+    def built_in(self) -> bool:
+        return self.source == "built-in"
+
+    def missing(self, available: Iterable[str]) -> list[str]:
+        """Required keywords that the data does not supply."""
+        return [name for name in self.required if name not in set(available)]
+
+    def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """What to call the function with: of ``available`` only what it accepts, and ``arguments``, which win over columns."""
+        taken = {name: value for name, value in available.items() if self.accepted is None or name in self.accepted}
+        return {**taken, **self.arguments}
+
+
+def load_reward(config: RewardFunctionConfig, extra: Mapping[str, RewardFunction] | None = None) -> LoadedReward:
+    """Resolve one entry of ``rewards.functions``. Raises ``RewardError`` with what is wrong and what to write instead."""
+    extra = extra or {}
+    spec = config.function.strip()
+    if spec in extra:
+        name, function, source = spec, extra[spec], "python"
+    elif ":" in spec:
+        place, _, name = spec.rpartition(":")
+        module, source = _import_file(place) if _looks_like_file(place) else _import_module(place)
+        function = _member(module, name, source)
+    else:
+        name, function, source = spec, _built_in(spec, extra), "built-in"
+    _require_function(spec, function)
+    accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
+    if source == "built-in":
+        _try_arguments(spec, function, config.arguments)
+    return LoadedReward(name, function, config.weight, source, dict(config.arguments), accepted, required)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'format'?"`` or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _built_in(spec: str, extra: Mapping[str, RewardFunction]) -> RewardFunction:
+    table = builtin_rewards()
+    if spec in table:
+        return table[spec]
+    if _looks_like_file(spec):
+        raise RewardError(f"reward {spec!r} names a file but no function in it: write {spec}:function_name")
+    known = sorted({*table, *extra})
+    raise RewardError(
+        f"there is no reward function {spec!r}{nearest(spec, known)} Known names are {', '.join(known)}; "
+        "your own is named as path/to/file.py:function or package.module:function"
+    )
+
+
+def _looks_like_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def _import_file(place: str) -> tuple[ModuleType, str]:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise RewardError(
+            f"reward file {place!r} does not exist (looked in {Path.cwd()}); "
+            "give a path relative to that folder or an absolute one"
+        )
+    path = path.resolve()
+    stat = path.stat()
+    # The name changes with the content's time and size: a notebook that edits the file and trains again gets the new code,
+    # while two functions of one file share one module and its state.
+    key = hashlib.sha256(f"{path}:{stat.st_mtime_ns}:{stat.st_size}".encode()).hexdigest()[:12]
+    module_name = f"groupwise_reward_{path.stem}_{key}"
+    if module_name in sys.modules:
+        return sys.modules[module_name], place
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward file {place!r} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(path.parent)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise RewardError(f"reward file {place!r} could not be imported: {_said(error)}; mend the file and try again") from error
+    return module, place
+
+
+def _import_module(place: str) -> tuple[ModuleType, str]:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(place), place
+    except (Exception, SystemExit) as error:
+        remedy = "install it, or name a file as path/to/file.py:function" if isinstance(error, ModuleNotFoundError) else "mend it"
+        raise RewardError(f"reward module {place!r} could not be imported: {_said(error)}; {remedy}") from error
+
+
+def _make_importable(folder: Path) -> None:
+    """A reward file may import its neighbours. At the end of the path, so that it cannot hide an installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _member(module: ModuleType, name: str, source: str) -> RewardFunction:
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        listed = f" It has: {', '.join(functions)}" if functions else " It has no functions"
+        raise RewardError(f"there is no function {name!r} in {source}{nearest(name, functions) or '.'}{listed}")
+    return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def _require_function(spec: str, function: object) -> None:
+    if inspect.isclass(function):
+        raise RewardError(f"reward {spec!r} is a class, not a function: name a function, or an instance with a __call__ method")
+    if not callable(function):
+        raise RewardError(f"reward {spec!r} is a {type(function).__name__}, not a function: name something that can be called")
+
+
+def _read_signature(
+    spec: str, function: RewardFunction, arguments: Mapping[str, Any], built_in: bool
+) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """The keywords that a function accepts (``None`` for all of them) and those it cannot do without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {spec!r} has no readable signature: wrap it in a def f(prompts, completions, **columns)"
+        ) from error
+    form = "reward functions are called by keyword as f(prompts, completions, **columns)"
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if by_position:
+        raise RewardError(
+            f"reward {spec!r} takes {by_position[0]!r} by position only, but {form}: remove the '/' from its signature"
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    # Ours have **columns only so that other trainers can call them; a misspelt argument must not vanish in there.
+    takes_all = not built_in and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepted = frozenset(p.name for p in named)
+    if not takes_all and not accepted & {"completions", "completion_ids"}:
+        raise RewardError(f"reward {spec!r} has no parameter 'completions', but {form}: give it that parameter")
+    for name in arguments:
+        if name in ("prompts", "completions"):
+            raise RewardError(
+                f"reward {spec!r} is given an argument {name!r}, which every call already supplies: remove it from arguments"
+            )
+        if not takes_all and name not in accepted:
+            own = accepted - set(OFFERED)
+            listed = f" It takes: {', '.join(sorted(own))}" if own else " It takes none"
+            raise RewardError(f"reward {spec!r} takes no argument {name!r}{nearest(name, own) or '.'}{listed}")
+    required = tuple(p.name for p in named if p.default is p.empty and p.name not in arguments)
+    return None if takes_all else accepted, required
+
+
+def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, Any]) -> None:
+    """Call one of ours on a toy completion, so that a bad argument is refused now and not after the first rollout."""
+    sample = {"prompts": ["?"], "completions": ["1 2"], "completion_ids": [[1, 2]], "answer": ["1"], "answer_style": ["xml"]}
+    try:
+        function(**{**sample, **arguments})
+    except RewardError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {spec!r} cannot work with the arguments {dict(arguments)}: {_said(error)}; correct them"
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
