@@ -1,0 +1,112 @@
+"""Where a run's numbers, transcripts and results go. One sink that fails is done without; it never ends the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from groupwise.config.schema import Config
+from groupwise.tracking.base import EvaluationResult, Tracker
+from groupwise.tracking.console import ConsoleTracker
+from groupwise.tracking.jsonl import JsonlTracker
+from groupwise.tracking.live import Phase
+from groupwise.tracking.metric_table import METRICS, describe_metric
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.types import Group
+
+__all__ = [
+    "METRICS",
+    "ConsoleTracker",
+    "EvaluationResult",
+    "JsonlTracker",
+    "Phase",
+    "RunFolder",
+    "Tracker",
+    "Trackers",
+    "describe_metric",
+    "make_trackers",
+]
+
+logger = logging.getLogger("groupwise")
+
+
+def make_trackers(config: Config, run_folder: RunFolder | None, console: Console | ConsoleTracker | None = None) -> Trackers:
+    """The run's sinks: its folder and the terminal. Either may be ``None``, as on processes other than the first."""
+    sinks: list[Tracker] = []
+    if run_folder is not None:
+        sinks.append(JsonlTracker(run_folder, config.output.log_completions))
+    if isinstance(console, Console):
+        console = ConsoleTracker(console, show=config.evaluation.show)
+    return Trackers(sinks if console is None else [*sinks, console])
+
+
+class Trackers:
+    """Forwards to every sink. One that raises is named in one warning, closed, and left out from then on."""
+
+    def __init__(self, sinks: Sequence[Tracker] = ()) -> None:
+        self.sinks = list(sinks)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.each(lambda sink: sink.step(step, metrics))
+
+    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+        self.each(lambda sink: sink.completions(step, groups, advantages))
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        self.each(lambda sink: sink.evaluation(result))
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        self.each(lambda sink: sink.show_summary(summary) if isinstance(sink, ConsoleTracker) else None)
+
+    @contextmanager
+    def phase(self, name: str, total: float | None, unit: str = "") -> Iterator[Phase]:
+        """As ``ConsoleTracker.phase``; without a terminal the handle only counts."""
+        handle = Phase(name, total, unit, lambda changed: None)
+        shown: list[tuple[ConsoleTracker, Phase]] = []
+
+        def forward(sink: Tracker) -> None:
+            if isinstance(sink, ConsoleTracker):
+                shown.append((sink, sink.begin_phase(name, total, unit)))
+
+        self.each(forward)
+        handle.changed = lambda changed: self.copy_phase(changed, shown)
+        completed = False
+        try:
+            yield handle
+            completed = True
+        finally:
+            for console, phase in shown:
+                self.guard(console, partial(ConsoleTracker.end_phase, phase=phase, completed=completed))
+
+    def copy_phase(self, source: Phase, shown: Sequence[tuple[ConsoleTracker, Phase]]) -> None:
+        for console, phase in shown:
+            self.guard(console, partial(follow, source=source, shown=phase))
+
+    def close(self) -> None:
+        self.each(lambda sink: sink.close())
+
+    def each(self, action: Callable[[Any], None]) -> None:
+        for sink in list(self.sinks):
+            self.guard(sink, action)
+
+    def guard(self, sink: Any, action: Callable[[Any], None]) -> None:
+        if sink not in self.sinks:
+            return
+        try:
+            action(sink)
+        except Exception as error:
+            self.sinks.remove(sink)
+            with contextlib.suppress(Exception):
+                sink.close()
+            name = type(sink).__name__
+            logger.warning("%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error)
+
+
+def follow(sink: ConsoleTracker, source: Phase, shown: Phase) -> None:
+    shown.advance(source.done - shown.done, **source.numbers)

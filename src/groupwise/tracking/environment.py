@@ -1,0 +1,118 @@
+"""What a run needs to be understood later: versions, machine, code revision, and the command, without secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["code_revision", "describe_environment", "hide_secrets", "hide_secrets_in_command"]
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pydantic", "accelerate", "peft", "vllm")
+
+HIDDEN = "<hidden>"
+SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|auth|token|secret|password|passwd|credentials?)$")
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{16})\b"
+)
+URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: hide_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_secrets(item, name) for item in value]
+    if isinstance(value, str):
+        hidden = URL_LOGIN.sub(f"{HIDDEN}@", SECRET_VALUE.sub(HIDDEN, value))
+        return HIDDEN if SECRET_NAME.search(name) else hidden
+    return value
+
+
+def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
+    """A command line with its secrets hidden: ``key=value``, ``--key=value``, and ``--key value``."""
+    shown: list[str] = []
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        before = words[i - 1] if i else ""
+        if equals and "://" not in name:
+            shown.append(f"{name}={hide_secrets(value, name)}")
+        elif before.startswith("-") and "=" not in before and not word.startswith("-"):
+            shown.append(hide_secrets(word, before))
+        else:
+            shown.append(hide_secrets(word))
+    return shown
+
+
+def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Versions, machine and code revision as plain values; imports neither torch nor transformers."""
+    return {
+        "groupwise": installed_version("groupwise"),
+        "python": platform.python_version(),
+        **{name: version for name in PACKAGES if (version := installed_version(name))},
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": os.cpu_count(),
+        "usable_cpus": usable_cpus(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerators": accelerators(),
+        "code": code_revision(),
+        "command": hide_secrets_in_command(sys.argv if command is None else command),
+    }
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_cpus() -> int | None:
+    """Cores that this process may run on, which in a container or under ``taskset`` is fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def accelerators() -> list[str]:
+    """Names of the CUDA devices, where something has imported torch already; asking is not worth importing it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def code_revision(folder: Path | None = None) -> dict[str, Any] | None:
+    """Commit of the checkout that groupwise runs from and whether its package differs from it; ``None`` outside one.
+
+    The package's own ``__init__.py`` must be tracked there: an installed copy inside somebody's project is not that project.
+    """
+    package = folder or Path(__file__).resolve().parents[1]
+    if git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    revision = git(package, "rev-parse", "HEAD")
+    changes = git(package, "status", "--porcelain", "--", ".")
+    if revision is None or changes is None:
+        return None
+    return {"revision": revision, "dirty": bool(changes)}
+
+
+def git(folder: Path, *words: str) -> str | None:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, env=environment, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()

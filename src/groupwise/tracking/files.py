@@ -1,0 +1,91 @@
+"""Writing JSON so that a reader never meets half a file, and so that any reader can take it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["json_line", "write_json", "write_json_lines", "write_text"]
+
+LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+"""Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""
+
+
+def finite(value: Any) -> Any:
+    """``value`` with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, (str, int, bool)) or value is None:
+        return value
+    number = getattr(value, "item", None)  # numpy and torch scalars, without importing either
+    return finite(number()) if callable(number) and getattr(value, "ndim", 1) == 0 else str(value)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent).translate(LINE_BREAKS)
+
+
+def json_line(value: Any) -> bytes:
+    """One line of a JSONL file, newline included. A lone surrogate becomes its ``\\udXXX`` escape, which is valid JSON."""
+    return (json_text(value) + "\n").encode("utf-8", errors="backslashreplace")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it.
+
+    Raises:
+        OSError: the disk is full, the folder is read-only or gone; ``path`` is then what it was before.
+    """
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o666 & ~current_umask())
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def current_umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; file systems that cannot sync a folder are left to their own promises."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json_text(value, indent=2) + "\n")
+
+
+def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+    write_bytes(path, b"".join(json_line(row) for row in rows))

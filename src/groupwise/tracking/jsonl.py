@@ -1,0 +1,72 @@
+"""The run's own record: ``metrics.jsonl``, ``completions.jsonl`` and the evaluations' files. Always on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.files import json_line
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.types import Group
+
+__all__ = ["JsonlTracker"]
+
+
+class JsonlTracker:
+    """Appends a line and flushes it, so that a run that is killed keeps every finished step.
+
+    ``log_completions`` bounds how many groups of a step are written; 0 writes none.
+    """
+
+    def __init__(self, folder: RunFolder, log_completions: int = 4) -> None:
+        self.folder = folder
+        self.log_completions = log_completions
+        self.started_s = time.monotonic()
+        self.files: dict[Path, BufferedWriter] = {}
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``{"step": ..., "time_s": seconds since the run began, name: value ...}``; a value that is not finite is null."""
+        self.append(self.folder.metrics, {"step": step, "time_s": round(time.monotonic() - self.started_s, 3), **metrics})
+
+    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+        for p, group in enumerate(groups[: self.log_completions]):
+            for row in completion_rows(step, group, advantages[p] if advantages is not None else None):
+                self.append(self.folder.completions, row)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        self.folder.write_records(result.stage, result.mode, result.records)
+
+    def close(self) -> None:
+        while self.files:
+            self.files.popitem()[1].close()
+
+    def append(self, path: Path, row: Mapping[str, Any]) -> None:
+        if path not in self.files:
+            self.files[path] = path.open("ab")
+        self.files[path].write(json_line(row))
+        self.files[path].flush()
+
+
+def completion_rows(step: int, group: Group, advantages: Sequence[float] | None) -> list[dict[str, Any]]:
+    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here."""
+    return [
+        {
+            "step": step,
+            "problem": group.prompt.problem.id,
+            "sample": completion.sample,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "expected": group.prompt.problem.answer,
+            "reward": group.rewards[g],
+            "components": {name: scores[g] for name, scores in group.components.items()},
+            "advantage": advantages[g] if advantages is not None else None,
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.token_ids),
+            "policy_version": completion.policy_version,
+        }
+        for g, completion in enumerate(group.completions)
+    ]

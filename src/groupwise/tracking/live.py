@@ -1,0 +1,126 @@
+"""The part of the terminal that redraws itself: a bar for each running phase, and the numbers of the latest step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.tracking.numbers import clock, fields, headline, sparkline
+
+__all__ = ["LiveDisplay", "Phase"]
+
+HISTORY = 30
+"""Steps that the sparklines look back."""
+
+
+@dataclass
+class Phase:
+    """A stretch of work with a known or unknown length; the handle that its owner advances."""
+
+    name: str
+    total: float | None
+    unit: str
+    changed: Callable[[Phase], None]
+    done: float = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+
+    def advance(self, n: float = 1, **numbers: float) -> None:
+        """``n`` more units are done; ``numbers`` are shown beside the bar, the latest value of each name."""
+        self.done += n
+        self.numbers.update(numbers)
+        self.changed(self)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Time left if the rest goes at the phase's mean pace; ``None`` before anything is done or where no total is known."""
+        if not self.total or self.done <= 0:
+            return None
+        return max(0.0, self.elapsed_s / self.done * (self.total - self.done))
+
+    @property
+    def count(self) -> str:
+        total = "" if self.total is None else f"/{self.total:,.0f}"
+        return f"{self.done:,.0f}{total}" + (f" {self.unit}" if self.unit else "")
+
+
+class LiveDisplay:
+    """Running phases, outermost first, redrawn twice a second while there is one. ``text`` makes text fit the terminal."""
+
+    def __init__(self, console: Console, text: Callable[..., Text]) -> None:
+        self.console = console
+        self.text = text
+        self.phases: list[Phase] = []
+        self.metrics: Mapping[str, float] = {}
+        self.history: dict[str, deque[float]] = {}
+        self.live: Live | None = None
+
+    def begin(self, phase: Phase) -> None:
+        self.phases.append(phase)
+        if self.live is None:
+            live = Live(self, console=self.console, refresh_per_second=2, transient=True)
+            live.start()
+            self.live = live
+
+    def end(self, phase: Phase) -> None:
+        if phase in self.phases:
+            self.phases.remove(phase)
+        if not self.phases:
+            self.stop()
+
+    def stop(self) -> None:
+        live, self.live = self.live, None
+        self.phases.clear()
+        self.metrics = {}
+        self.history.clear()
+        if live is not None:
+            live.stop()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.metrics = metrics
+        for name in ("reward/mean", "accuracy/strict"):
+            if name in metrics:
+                self.history.setdefault(name, deque(maxlen=HISTORY)).append(metrics[name])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.bars()
+        if self.metrics:
+            yield self.watched()
+
+    def bars(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for phase in list(self.phases):
+            left = phase.left_s
+            table.add_row(
+                self.text(phase.name, "bold"),
+                ProgressBar(total=phase.total, completed=phase.done, width=30, pulse=not phase.total),
+                self.text(phase.count),
+                self.text(f"{clock(phase.elapsed_s)} gone" + (f", {clock(left)} left" if left is not None else ""), "cyan"),
+                self.text("  ".join(f"{label} {value}" for label, value in fields(dict(phase.numbers))), "dim"),
+            )
+        return table
+
+    def watched(self) -> Table:
+        """The watched numbers in four columns of label and value."""
+        table = Table.grid(padding=(0, 2))
+        cells: list[Text] = []
+        trends = {"reward": "reward/mean", "accuracy": "accuracy/strict"}
+        for label, value in headline(self.metrics):
+            past = list(self.history.get(trends.get(label, ""), ()))
+            trend = f" {sparkline(past)}" if len(past) > 1 and not self.console.options.ascii_only else ""
+            cells.append(self.text(f"{label} ", "dim") + self.text(value, "bold") + self.text(trend, "green"))
+        for i in range(0, len(cells), 4):
+            table.add_row(*cells[i : i + 4])
+        return table

@@ -1,0 +1,51 @@
+"""Every number that a run logs: its unit and what it means. A test holds this table and the loop's names equal."""
+
+from __future__ import annotations
+
+__all__ = ["METRICS", "describe_metric"]
+
+METRICS: dict[str, tuple[str, str]] = {
+    "reward/mean": ("reward", "Mean reward over the step's completions: the quantity that GRPO raises."),
+    "reward/std": (
+        "reward",
+        "Standard deviation of the rewards within a group, averaged over groups: what there is to learn from.",
+    ),
+    "reward/<component>": ("score", "Mean of one reward function's own score, before its weight."),
+    "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),
+    "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
+    "groups/zero_variance": (
+        "share",
+        "Groups whose completions all scored the same: their advantages are 0 and they teach nothing.",
+    ),
+    "groups/failed": ("count", "Groups left out because a reward function failed (rewards.on_error: skip)."),
+    "completions/tokens_mean": ("tokens", "Mean length of a completion, stop token included."),
+    "completions/tokens_max": ("tokens", "Longest completion of the step."),
+    "completions/truncated": ("share", "Completions cut at rollout.max_completion_tokens; when it grows, so should the limit."),
+    "completions/stop_rate": ("share", "Completions that the policy ended by itself with an end token."),
+    "policy/loss": ("nats", "The objective's value; near 0 at ratio 1 by construction, so it is no measure of progress."),
+    "policy/kl": ("nats", "Mean k3 estimate of the KL from the reference, per token; only with beta above 0."),
+    "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| between the policy and the one that sampled."),
+    "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy, and above about 0.3 steps are too large."),
+    "policy/entropy": ("nats", "Mean -log probability of sampled tokens, an estimate of entropy; falling to 0 means collapse."),
+    "policy/sampler_mismatch": ("nats", "Mean |log-probability when sampled - when trained| at the first update; rounding only."),
+    "optimizer/learning_rate": ("1", "Learning rate of the step's last update."),
+    "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping."),
+    "time/sample_s": ("s", "Sampling the completions."),
+    "time/learn_s": ("s", "Forward and backward passes."),
+    "time/reference_s": ("s", "Log-probabilities of the reference; only with beta above 0."),
+    "time/optimizer_s": ("s", "Optimiser updates."),
+    "time/step_s": ("s", "The whole step."),
+    "speed/sampled_tokens_per_s": ("tokens/s", "Completion tokens sampled per second of sampling."),
+    "speed/learnt_tokens_per_s": ("tokens/s", "Completion tokens trained per second of forward and backward."),
+    "memory/peak_gib": ("GiB", "Peak memory since the run began: of the accelerator, or of the process on CPU."),
+    "progress/epoch": ("epochs", "Passes over the training problems so far."),
+    "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),
+}
+"""Name -> (unit, meaning). ``reward/<component>`` stands for one name per reward function."""
+
+
+def describe_metric(name: str) -> tuple[str, str] | None:
+    """Unit and meaning of a logged name; ``None`` for a name that the table does not know."""
+    if name in METRICS:
+        return METRICS[name]
+    return METRICS["reward/<component>"] if name.startswith("reward/") else None

@@ -1,0 +1,164 @@
+"""The folder of one run: everything that is needed to understand it, repeat it and carry on from it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.tracking.environment import describe_environment, hide_secrets
+from groupwise.tracking.files import write_json, write_json_lines, write_text
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """Paths inside a run's folder, and the writing of its JSON files.
+
+    config.yaml            every setting, defaults included
+    environment.json       versions, machine, code revision, seeds, command
+    metrics.jsonl          one line a step
+    completions.jsonl      a few groups a step, with their rewards
+    evaluations/           one file per stage and mode, one line per problem
+    checkpoints/           to carry on from
+    final_model/           a Hugging Face folder
+    summary.json           what the run came to
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(
+        cls, config: Config, path: Path | None = None, recipe_name: str = "run", *, command: Sequence[str] | None = None
+    ) -> RunFolder:
+        """Make the folder and write config and environment into it.
+
+        ``path`` wins over ``config.output.folder``; without either it is ``runs/<recipe>-<date>-<time>``.
+
+        Raises:
+            ConfigError: the folder exists and holds something, or cannot be written.
+        """
+        wanted = path or (Path(config.output.folder) if config.output.folder else None)
+        try:
+            folder = cls(make_named(wanted.expanduser()) if wanted else make_default(recipe_name))
+            folder.evaluations.mkdir(exist_ok=True)
+            folder.write_start(config, recipe_name, command)
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder {str(wanted or Path('runs'))!r} cannot be written ({error.strerror or error}): a run needs a "
+                "writable folder with free space; name another with output.folder=PATH"
+            ) from error
+        return folder
+
+    def write_start(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
+        resolved = hide_secrets(config.model_dump(mode="json"))
+        write_text(self.config, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True, width=120))
+        seeds = {
+            "training.seed": config.training.seed,
+            "data.split_seed": config.data.split_seed,
+            "evaluation.seed": config.evaluation.seed,
+        }
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_json(self.environment, {"recipe": recipe_name, "started": started, "seeds": seeds, **describe_environment(command)})
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def completions(self) -> Path:
+        return self.path / "completions.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def final_model(self) -> Path:
+        return self.path / "final_model"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def evaluation_file(self, stage: str, mode: str) -> Path:
+        return self.evaluations / f"{slug(stage)}-{slug(mode)}.jsonl"
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Raises:
+        TrainingError: the disk does not take it.
+        """
+        try:
+            write_json(self.summary, summary)
+        except OSError as error:
+            raise self.lost(self.summary, error) from error
+
+    def write_records(self, stage: str, mode: str, records: Iterable[Mapping[str, Any]]) -> Path:
+        """One line per problem, in ``evaluations/<stage>-<mode>.jsonl``; returns that path.
+
+        Raises:
+            TrainingError: the disk does not take it.
+        """
+        path = self.evaluation_file(stage, mode)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json_lines(path, records)
+        except OSError as error:
+            raise self.lost(path, error) from error
+        return path
+
+    @staticmethod
+    def lost(path: Path, error: OSError) -> TrainingError:
+        return TrainingError(
+            f"{str(path)!r} cannot be written ({error.strerror or error}): a run needs a writable folder with free space; free "
+            "some, or name another with output.folder=PATH"
+        )
+
+
+def make_named(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with output.folder=PATH")
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(
+            f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with output.folder=PATH"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def make_default(recipe_name: str) -> Path:
+    """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
+    base = f"{slug(Path(recipe_name).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    attempt = 1
+    while True:
+        path = Path("runs") / (base if attempt == 1 else f"{base}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.exists():  # `runs` itself is a file
+                raise
+            attempt += 1
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
