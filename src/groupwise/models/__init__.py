@@ -1,0 +1,1 @@
+"""Models: loading, saving, the embedded default, and per-token log-probabilities."""

@@ -143,6 +143,7 @@ def _convert(gguf_file: Path, out: Path) -> None:
             weight = _rotary_halves(weight, kv_heads)
         weights[_hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # some releases of safetensors leave it readable by its owner alone
     _write_json(out / "config.json", _config(metadata))
     _write_json(out / "generation_config.json", _special_ids(metadata))
     _tokenizer(metadata).save(str(out / "tokenizer.json"))
@@ -232,6 +233,7 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "pad_token": tokens[ids["pad_token_id"]],
         "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]],
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # or transformers 4 adds token_type_ids, which Llama refuses
         "model_max_length": metadata["llama.context_length"],
         "chat_template": metadata["tokenizer.chat_template"],
     }

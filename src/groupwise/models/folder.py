@@ -1,0 +1,151 @@
+"""Model folders as files: what must be in one before its weights are worth reading, and how one is written. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import ModelError
+
+__all__ = ["check_folder", "is_folder_name", "mend_folder", "move_into_place"]
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether ``model.name`` means a folder: something of that name exists, or it cannot be a Hub name (``./x``, ``a/b/c``)."""
+    return Path(name).expanduser().exists() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelError where ``folder`` lacks a config, weights, a shard that its index names, or a tokenizer, or where a
+    safetensors file is cut short. Reads headers only."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise ModelError(f"the model folder {folder} {what}: name a folder with config.json and weights, or a Hub name")
+    if not (folder / "config.json").is_file():
+        adapter = " (it holds a LoRA adapter)" if (folder / "adapter_config.json").is_file() else ""
+        raise ModelError(f"the model folder {folder} has no config.json{adapter}: name a folder with a whole Hugging Face model")
+    _read_json(folder / "config.json")
+    weights = _weight_files(folder)
+    if not weights:
+        raise ModelError(
+            f"the model folder {folder} has no weights (model.safetensors or pytorch_model.bin, or an index of such files): "
+            "copy or download them there"
+        )
+    for file in weights:
+        if file.suffix == ".safetensors":
+            _check_safetensors(file)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"the model folder {folder} has no tokenizer (tokenizer.json): copy the model's tokenizer files there")
+
+
+def mend_folder(folder: Path) -> None:
+    """Rewrite the JSON files that transformers 5 saves so that 4.57 reads the same model and the same tokenizer from them.
+
+    5 writes rotary settings only into ``rope_parameters``, which 4.57 ignores without a word, and tokenizers under a class name
+    and with a list of extra special tokens that make 4.57 fail. On a folder saved by 4.57 this changes nothing of substance.
+    """
+    _rewrite(folder / "config.json", _mend_config)
+    if (folder / "tokenizer_config.json").is_file():
+        _rewrite(folder / "tokenizer_config.json", _mend_tokenizer_config)
+
+
+def move_into_place(source: Path, target: Path) -> None:
+    """Rename ``source`` to ``target``; into a ``target`` that exists, move file by file, weights first and config.json last."""
+    if not target.exists():
+        source.rename(target)
+        return
+    (target / "config.json").unlink(missing_ok=True)  # from here to the end the folder does not load, rather than load a mixture
+    for old in target.iterdir():
+        if _WEIGHTS.fullmatch(old.name) or old.name in _INDEXES:
+            old.unlink()
+    for file in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+        os.replace(file, target / file.name)
+    shutil.rmtree(source)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read, by its order of preference."""
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file() and name not in _INDEXES:
+            return [folder / name]
+        if (folder / name).is_file():
+            shards = sorted(set(_read_json(folder / name).get("weight_map", {}).values()))
+            if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+                raise ModelError(
+                    f"the model folder {folder} lacks {len(missing)} of the {len(shards)} weight files that {name} names "
+                    f"(such as {missing[0]}): copy or download them again"
+                )
+            return [folder / shard for shard in shards]
+    return []
+
+
+def _check_safetensors(file: Path) -> None:
+    """A safetensors file says in its header how long it is: 8 bytes of header length, a JSON header, then the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        try:
+            header = json.loads(stream.read(header_bytes)) if header_bytes < size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        pointer = " (a Git LFS pointer stands in its place)" if start == b"version " else ""
+        raise ModelError(f"the weights file {file} is not a safetensors file{pointer}: copy or download it again")
+    expected = 8 + header_bytes + max(_ends(header.values()), default=0)
+    if size < expected:
+        raise ModelError(f"the weights file {file} has {size} bytes of {expected}: it was cut short; copy or download it again")
+
+
+def _ends(entries: Iterable[dict[str, Any]]) -> list[int]:
+    return [entry["data_offsets"][1] for entry in entries if "data_offsets" in entry]
+
+
+def _mend_config(config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # Gemma 3: one set of rotary settings for each kind of layer
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]  # the name that other tools, and transformers before 4.56, read
+
+
+def _mend_tokenizer_config(config: dict[str, Any]) -> None:
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): copy or download the model's files again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object: copy or download the model's files again")
+    return content
+
+
+def _rewrite(path: Path, mend: Any) -> None:
+    content = _read_json(path)
+    mend(content)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

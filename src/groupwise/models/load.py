@@ -1,0 +1,303 @@
+"""Loading and saving policies: a model, its tokenizer, and what stops it, from a folder, the Hub, or the embedded default.
+
+``check_model`` finds what is wrong with a model in milliseconds, before any weights are read. ``save_model`` writes a folder
+that transformers 4.57 and 5 both load to the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import ModelError
+from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
+from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
+
+__all__ = [
+    "Policy",
+    "check_model",
+    "context_length",
+    "end_token_ids",
+    "load_model_config",
+    "load_policy",
+    "load_tokenizer",
+    "resolve_device",
+    "save_model",
+]
+
+_HUB_ADVICE = (
+    "check the spelling and the network (the Hub may be offline or the model gated), or name a model folder or the built-in "
+    f"{EMBEDDED_NAME}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A causal language model ready to sample and to learn, with its tokenizer.
+
+    The model is in eval mode with all parameters trainable. Put it into ``train()`` mode for updates where gradient checkpointing
+    is on (it only acts there), and back for sampling, where the KV cache is needed.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    """A ``PreTrainedTokenizerBase``; its pad token is always set, and may be the same as an end token."""
+    end_token_ids: tuple[int, ...]
+    """Every token that ends the model's turn, ascending; never empty."""
+    context_length: int
+    """Positions the model was made for: prompt and completion together, in tokens."""
+    name: str
+    """The name it was asked for by."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most."""
+    resolve_device(config.device)
+    _check_attention(config)
+    if config.name == EMBEDDED_NAME:
+        return
+    if is_folder_name(config.name):
+        check_folder(Path(config.name).expanduser())
+    hf_config = load_model_config(config)
+    remote_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
+    if not remote_code and hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(
+            f"model {config.name!r} is of the type {hf_config.model_type!r}, which is no causal language model: "
+            "name a model that continues text, such as one of the Qwen or Llama family"
+        )
+
+
+def load_model_config(config: ModelConfig) -> Any:
+    """The model's Hugging Face config (a ``PretrainedConfig``), without its weights."""
+    with _explained(config, "config"):
+        return AutoConfig.from_pretrained(_source(config), **_origin(config))
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer. Without a pad token of its own it pads with an end token: masks never look at pad ids."""
+    with _explained(config, "tokenizer"), _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(_source(config), **_origin(config))
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(config: ModelConfig, device: str | torch.device | None = None) -> Policy:
+    """Load weights and tokenizer. ``device`` overrides ``config.device``.
+
+    Sampling settings of the checkpoint's generation_config (temperature, top-p, repetition penalty ...) are dropped: what is
+    sampled must be the distribution that is scored.
+    """
+    target = torch.device(device) if device is not None else resolve_device(config.device)
+    check_model(config)
+    hf_config, tokenizer = load_model_config(config), load_tokenizer(config)
+    end_ids = end_token_ids(tokenizer, hf_config, _generation_config(config))
+    if not end_ids:
+        raise ModelError(
+            f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
+            "completion could ever stop: add eos_token to its tokenizer_config.json"
+        )
+    model = _load_weights(config, _attention(config, target)).to(target)
+    _check_vocabulary(config, tokenizer, model)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=list(end_ids), pad_token_id=tokenizer.pad_token_id
+    )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
+
+
+def end_token_ids(tokenizer: Any, hf_config: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """Every token that ends the model's turn: what the tokenizer, the config and the generation config call eos (a number or a
+    list each), and the special token that the chat template puts right after the assistant's words. Ascending, without repeats.
+
+    Checkpoints disagree with themselves: base models trained further, for example, keep ``<|endoftext|>`` as the config's eos
+    while their template ends a turn with ``<|im_end|>``.
+    """
+    text_config = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    holders = (tokenizer, hf_config, text_config, generation_config)
+    found: set[int] = set()
+    for eos in (getattr(holder, "eos_token_id", None) for holder in holders):
+        found.update([eos] if isinstance(eos, int) else eos or ())
+    turn_end = _turn_end_id(tokenizer)
+    return tuple(sorted(found if turn_end is None else found | {turn_end}))
+
+
+def context_length(hf_config: Any, tokenizer: Any = None) -> int:
+    """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models)."""
+    text_config = hf_config.get_text_config()
+    for holder, name in ((text_config, "max_position_embeddings"), (tokenizer, "model_max_length")):
+        length = getattr(holder, name, None)
+        if isinstance(length, int) and 0 < length < 10**9:  # tokenizers say 10**30 for "no limit known"
+            return length
+    return 2**20
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA if there is one. Raises ModelError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"model.device is {name!r}, which is no device: use auto, cpu, cuda or cuda:N") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ModelError(f"model.device is {name!r}, but PyTorch sees {count} CUDA devices: use auto or cpu, or a lower number")
+    return device
+
+
+def save_model(policy: Policy, folder: str | Path) -> Path:
+    """Write the policy as a normal Hugging Face folder (safetensors, config, tokenizer with chat template) and return it.
+
+    The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete. In a
+    folder that exists already, the model's own files are replaced and others are left alone. Raises ModelError when the
+    folder cannot be written.
+    """
+    target = Path(folder).expanduser().absolute()
+    aside = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # what a save that was killed may have left
+        with _quiet():
+            policy.model.save_pretrained(aside, safe_serialization=True)
+            policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
+        mend_folder(aside)
+        move_into_place(aside, target)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written to {target} ({error}): check free space and permissions") from error
+    return target
+
+
+def _source(config: ModelConfig) -> str:
+    if config.name == EMBEDDED_NAME:
+        return str(ensure_embedded_model())
+    return str(Path(config.name).expanduser()) if is_folder_name(config.name) else config.name
+
+
+def _origin(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def _generation_config(config: ModelConfig) -> GenerationConfig | None:
+    try:
+        with _quiet():
+            return GenerationConfig.from_pretrained(_source(config), revision=config.revision)
+    except (OSError, ValueError):  # many models have none
+        return None
+
+
+def _load_weights(config: ModelConfig, attention: str | None) -> PreTrainedModel:
+    with _explained(config, "model"), _quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            _source(config),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention,
+            output_loading_info=True,
+            **_origin(config),
+        )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the weights of {config.name!r} lack {len(missing)} tensors of its architecture (such as {missing[0]}), which would "
+            "be random numbers: get the model's files again, or name a model whose config.json fits its weights"
+        )
+    return model
+
+
+def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedModel) -> None:
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer of {config.name!r} knows {len(tokenizer)} tokens, but the model embeds only {rows}: "
+            "use the tokenizer that belongs to this model"
+        )
+
+
+def _check_attention(config: ModelConfig) -> None:
+    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ModelError(
+            "model.attention is 'flash_attention_2', but the package flash-attn is not installed: install it or use auto"
+        )
+
+
+def _attention(config: ModelConfig, device: torch.device) -> str | None:
+    """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager."""
+    if config.attention != "auto":
+        return config.attention
+    flash = device.type == "cuda" and config.dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else None
+
+
+def _turn_end_id(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts right after the assistant's words, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    words = "an answer of the assistant"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]
+    try:
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template is a program of the checkpoint's: whatever it raises, it names no end token
+        return None
+    _, found, rest = rendered.rpartition(words)
+    ids = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if found else []
+    added = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return ids[0] if added is not None and added.special else None
+
+
+@contextmanager
+def _explained(config: ModelConfig, what: str) -> Iterator[None]:
+    """Turn whatever transformers and the Hub client raise while loading into one sentence."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(_explanation(config, what, error)) from error
+
+
+def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    reason = reason if len(reason) <= 300 else reason[:300] + " ..."
+    if "trust_remote_code" in reason:
+        return (
+            f"model {config.name!r} comes with Python code of its own: set model.trust_remote_code=true if you trust its source"
+        )
+    local = config.name == EMBEDDED_NAME or is_folder_name(config.name)
+    if local or not isinstance(error, OSError):
+        return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}): {reason}"
+    return (
+        f"model {config.name!r} is neither a folder here nor in the local Hub cache, and its {what} cannot be fetched from the Hub: "
+        f"{_HUB_ADVICE} ({reason})"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings for one call; a failure still raises."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
