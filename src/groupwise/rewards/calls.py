@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallRaised", "CallTimedOut", "call_with_limit"]
+__all__ = ["CallRaised", "CallTimedOut", "call_with_limit", "in_one_line"]
 
 
 class CallRaised(Exception):
@@ -63,7 +63,8 @@ def _call_async(function: Callable[..., Any], keywords: Mapping[str, Any], timeo
     async def work() -> Any:
         try:
             return await function(**keywords)
-        except SystemExit as error:  # it would end the loop, and every later call would wait for ever
+        except (Exception, SystemExit) as error:
+            # Wrapped here already: a SystemExit would end the loop, and asyncio passes on a TimeoutError without its traceback.
             raise CallRaised(_told(error)) from error
 
     loop = _LOOP.running()
@@ -89,13 +90,22 @@ def _await(outcome: concurrent.futures.Future[Any], timeout_s: float | None) -> 
         raise CallRaised(_told(error)) from error
 
 
+def in_one_line(error: BaseException, longest: int = 300) -> str:
+    """``ValueError: too short``: type and message, cut and without line breaks, to stand inside a sentence."""
+    text = " ".join(str(error).split())
+    if len(text) > longest:
+        text = text[: longest - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _told(error: BaseException) -> str:
-    """``ValueError: too short (rewards.py, line 12)``: the innermost line, where the user's eye should go first."""
-    text = str(error).strip()
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
-    # The first frame outside this file is the reward function itself; deeper ones are usually a library's.
-    return f"{told} ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else told
+    """``ValueError: too short (rewards.py, line 12)``: where the user should look first."""
+    told = in_one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    # The frame below our last one is the reward function itself; deeper ones are usually a library's.
+    place = frames[ours[-1] + 1 :] if ours else frames
+    return f"{told} ({Path(place[0].filename).name}, line {place[0].lineno})" if place else told
 
 
 class _BackgroundLoop:

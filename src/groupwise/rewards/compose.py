@@ -204,10 +204,13 @@ class _BadResult(Exception):
 
 def _checked(result: Any, expected: int) -> tuple[float | None, ...]:
     """A function's result as one float or ``None`` per completion. Lists, tuples, numpy arrays and 1-d tensors will do."""
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+    try:
+        scores = None if isinstance(result, (str, bytes, Mapping)) else list(result)
+    except TypeError:
+        scores = None
+    if scores is None:
         kind = "None (is a return statement missing?)" if result is None else f"a {type(result).__name__}"
         raise _BadResult("wrong_length", f"{kind} instead of a list of {expected} scores")
-    scores = list(result)
     if len(scores) != expected:
         raise _BadResult("wrong_length", f"{len(scores)} scores for {expected} completions")
     return tuple(_number(score, i) for i, score in enumerate(scores))

@@ -20,6 +20,7 @@ from typing import Any
 
 from groupwise.config.schema import RewardFunctionConfig
 from groupwise.errors import RewardError
+from groupwise.rewards.calls import in_one_line
 from groupwise.rewards.functions import builtin_rewards
 
 __all__ = ["OFFERED", "LoadedReward", "RewardFunction", "load_reward", "nearest"]
@@ -81,9 +82,9 @@ def load_reward(config: RewardFunctionConfig, extra: Mapping[str, RewardFunction
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'format'?"`` or nothing."""
+    """``" (did you mean 'format'?)"`` or nothing."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _built_in(spec: str, extra: Mapping[str, RewardFunction]) -> RewardFunction:
@@ -94,8 +95,8 @@ def _built_in(spec: str, extra: Mapping[str, RewardFunction]) -> RewardFunction:
         raise RewardError(f"reward {spec!r} names a file but no function in it: write {spec}:function_name")
     known = sorted({*table, *extra})
     raise RewardError(
-        f"there is no reward function {spec!r}{nearest(spec, known)} Known names are {', '.join(known)}; "
-        "your own is named as path/to/file.py:function or package.module:function"
+        f"there is no reward function {spec!r}{nearest(spec, known)}: known are {', '.join(known)}; "
+        "name your own as path/to/file.py:function or package.module:function"
     )
 
 
@@ -128,7 +129,9 @@ def _import_file(place: str) -> tuple[ModuleType, str]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise RewardError(f"reward file {place!r} could not be imported: {_said(error)}; mend the file and try again") from error
+        raise RewardError(
+            f"reward file {place!r} could not be imported: {in_one_line(error)}; mend the file and try again"
+        ) from error
     return module, place
 
 
@@ -138,7 +141,7 @@ def _import_module(place: str) -> tuple[ModuleType, str]:
         return importlib.import_module(place), place
     except (Exception, SystemExit) as error:
         remedy = "install it, or name a file as path/to/file.py:function" if isinstance(error, ModuleNotFoundError) else "mend it"
-        raise RewardError(f"reward module {place!r} could not be imported: {_said(error)}; {remedy}") from error
+        raise RewardError(f"reward module {place!r} could not be imported: {in_one_line(error)}; {remedy}") from error
 
 
 def _make_importable(folder: Path) -> None:
@@ -150,8 +153,8 @@ def _make_importable(folder: Path) -> None:
 def _member(module: ModuleType, name: str, source: str) -> RewardFunction:
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        listed = f" It has: {', '.join(functions)}" if functions else " It has no functions"
-        raise RewardError(f"there is no function {name!r} in {source}{nearest(name, functions) or '.'}{listed}")
+        listed = f"it has {', '.join(functions)}" if functions else "it has no Python functions"
+        raise RewardError(f"there is no function {name!r} in {source}{nearest(name, functions)}: {listed}")
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
@@ -191,8 +194,8 @@ def _read_signature(
             )
         if not takes_all and name not in accepted:
             own = accepted - set(OFFERED)
-            listed = f" It takes: {', '.join(sorted(own))}" if own else " It takes none"
-            raise RewardError(f"reward {spec!r} takes no argument {name!r}{nearest(name, own) or '.'}{listed}")
+            listed = f"it takes {', '.join(sorted(own))}" if own else "it takes none"
+            raise RewardError(f"reward {spec!r} takes no argument {name!r}{nearest(name, own)}: {listed}")
     required = tuple(p.name for p in named if p.default is p.empty and p.name not in arguments)
     return None if takes_all else accepted, required
 
@@ -206,10 +209,5 @@ def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, 
         raise
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"reward {spec!r} cannot work with the arguments {dict(arguments)}: {_said(error)}; correct them"
+            f"reward {spec!r} cannot work with the arguments {dict(arguments)}: {in_one_line(error)}; correct them"
         ) from error
-
-
-def _said(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

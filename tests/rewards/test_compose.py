@@ -1,0 +1,364 @@
+"""Groups are scored by weighted sums, and nothing that goes wrong becomes a 0."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.errors import RewardError
+from groupwise.rewards import RewardFailure, RewardSuite
+from groupwise.types import Group
+
+from .conftest import RIGHT, make_completions, make_prompt, make_suite
+
+
+def constant(value):
+    return lambda completions: [value for _ in completions]
+
+
+def config(*entries, **settings):
+    return RewardsConfig(functions=[RewardFunctionConfig(**entry) for entry in entries], **settings)
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_rewards_give_0_to_2_8():
+    suite = RewardSuite.from_config(RewardsConfig(), "xml")
+    group = suite.score(make_prompt(), make_completions(RIGHT, RIGHT.replace("72", "72.0"), "72", "<answer>72</answer>"))
+    assert isinstance(group, Group)
+    assert group.rewards == pytest.approx((2.8, 2.3, 0.0, 2.4), abs=1e-12)
+    assert group.components == {"correctness": (2.0, 1.5, 0.0, 2.0), "format": (0.8, 0.8, 0.0, 0.4)}
+    assert group.has_variance
+
+
+def test_weights_multiply_and_none_is_left_out():
+    suite = RewardSuite.from_config(
+        config({"function": "a", "weight": 2.0}, {"function": "b", "weight": -0.5}),
+        "xml",
+        {"a": lambda completions: [1.0, None, 3.0], "b": lambda completions: [4, 4, None]},
+    )
+    group = suite.score(make_prompt(), make_completions("x", "y", "z"))
+    assert group.rewards == (2.0 - 2.0, -2.0, 6.0)
+    assert group.components == {"a": (1.0, None, 3.0), "b": (4.0, 4.0, None)}
+
+
+def test_a_completion_that_nobody_judges_is_a_failure_and_not_0():
+    functions = {"a": lambda completions: [1.0, None], "b": lambda completions: [None, None]}
+    with pytest.raises(RewardError, match="no reward function applies to completion 1 of problem 'gsm8k:train:0': a, b returned"):
+        make_suite(functions).score(make_prompt(), make_completions("x", "y"))
+    failure = make_suite(functions, on_error="skip").score(make_prompt(), make_completions("x", "y"))
+    assert isinstance(failure, RewardFailure)
+    assert failure.kind == "not_a_number"
+
+
+def test_a_function_of_weight_0_is_logged_but_judges_nothing():
+    entries = config({"function": "a"}, {"function": "watched", "weight": 0.0})
+    suite = RewardSuite.from_config(entries, "xml", {"a": constant(1.0), "watched": constant(7.0)})
+    group = suite.score(make_prompt(), make_completions("x"))
+    assert (group.rewards, group.components["watched"]) == ((1.0,), (7.0,))
+    assert suite.notes() == ["reward 'watched' has weight 0: it is logged, but nothing is learnt from it"]
+    with pytest.raises(RewardError, match="every reward has weight 0"):
+        RewardSuite.from_config(config({"function": "format", "weight": 0.0}), "xml")
+    with pytest.raises(RewardError, match="weight must be finite"):
+        RewardSuite.from_config(config({"function": "format", "weight": math.nan}), "xml")
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [[1, 0], (True, False), np.array([1.0, 0.0], dtype=np.float32), torch.tensor([1.0, 0.0]), [np.float64(1), torch.tensor(0)]],
+)
+def test_any_sequence_of_numbers_will_do(scores):
+    group = make_suite({"a": lambda completions: scores}).score(make_prompt(), make_completions("x", "y"))
+    assert group.rewards == (1.0, 0.0)
+    assert all(type(reward) is float for reward in group.components["a"])
+
+
+def test_component_names_are_unique():
+    twice = {"function": "length", "arguments": {"target": 5}}
+    suite = RewardSuite.from_config(
+        config({"function": "length"}, twice, {"function": "length_2"}), "xml", {"length_2": constant(0.0)}
+    )
+    assert suite.names == ("length", "length_3", "length_2")
+    group = suite.score(make_prompt(), make_completions("a" * 5))
+    assert group.components == {"length": (-0.975,), "length_3": (0.0,), "length_2": (0.0,)}
+
+
+def test_functions_from_python_are_added_to_the_config_or_named_by_it():
+    suite = RewardSuite.from_config(
+        config({"function": "format"}, {"function": "a", "weight": 3.0}), "xml", {"a": constant(1), "b": constant(2)}
+    )
+    assert [(d.name, d.weight, d.source) for d in suite.describe()] == [
+        ("format", 1.0, "built-in"),
+        ("a", 3.0, "python"),
+        ("b", 1.0, "python"),
+    ]
+    assert suite.describe()[0].summary.startswith("0.2 for each of")
+
+
+def test_xml_rewards_are_noted_where_answers_are_boxed():
+    suite = RewardSuite.from_config(RewardsConfig(), "boxed")
+    assert [note.split(",")[0] for note in suite.notes()] == ["reward 'format' looks for XML tags"]
+    assert RewardSuite.from_config(RewardsConfig(), "xml").notes() == []
+
+
+# --- what functions receive --------------------------------------------------------------------------------------------
+
+
+def test_chat_prompts_arrive_as_messages_with_every_column():
+    seen = {}
+
+    def spy(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    prompt = make_prompt(columns={"difficulty": 3, "answer": "the worked solution", "completions": "a bad name for a column"})
+    make_suite({"spy": spy}, style="boxed").score(prompt, make_completions("x", "y"))
+    conversation = [{"role": "system", "content": "Think."}, {"role": "user", "content": "How many clips?"}]
+    assert seen == {
+        "prompts": [conversation, conversation],
+        "completions": [[{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]],
+        "difficulty": [3, 3],
+        "answer": ["72", "72"],
+        "answer_style": ["boxed", "boxed"],
+        "completion_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]],
+        "finish_reason": ["length", "stop"],
+    }
+
+
+def test_plain_prompts_arrive_as_strings():
+    seen = []
+    suite = make_suite({"spy": lambda prompts, completions: seen.append((prompts, completions)) or [0.0]})
+    suite.score(make_prompt(chat=False), make_completions("x"))
+    assert seen == [(["Think.How many clips?"], ["x"])]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completions: [1.0],
+        lambda completions, answer: [float(answer == ["72"])],
+        lambda answer, completions, prompts: [float(answer == ["72"])],
+        lambda *, completions, difficulty: [float(difficulty == [3])],
+        lambda completions, unknown="default": [float(unknown == "default")],
+        lambda completion_ids, finish_reason: [float(finish_reason == ["length"])],
+        lambda completions, *rest, **columns: [float(columns["difficulty"] == [3] and not rest)],
+    ],
+)
+def test_signature_variants(function):
+    group = make_suite({"f": function}).score(make_prompt(columns={"difficulty": 3}), make_completions("x"))
+    assert group.rewards == (1.0,)
+
+
+def test_arguments_win_over_columns():
+    suite = RewardSuite.from_config(
+        config({"function": "f", "arguments": {"difficulty": 9}}), "xml", {"f": lambda completions, difficulty: [difficulty]}
+    )
+    assert suite.score(make_prompt(columns={"difficulty": 3}), make_completions("x")).rewards == (9.0,)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_column_that_the_data_lacks_is_named(on_error):
+    suite = make_suite({"f": lambda completions, difficulty: [0.0]}, on_error=on_error)
+    suite.require_columns(make_prompt(columns={"difficulty": 3}).problem)
+    with pytest.raises(
+        RewardError, match=r"'f' needs 'difficulty', but the data has no such column .*answer, answer_style, colour"
+    ):
+        suite.require_columns(make_prompt(columns={"colour": "red"}).problem)
+    with pytest.raises(RewardError, match="'f' needs 'difficulty'"):
+        suite.score(make_prompt(), make_completions("x"))
+
+
+def test_a_function_that_changes_its_inputs_disturbs_no_other():
+    def vandal(prompts, completions, **columns):
+        scores = [0.0] * len(completions)
+        completions[0][0]["content"] = "ruined"
+        prompts[0].clear()
+        columns["answer"].clear()
+        return scores
+
+    def check(prompts, completions, answer):
+        return [float(completions[0][0]["content"] == "x" and len(prompts[0]) == 2 and answer == ["72"])]
+
+    assert make_suite({"vandal": vandal, "check": check}).score(make_prompt(), make_completions("x")).rewards == (1.0,)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, None])
+@pytest.mark.parametrize("error", [ValueError("too odd"), TimeoutError("socket"), SystemExit(3)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_function_that_raises(error, timeout_s, asynchronous):
+    def broken(completions):
+        raise error
+
+    async def broken_async(completions):
+        raise error
+
+    functions = {"broken": broken_async if asynchronous else broken}
+    with pytest.raises(
+        RewardError, match=r"reward 'broken' on problem 'gsm8k:train:0' raised .*; correct the function, or set"
+    ) as caught:
+        make_suite(functions, timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
+    assert f"{type(error).__name__}: {error} (test_compose.py, line " in str(caught.value)
+    assert caught.value.__cause__ is error
+    failure = make_suite(functions, on_error="skip", timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
+    assert (failure.function, failure.problem_id, failure.kind) == ("broken", "gsm8k:train:0", "raised")
+    # The next call works: neither a thread nor the event loop was lost.
+    assert isinstance(
+        make_suite({"fine": sleepy_async(0.0)}, timeout_s=timeout_s).score(make_prompt(), make_completions("x")), Group
+    )
+
+
+def test_a_coroutine_that_cancels_itself_has_raised():
+    async def gives_up(completions):
+        raise asyncio.CancelledError
+
+    failure = make_suite({"f": gives_up}, on_error="skip").score(make_prompt(), make_completions("x"))
+    assert failure.kind == "raised"
+
+
+def test_a_message_of_many_lines_becomes_one():
+    def broken(completions):
+        raise ValueError("first\n  second" + "x" * 1000)
+
+    failure = make_suite({"f": broken}, on_error="skip").score(make_prompt(), make_completions("x"))
+    assert "ValueError: first secondxxx" in failure.message
+    assert len(failure.message) < 450
+
+
+def sleepy(seconds):
+    def sleep(completions):
+        time.sleep(seconds)
+        return [1.0] * len(completions)
+
+    return sleep
+
+
+def sleepy_async(seconds, ended=None):
+    async def sleep(completions):
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if ended is not None:
+                ended.set()
+        return [1.0] * len(completions)
+
+    return sleep
+
+
+@pytest.mark.parametrize("make", [sleepy, sleepy_async])
+def test_a_function_that_takes_too_long(make):
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"'slow' .* did not return within rewards.timeout_s = 0.1 seconds; make it faster"):
+        make_suite({"slow": make(2.0)}, timeout_s=0.1).score(make_prompt(), make_completions("x"))
+    skipping = make_suite({"slow": make(2.0)}, timeout_s=0.1, on_error="skip")
+    groups, failures = skipping.score_all([(make_prompt(), make_completions("x"))] * 2)
+    assert (groups, [failure.kind for failure in failures]) == ([], ["timed_out", "timed_out"])
+    assert time.monotonic() - started < 1.9  # the abandoned calls hold up nothing
+    assert make_suite({"quick": make(0.0)}, timeout_s=5.0).score(make_prompt(), make_completions("x")).rewards == (1.0,)
+
+
+def test_an_async_function_is_cancelled_when_its_time_is_up():
+    ended = threading.Event()
+    make_suite({"slow": sleepy_async(30, ended)}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
+    assert ended.wait(2.0)
+
+
+def test_a_coroutine_that_blocks_does_not_block_the_next():
+    async def blocks(completions):
+        time.sleep(1.5)
+        return [1.0]
+
+    failure = make_suite({"blocks": blocks}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
+    assert failure.kind == "timed_out"
+    assert make_suite({"fine": sleepy_async(0.0)}, timeout_s=0.5).score(make_prompt(), make_completions("x")).rewards == (1.0,)
+
+
+def test_async_calls_share_one_loop_and_work_inside_a_notebooks_loop():
+    loops = []
+
+    async def judge(completions):
+        loops.append(asyncio.get_running_loop())
+        return [1.0]
+
+    async def notebook_cell():
+        return make_suite({"judge": judge}, timeout_s=None).score(make_prompt(), make_completions("x"))
+
+    assert asyncio.run(notebook_cell()).rewards == (1.0,)
+    make_suite({"judge": judge}).score(make_prompt(), make_completions("x"))
+    assert loops[0] is loops[1]
+
+
+def test_without_a_limit_a_function_runs_in_the_callers_thread():
+    threads = []
+    for timeout_s in (None, 5.0):
+        suite = make_suite({"f": lambda completions: threads.append(threading.current_thread()) or [0.0]}, timeout_s=timeout_s)
+        suite.score(make_prompt(), make_completions("x"))
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threads[0]
+    assert threads[1].daemon
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ([1.0], "returned 1 scores for 2 completions; it must return one number or None per completion"),
+        ([1.0] * 3, "returned 3 scores for 2 completions"),
+        (None, r"returned None \(is a return statement missing\?\) instead of a list of 2 scores"),
+        (1.0, "returned a float instead of a list of 2 scores"),
+        ("ab", "returned a str instead of a list of 2 scores"),
+        ({"x": 1, "y": 2}, "returned a dict instead"),
+        (torch.tensor(1.0), "returned a Tensor instead"),
+    ],
+)
+def test_a_wrong_length_always_stops(on_error, result, said):
+    with pytest.raises(RewardError, match=said):
+        make_suite({"f": lambda completions: result}, on_error=on_error).score(make_prompt(), make_completions("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (math.nan, "returned nan for completion 1 instead of a finite number or None"),
+        (-math.inf, "returned -inf for completion 1"),
+        (torch.tensor(math.nan), "returned nan for completion 1"),
+        ("2", r"returned '2' \(str\) for completion 1 instead of a number or None"),
+        ([1.0], r"returned \[1.0\] \(list\) for completion 1"),
+        (1j, r"returned 1j \(complex\)"),
+    ],
+)
+def test_scores_that_are_no_numbers(score, said):
+    functions = {"f": lambda completions: [1.0, score]}
+    with pytest.raises(RewardError, match=said):
+        make_suite(functions).score(make_prompt(), make_completions("x", "y"))
+    failure = make_suite(functions, on_error="skip").score(make_prompt(), make_completions("x", "y"))
+    assert (failure.kind, failure.function) == ("not_a_number", "f")
+
+
+def test_score_all_keeps_order_and_separates_failures():
+    def picky(completions, answer):
+        if answer[0] == "bad":
+            raise ValueError("bad")
+        return [float(answer[0])] * len(completions)
+
+    progress = []
+    pairs = [(make_prompt(answer), make_completions("x", "y")) for answer in ("1", "bad", "3")]
+    groups, failures = make_suite({"picky": picky}, on_error="skip").score_all(pairs, progress.append)
+    assert [group.rewards for group in groups] == [(1.0, 1.0), (3.0, 3.0)]
+    assert [failure.kind for failure in failures] == ["raised"]
+    assert progress == [1, 2, 3]
+
+
+def test_no_completions_is_an_error():
+    with pytest.raises(RewardError, match="no completions to score"):
+        make_suite({"a": constant(1.0)}).score(make_prompt(), [])

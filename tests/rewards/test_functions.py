@@ -1,0 +1,140 @@
+"""Built-in rewards against values worked out by hand."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from groupwise.errors import RewardError
+from groupwise.rewards import builtin_rewards
+from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml
+from groupwise.rewards.functions.math import accuracy, correctness, correctness_and_format
+from groupwise.rewards.functions.text import keyword, length, repetition_penalty
+
+FULL = "<reasoning>r</reasoning><answer>{}</answer>"
+
+COMBINED = [
+    # completion, correctness, format
+    (FULL.format("72"), 2.0, 0.8),
+    (FULL.format("72.0"), 1.5, 0.8),
+    (FULL.format("$72"), 1.5, 0.8),
+    (FULL.format("71"), 0.0, 0.8),
+    (FULL.format("..."), 0.0, 0.8),
+    ("<answer>72</answer>", 2.0, 0.4),
+    ("<reasoning>r</reasoning><answer>72", 0.0, 0.6),  # the closing tag is missing: no answer
+    ("<answer>71</answer> no, <answer>72</answer>", 2.0, 0.0),  # the last block counts; no tag stands exactly once
+    ("<answer>72</answer> no, <answer>71</answer>", 0.0, 0.0),
+    ("<answer>72</answer> no, <answer>71", 2.0, 0.2),
+    ("the answer is 72", 0.0, 0.0),
+    ("", 0.0, 0.0),
+    ("<reasoning><reasoning>r</reasoning><answer>72</answer>", 2.0, 0.6),
+]
+
+
+@pytest.mark.parametrize(("text", "right", "tags"), COMBINED)
+@pytest.mark.parametrize("chat", [False, True])
+def test_correctness_format_and_their_sum(text, right, tags, chat):
+    completions = [[{"role": "assistant", "content": text}]] if chat else [text]
+    assert correctness(completions, ["72"]) == [right]
+    assert format(completions) == [tags]
+    assert correctness_and_format(completions, ["72"]) == [pytest.approx(right + tags, abs=1e-12)]
+    assert accuracy(completions, ["72"]) == [float(right > 0)]
+
+
+def test_each_completion_has_its_own_reference_and_style():
+    texts = [r"so \boxed{5}", r"so \boxed{5}", "<answer>5</answer>"]
+    assert correctness(texts, ["5", "6", "5"], ["boxed", "boxed", "xml"]) == [2.0, 0.0, 2.0]
+    assert correctness(texts, ["5", "5", "5"]) == [0.0, 0.0, 2.0]
+
+
+def test_lenient_accuracy_takes_an_unformatted_number():
+    texts = ["the answer is 72", "the answer is 71"]
+    assert accuracy(texts, ["72", "72"]) == [0.0, 0.0]
+    assert accuracy(texts, ["72", "72"], lenient=True) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "soft"),
+    [
+        ("<reasoning>\nr\n</reasoning>\n<answer>\n7\n</answer>\n", 1, 1),
+        (FULL.format("7"), 1, 1),
+        ("Sure! " + FULL.format("7"), 0, 1),
+        (FULL.format("7") + " Bye.", 0, 1),
+        ("<reasoning>r</reasoning> so <answer>7</answer>", 0, 1),
+        ("<answer>7</answer><reasoning>r</reasoning>", 0, 0),
+        ("<reasoning>r<answer>7</answer></reasoning>", 0, 0),
+        (FULL.format(" "), 0, 0),
+        (FULL.format("..."), 0, 0),
+        ("<reasoning>...</reasoning><answer>7</answer>", 0, 0),
+        (FULL.format("7") * 2, 0, 0),
+        ("<reasoning>r</reasoning><answer>7", 0, 0),
+    ],
+)
+def test_xml_layout(text, strict, soft):
+    assert strict_xml([text]) == [0.5 * strict]
+    assert soft_xml([text], score=2.0) == [2.0 * soft]
+
+
+def test_many_half_open_tags_take_no_time():
+    assert soft_xml(["<reasoning>" * 20_000 + "<answer>" * 20_000]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        (r"\boxed{7}", 0.5),
+        (r"\boxed{\frac{1}{2}}", 0.5),
+        (r"\boxed{7", 0.0),
+        (r"\boxed{}", 0.0),
+        (r"\boxed{...}", 0.0),
+        (r"\boxed{1} or \boxed{2}", 0.0),
+        ("7", 0.0),
+    ],
+)
+def test_boxed_format(text, points):
+    assert boxed_format([text]) == [points]
+
+
+def test_length_falls_linearly_and_is_bounded():
+    texts = ["", "a" * 5, "a" * 10, "a" * 15, "a" * 20, "a" * 500]
+    assert length(texts, target=10) == [-1.0, -0.5, 0.0, -0.5, -1.0, -1.0]
+    assert length(texts[:2], completion_ids=[[1] * 10, [1] * 9], target=10, unit="tokens") == [0.0, pytest.approx(-0.1)]
+    with pytest.raises(RewardError, match="counts tokens only where completion_ids"):
+        length(["a"], unit="tokens")
+
+
+def test_keyword_counts_whole_words_once():
+    texts = ["So, therefore 3", "thereforeX", "THEREFORE because because", ""]
+    assert keyword(texts, words=["therefore", "because"]) == [0.5, 0.0, 1.0, 0.0]
+    assert keyword(texts, words="therefore", case_sensitive=True) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_repetition_penalty_is_the_share_of_repeated_ngrams():
+    # "a b a b a b": trigrams aba bab aba bab, of which 2 in 4 are repeats.
+    assert repetition_penalty(["a b a b a b", "a b c d", "a b", ""]) == [-0.5, 0.0, 0.0, 0.0]
+    assert repetition_penalty(["x x x x x"], ngram=1, strength=2.0) == [pytest.approx(-2.0 * 4 / 5)]
+
+
+def test_every_builtin_is_documented_and_callable_as_other_trainers_do():
+    for name, function in builtin_rewards().items():
+        assert function.__name__ == name
+        assert len((function.__doc__ or "").partition("\n")[0]) > 30
+        extra = {"words": ["a"]} if name == "keyword" else {}
+        scores = function(prompts=["p"], completions=["c"], answer=["1"], completion_ids=[[1]], trainer_state=None, **extra)
+        assert len(scores) == 1
+
+
+def test_mathematical_equivalence_off_the_main_thread():
+    results: list[list[float]] = []
+    texts = [r"\boxed{\frac{\sqrt{2}}{2}}", r"\boxed{\sqrt{3}}"]
+
+    def work() -> None:
+        results.append(correctness(texts, [r"\frac{1}{\sqrt{2}}"] * 2, ["boxed"] * 2))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+    assert results == [[1.5, 0.0], [1.5, 0.0]]

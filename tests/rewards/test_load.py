@@ -1,0 +1,126 @@
+"""Reward functions are found by name, file or import path, and every way of getting it wrong has its sentence."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+
+from groupwise.config.schema import RewardFunctionConfig
+from groupwise.errors import RewardError
+from groupwise.rewards import builtin_rewards, load_reward
+
+
+def load(function, extra=None, **arguments):
+    return load_reward(RewardFunctionConfig(function=function, arguments=arguments), extra)
+
+
+GOOD = """
+import neighbour_of_mine
+
+def short(completions, answer, limit=3):
+    return [neighbour_of_mine.ONE for _ in completions]
+"""
+
+
+def test_a_function_from_a_file_with_a_neighbour(reward_file, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward_file("ONE = 1.0\n", "neighbour_of_mine.py")
+    path = reward_file(GOOD)
+    loaded = load(f"{path}:short", limit=4)
+    assert (loaded.name, loaded.source, loaded.weight) == ("short", str(path), 1.0)
+    assert loaded.function(["x", "y"], ["1", "2"]) == [1.0, 1.0]
+    assert loaded.required == ("completions", "answer")
+    assert loaded.select({"prompts": [], "completions": ["x"], "answer": ["1"]}) == {
+        "completions": ["x"],
+        "answer": ["1"],
+        "limit": 4,
+    }
+
+
+def test_an_edited_file_is_read_again_and_two_functions_share_one_module(reward_file):
+    path = reward_file("def f(completions): return [1.0]\ndef g(completions): return [1.0]\n")
+    first, second = load(f"{path}:f"), load(f"{path}:g")
+    assert first.function.__globals__ is second.function.__globals__
+    path.write_text("def f(completions): return [2.0]  # edited\n")
+    assert load(f"{path}:f").function(["x"]) == [2.0]
+
+
+def test_a_function_from_a_module_in_the_working_folder(reward_file, monkeypatch):
+    path = reward_file("def f(completions, **columns): return [0.0]\n", "module_of_rewards.py")
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loaded = load("module_of_rewards:f")
+    assert (loaded.source, loaded.accepted) == ("module_of_rewards", None)
+
+
+def test_names_from_python_go_before_builtins():
+    assert load("format", {"format": lambda completions: [9.0]}).function(["x"]) == [9.0]
+    assert load("format").function is builtin_rewards()["format"]
+
+
+def test_partials_and_callable_objects():
+    class Judge:
+        def __call__(self, completions, strictness=1):
+            return [strictness for _ in completions]
+
+    def base(completions, strictness):
+        return [strictness for _ in completions]
+
+    assert load("judge", {"judge": Judge()}, strictness=2).arguments == {"strictness": 2}
+    assert load("p", {"p": functools.partial(base, strictness=3)}).required == ("completions",)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("corectness", r"no reward function 'corectness' \(did you mean 'correctness'\?\): known are accuracy"),
+        ("xyzzy", r"no reward function 'xyzzy': known are accuracy, boxed_format"),
+        ("absent.py:f", r"'absent.py' does not exist \(looked in .*\); give a path"),
+        ("rewards.py", r"names a file but no function in it: write rewards.py:function_name"),
+        ("no_such_package.rewards:f", r"could not be imported: ModuleNotFoundError: .*; install it"),
+        ("math:isqr", r"no function 'isqr' in math"),
+        ("math:pi", r"'math:pi' is a float, not a function"),
+        ("collections:Counter", r"is a class, not a function"),
+    ],
+)
+def test_what_cannot_be_found(function, sentence):
+    with pytest.raises(RewardError, match=sentence):
+        load(function)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("def shorter(completions): ...", r"no function 'short' in .*mine.py \(did you mean 'shorter'\?\): it has shorter"),
+        ("import no_such_package_at_all", r"mine.py' could not be imported: ModuleNotFoundError: .*; mend the file"),
+        ("def short(:", r"could not be imported: SyntaxError"),
+        ("raise SystemExit(1)", r"could not be imported: SystemExit: 1"),
+        ("def short(text, label): ...", r"has no parameter 'completions', but reward functions are called by keyword"),
+        ("def short(completions, /): ...", r"takes 'completions' by position only"),
+        ("short = 3", r"is a int, not a function"),
+    ],
+)
+def test_what_is_wrong_with_a_file(reward_file, code, sentence):
+    path = reward_file(code + "\n")
+    with pytest.raises(RewardError, match=sentence) as caught:
+        load(f"{path}:short")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "sentence"),
+    [
+        ("length", {"targt": 3}, r"'length' takes no argument 'targt' \(did you mean 'target'\?\): it takes target, unit"),
+        ("format", {"size": 3}, r"'format' takes no argument 'size': it takes none"),
+        ("length", {"target": 0}, r"target is 0, but it must be at least 1"),
+        ("length", {"target": "far"}, r"cannot work with the arguments \{'target': 'far'\}"),
+        ("length", {"unit": "words"}, r"unit is 'words', but it must be 'characters' or 'tokens'"),
+        ("keyword", {}, r"keyword needs words"),
+        ("format", {"completions": []}, r"an argument 'completions', which every call already supplies"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_run(function, arguments, sentence):
+    with pytest.raises(RewardError, match=sentence):
+        load(function, **arguments)
