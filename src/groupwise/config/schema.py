@@ -170,7 +170,7 @@ class AlgorithmConfig(Section):
     preset: PresetName = "grpo"
     """The published method that unset fields follow. `grpo` is the one to start with; the table is in `config/presets.py`."""
     epsilon: float = Field(default=0.2, gt=0)
-    """Clip range of the ratio to the old policy: useful between 1 - epsilon and 1 + epsilon. At 1 or more there is no lower bound."""
+    """Clip range of the ratio to the old policy: useful from 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Its upper side, where that should differ: useful up to 1 + epsilon_high. A little above `epsilon` (0.28) keeps exploration
     alive in long runs. Null takes `epsilon`."""

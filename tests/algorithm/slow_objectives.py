@@ -1,0 +1,169 @@
+"""The published objectives as slow loops over numpy scalars, each written from its paper: the oracle for the product's tensors.
+
+A batch is a list of groups; a group is a list of completions; a completion is its tokens' log-probabilities. Every function
+returns the *loss*, the paper's objective with its sign turned. ``held`` stands for the policy inside a stop-gradient, so that a
+finite difference in ``lp`` sees what autograd sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Ragged = list[list[np.ndarray]]
+
+
+@dataclass
+class Batch:
+    rewards: list[list[float]]
+    lp: Ragged
+    old: Ragged
+    ref: Ragged
+    max_tokens: int = 9
+
+
+def random_batch(seed: int, drift: float, groups: int = 3) -> Batch:
+    """Groups of 2 to 4 completions of 1 to 8 tokens; ``drift`` is the spread of log pi - log pi_old."""
+    rng = np.random.default_rng(seed)
+    rewards, lp, old, ref = [], [], [], []
+    for _ in range(groups):
+        lengths = rng.integers(1, 9, size=rng.integers(2, 5))
+        rewards.append([float(x) for x in rng.choice([0.0, 0.4, 1.5, 2.8], size=len(lengths))])
+        old.append([-rng.uniform(0.05, 4.0, size=n) for n in lengths])
+        lp.append([o + drift * rng.standard_normal(len(o)) for o in old[-1]])
+        ref.append([o + 0.3 * rng.standard_normal(len(o)) for o in old[-1]])
+    rewards[0] = [0.0] * (len(rewards[0]) - 1) + [2.8]  # at least one group has something to say
+    return Batch(rewards, lp, old, ref)
+
+
+def normalised(r: list[float], eps: float = 1e-4) -> list[float]:
+    mean = sum(r) / len(r)
+    std = (sum((x - mean) ** 2 for x in r) / (len(r) - 1)) ** 0.5
+    return [(x - mean) / (std + eps) for x in r]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(high, x))
+
+
+def ppo_term(ratio: float, advantage: float, low: float, high: float) -> float:
+    return min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def grpo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2402.03300 eq. 3 and 4, epsilon 0.2, beta 0.04, averaged over all completions of the batch."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            inner = 0.0
+            for t in range(len(lp[g][i])):
+                ratio = np.exp(lp[g][i][t] - b.old[g][i][t])
+                x = np.exp(b.ref[g][i][t]) / np.exp(lp[g][i][t])
+                inner += ppo_term(ratio, a, 0.2, 0.2) - 0.04 * (x - np.log(x) - 1)
+            total, n = total + inner / len(lp[g][i]), n + 1
+    return -total / n
+
+
+def _clipped_tokens(b: Batch, lp: Ragged, advantages: list, low: float, high: float, denominator: float) -> float:
+    total = 0.0
+    for g, group in enumerate(lp):
+        for i, tokens in enumerate(group):
+            for t in range(len(tokens)):
+                a = advantages[g][i]
+                a = a[t] if isinstance(a, list) else a
+                total += ppo_term(np.exp(tokens[t] - b.old[g][i][t]), a, low, high)
+    return -total / denominator
+
+
+def _tokens(lp: Ragged) -> int:
+    return sum(len(tokens) for group in lp for tokens in group)
+
+
+def dr_grpo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2503.20783: no std, and the constant token budget in place of |o_i|."""
+    advantages = [[x - sum(r) / len(r) for x in r] for r in b.rewards]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, sum(map(len, b.rewards)) * b.max_tokens)
+
+
+def dapo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2503.14476 eq. 8, the token mean over the whole batch."""
+    return _clipped_tokens(b, lp, [normalised(r) for r in b.rewards], 0.2, 0.28, _tokens(lp))
+
+
+def bnpo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    return _clipped_tokens(b, lp, [normalised(r) for r in b.rewards], 0.2, 0.2, _tokens(lp))
+
+
+def gspo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2507.18071 eq. 5 to 7: differentiated as written, without any stop-gradient."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            s = np.exp(sum(lp[g][i] - b.old[g][i]) / len(lp[g][i]))
+            total, n = total + ppo_term(s, a, 3e-4, 4e-4), n + 1
+    return -total / n
+
+
+def cispo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2506.13585 eq. 4 and 5: no lower bound on the weight, an upper one of 5."""
+    total = 0.0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            for t in range(len(lp[g][i])):
+                weight = min(np.exp(held[g][i][t] - b.old[g][i][t]), 5.0)
+                total += weight * a * lp[g][i][t]
+    return -total / _tokens(lp)
+
+
+def rloo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2402.14740 eq. 2 and the k-sample estimator: R = r - beta log(pi / ref) of the whole completion, beta 0.03."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        whole = [r[i] - 0.03 * sum(b.old[g][i] - b.ref[g][i]) for i in range(len(r))]
+        for i in range(len(r)):
+            others = [whole[j] for j in range(len(r)) if j != i]
+            total += (whole[i] - sum(others) / len(others)) * sum(lp[g][i])
+            n += 1
+    return -total / n
+
+
+def reinforce_pp(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2501.03262: A_t = r - beta sum_{i >= t} KL(i), normalised over all tokens of the batch, PPO's clip."""
+    advantages = []
+    for g, r in enumerate(b.rewards):
+        kl = [b.old[g][i] - b.ref[g][i] for i in range(len(r))]
+        advantages.append([[r[i] - 0.01 * sum(kl[i][t:]) for t in range(len(kl[i]))] for i in range(len(r))])
+    flat = np.array([x for group in advantages for completion in group for x in completion])
+    mean, std = flat.mean(), flat.std(ddof=1)
+    advantages = [[[(x - mean) / (std + 1e-4) for x in c] for c in group] for group in advantages]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
+
+
+SLOW = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "bnpo": bnpo,
+}
+DRIFT = {"gspo": 1e-3, "cispo": 1.5}
+"""How far the policy has moved, so that some tokens are clipped and some are not; 0.3 where not named."""
+
+
+def gradient(name: str, b: Batch, h: float = 1e-6) -> list[list[np.ndarray]]:
+    """Central differences of the slow loss in each token's log-probability."""
+    out = [[np.zeros_like(tokens) for tokens in group] for group in b.lp]
+    for g, group in enumerate(b.lp):
+        for i, tokens in enumerate(group):
+            for t in range(len(tokens)):
+                sides = []
+                for step in (h, -h):
+                    moved = [[x.copy() for x in gr] for gr in b.lp]
+                    moved[g][i][t] += step
+                    sides.append(SLOW[name](b, moved, b.lp))
+                out[g][i][t] = (sides[0] - sides[1]) / (2 * h)
+    return out

@@ -1,0 +1,139 @@
+"""Each preset against the slow loop written from its paper, forward and gradient, and what must not change either."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from slow_objectives import DRIFT, SLOW, Batch, gradient, random_batch
+
+from groupwise.algorithm import PRESETS, BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
+from groupwise.config.schema import AlgorithmConfig
+from groupwise.metrics import Metric, merge
+
+SEEDS = range(4)
+
+
+def flat(ragged: list[list[np.ndarray]], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(np.concatenate([x for group in ragged for x in group]), dtype=dtype)
+
+
+def completions_of(b: Batch) -> list[tuple[int, int]]:
+    return [(g, i) for g, group in enumerate(b.lp) for i in range(len(group))]
+
+
+def advantages_per_token(objective: Objective, b: Batch) -> list[list[np.ndarray]]:
+    """As a trainer does it, on whole groups: KL into the rewards where the method says so, then advantages."""
+    rewards = [list(r) for r in b.rewards]
+    if objective.kl_in_token_reward:
+        old, ref = ([[torch.tensor(x) for x in g] for g in ragged] for ragged in (b.old, b.ref))
+        penalties = [
+            [kl_penalty(o, r, beta=objective.beta, estimator=objective.kl_estimator).tolist() for o, r in zip(og, rg, strict=True)]
+            for og, rg in zip(old, ref, strict=True)
+        ]
+        return [[np.array(x) for x in group] for group in objective.token_advantages(rewards, penalties)]
+    if objective.kl_in_reward:
+        order = completions_of(b)
+        sequence_T = torch.tensor([n for n, (g, i) in enumerate(order) for _ in b.lp[g][i]])
+        penalty_N = kl_in_reward(
+            flat(b.old), flat(b.ref), sequence_T, len(order), beta=objective.beta, estimator=objective.kl_estimator
+        )
+        for (g, i), penalty in zip(order, penalty_N.tolist(), strict=True):
+            rewards[g][i] -= penalty
+    advantages = objective.advantages(rewards)
+    return [[np.full(len(b.lp[g][i]), a) for i, a in enumerate(group)] for g, group in enumerate(advantages)]
+
+
+def fast(
+    objective: Objective, b: Batch, parts: list[list[tuple[int, int]]], dtype: torch.dtype = torch.float64, per_token: bool = True
+) -> tuple[float, dict[tuple[int, int], np.ndarray], dict[str, Metric]]:
+    """Loss, gradient by completion and metrics, with the batch cut into ``parts`` (lists of completions)."""
+    advantages = advantages_per_token(objective, b)
+    order = completions_of(b)
+    counts = BatchCounts(len(order), sum(len(b.lp[g][i]) for g, i in order), b.max_tokens)
+    loss, grads, metrics = 0.0, {}, []
+    for part in parts:
+        take = lambda ragged, part=part: torch.tensor(np.concatenate([ragged[g][i] for g, i in part]), dtype=dtype)  # noqa: E731
+        lengths_N = torch.tensor([len(b.lp[g][i]) for g, i in part])
+        sequence_T = torch.repeat_interleave(torch.arange(len(part)), lengths_N)
+        advantages_T = take(advantages)
+        given = {"advantages_T": advantages_T}
+        if not per_token:
+            given = {"advantages_N": advantages_T[lengths_N.cumsum(0) - 1]}
+        logprobs_T = take(b.lp).requires_grad_()
+        part_loss, part_metrics = policy_loss(
+            objective,
+            logprobs_T=logprobs_T,
+            old_logprobs_T=take(b.old),
+            reference_logprobs_T=take(b.ref) if objective.needs_reference else None,
+            sequence_T=sequence_T,
+            weights_T=objective.weights(lengths_N, sequence_T, counts, dtype),
+            **given,
+        )
+        part_loss.backward()
+        loss += part_loss.item()
+        grads |= dict(zip(part, (x.numpy() for x in logprobs_T.grad.split(lengths_N.tolist())), strict=True))
+        metrics.append(part_metrics)
+    return loss, grads, merge(metrics)
+
+
+def objective_of(name: str) -> Objective:
+    return Objective.from_config(AlgorithmConfig(preset=name))
+
+
+def test_every_preset_has_a_slow_reference():
+    assert set(SLOW) == set(PRESETS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SLOW)
+def test_loss_and_gradient_are_the_papers(name: str, seed: int):
+    b = random_batch(seed, DRIFT.get(name, 0.3))
+    loss, grads, metrics = fast(objective_of(name), b, [completions_of(b)])
+    assert loss == pytest.approx(SLOW[name](b, b.lp, b.lp), rel=1e-12, abs=1e-14)
+    slow = gradient(name, b)
+    for (g, i), grad in grads.items():
+        np.testing.assert_allclose(grad, slow[g][i], rtol=1e-5, atol=1e-8)
+    assert any(np.abs(grad).max() > 1e-4 for grad in grads.values())
+    if seed == 0 and name != "rloo":  # the batches reach the clip range: otherwise the test above would prove little
+        assert 0 < metrics["clip_low"].total + metrics["clip_high"].total < metrics["ratio"].count
+
+
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_cutting_and_reordering_the_batch_changes_nothing(name: str, dtype: torch.dtype, tolerance: float):
+    b = random_batch(7, DRIFT.get(name, 0.3), groups=5)
+    order = completions_of(b)
+    whole, grads, metrics = fast(objective_of(name), b, [order], dtype)
+    shuffled = [order[k] for k in np.random.default_rng(1).permutation(len(order))]
+    for parts in ([shuffled], [[c] for c in order], [shuffled[:3], shuffled[3:4], shuffled[4:]]):
+        loss, again, again_metrics = fast(objective_of(name), b, parts, dtype)
+        size = sum(np.abs(g).sum() for g in grads.values())  # the scale that the sum's rounding refers to
+        assert abs(loss - whole) <= tolerance * max(abs(whole), size)
+        for key in grads:
+            np.testing.assert_allclose(again[key], grads[key], rtol=tolerance, atol=tolerance * np.abs(grads[key]).max())
+        for metric in metrics:
+            assert again_metrics[metric].value == pytest.approx(metrics[metric].value, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "dapo"])
+def test_one_advantage_per_completion_equals_the_same_for_each_token(name: str):
+    b = random_batch(3, DRIFT.get(name, 0.3))
+    parts = [completions_of(b)]
+    loss, grads, _ = fast(objective_of(name), b, parts)
+    again, again_grads, _ = fast(objective_of(name), b, parts, per_token=False)
+    assert loss == again
+    assert all((grads[key] == again_grads[key]).all() for key in grads)
+
+
+@pytest.mark.parametrize("name", [n for n in SLOW if n != "rloo"])
+def test_at_ratio_one_the_gradient_is_reinforces(name: str):
+    """pi = pi_old: d(-sum w A r)/d log pi = -w A, whatever the clip; with the KL weight at 0."""
+    b = random_batch(5, 0.0)
+    config = AlgorithmConfig(preset=name, beta=0.0)
+    clipped, plain = Objective.from_config(config), Objective.from_config(config.model_copy(update={"surrogate": "reinforce"}))
+    parts = [completions_of(b)]
+    _, grads, _ = fast(clipped, b, parts)
+    _, reinforce, _ = fast(plain, b, parts)
+    for key in grads:
+        np.testing.assert_allclose(grads[key], reinforce[key], rtol=1e-12, atol=1e-15)
