@@ -54,10 +54,10 @@ WHOLE_NUMBER = re.compile(
     rf"(?:\s?/\s?(?P<denominator>{DIGITS}))?\s?(?P<tail>%|°|[A-Za-z]{{2,20}})?\.?"
 )
 FRACTION_COMMAND = re.compile(r"([+-]?)\s?\\[dt]?frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
-NOT_UNITS = frozenset(
-    "and or pi plus minus times over more less fewer half halves third thirds quarter quarters fifths tenths hundredths squared "
-    "cubed dozen dozens pair pairs score hundred hundreds thousand thousands million millions billion billions trillion th st nd rd "
-    "mod sin cos tan log ln exp to of".split()
+NOT_UNITS = re.compile(
+    "and|or|pi|plus|minus|times|over|more|less|fewer|half|halves|thirds?|quarters?|fifths|tenths|hundredths|squared|cubed|dozens?|"
+    "pairs?|score|hundreds?|thousands?|millions?|billions?|trillions?|st|nd|rd|th|mod|sin|cos|tan|log|ln|exp|to|of",
+    re.IGNORECASE,
 )
 """Words after a number that change its value, so that the whole is not read as that number with a unit."""
 DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "-": "-", "\u00a0": " ", "\u202f": " "})
@@ -73,18 +73,18 @@ def extract_reference(text: str, answer_format: AnswerFormat = "auto") -> str:
         answer_format = _guess_format(text)
     if answer_format == "gsm8k":
         found = extract_answer(text, "plain")
-        answer = None if found is None else re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", found).strip()
-        if answer is None or numeric_value(answer) is None:
+        number = None if found is None else re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", found).strip()
+        if number is None or numeric_value(number) is None:
             raise AnswerError(f"no number after '####' in {_shorten(text)}: mend the row, or set data.answer_format")
-        return answer
+        return number
     if answer_format == "plain":
-        answer = text.strip()
-        if answer in PLACEHOLDERS:
+        if text.strip() in PLACEHOLDERS:
             raise AnswerError(f"the answer {_shorten(text)} is empty: mend the row, or set data.answer_column")
-        return answer
-    answer = extract_answer(text, answer_format)
+        return text.strip()
+    style: AnswerStyle = "xml" if answer_format == "xml" else "boxed"
+    answer = extract_answer(text, style)
     if answer is None:
-        mark = "<answer>...</answer>" if answer_format == "xml" else "\\boxed{...}"
+        mark = "<answer>...</answer>" if style == "xml" else "\\boxed{...}"
         raise AnswerError(f"no {mark} with an answer in {_shorten(text)}: mend the row, or set data.answer_format")
     return answer
 
@@ -158,8 +158,8 @@ def exact_match(answer: str, reference: str) -> bool:
 def numeric_value(text: str) -> Decimal | Fraction | None:
     """The number that ``text`` is, or ``None`` where it is anything else. Exact: no floating point.
 
-    Read are signs, thousands separators, decimals, ``$``, a trailing period, ``a/b``, ``1 1/2``, ``\\frac{a}{b}``, and one word of
-    unit (``72 apples``) unless the word changes the value (``5 million``). A percent sign is dropped: ``50%`` is 50, not 1/2,
+    Read are signs, thousands separators, decimals, ``$``, a trailing period, ``a/b``, ``1 1/2``, ``\\frac{a}{b}``, and one word
+    of unit (``72 apples``) unless the word changes the value (``5 million``). A percent sign is dropped: ``50%`` is 50, not 1/2,
     since a question that asks for a percentage has it in its reference both ways.
     """
     if len(text) > LONGEST_NUMBER:
@@ -170,7 +170,7 @@ def numeric_value(text: str) -> Decimal | Fraction | None:
         sign, top, bottom = fraction.groups()
         return None if int(bottom) == 0 else Fraction(int(top), int(bottom)) * (-1 if sign == "-" else 1)
     match = WHOLE_NUMBER.fullmatch(text)
-    if match is None or (match["tail"] or "").lower() in NOT_UNITS or (match["sign"] and match["inner"]):
+    if match is None or NOT_UNITS.fullmatch(match["tail"] or "") or (match["sign"] and match["inner"]):
         return None
     sign = -1 if "-" in (match["sign"], match["inner"]) else 1
     value = Decimal(match["value"].replace(",", ""))

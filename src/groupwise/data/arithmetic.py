@@ -36,7 +36,7 @@ NAMES: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One way to tell a sum. ``{n}`` is a number, ``{k}`` a factor, ``{name}``/``{She}``/``{she}`` a person, ``{things}`` a plural."""
+    """One way to tell a sum. ``{n}`` is a number, ``{k}`` a factor, ``{name}`` and ``{She}`` a person, ``{things}`` a plural."""
 
     things: tuple[str, ...]
     opening: str

@@ -34,15 +34,16 @@ CACHED_VERDICTS = 20_000
 MATHS_MARK = re.compile(r"[\\^_=+*/()\[\]{}<>|,\-0-9]")
 COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+")
 LONG_WORD = re.compile(r"[A-Za-z]{4,}")
-FUNCTIONS = frozenset("sqrt frac infty infinity sinh cosh tanh arcsin arccos arctan theta alpha beta gamma floor ceil".split())
+FUNCTION = re.compile("sqrt|frac|infty|infinity|sinh|cosh|tanh|arcsin|arccos|arctan|theta|alpha|beta|gamma|floor|ceil")
 WHOLLY_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
 def latex_equivalent(answer: str, reference: str, timeout_s: float = 5.0) -> bool:
     """Whether math-verify finds ``answer`` equal to ``reference`` (``\\frac{1}{2}`` and ``0.5``, ``x=3`` and ``3``).
 
-    Prose and over-long texts are not handed over: they are equal only as text. Safe on any thread, and back after about ``timeout_s`` seconds whatever the texts are (the worker's first start, a few
-    seconds, comes on top). Never raises: a time-out or a crash is ``False`` and is counted in ``latex_failures``.
+    Prose and over-long texts are not handed over: they are equal only as text. Safe on any thread, and back after about
+    ``timeout_s`` seconds whatever the texts are (the worker's first start, a few seconds, comes on top). Never raises: a
+    time-out or a crash is ``False`` and is counted in ``latex_failures``.
     """
     answer, reference = _plain(answer), _plain(reference)
     if answer == reference:
@@ -68,7 +69,7 @@ def _plain(text: str) -> str:
 def _is_maths(text: str) -> bool:
     if not text or len(text) > LONGEST_EXPRESSION:
         return False
-    return all(word in FUNCTIONS for word in LONG_WORD.findall(COMMAND.sub(" ", text)))
+    return all(FUNCTION.fullmatch(word) for word in LONG_WORD.findall(COMMAND.sub(" ", text)))
 
 
 class _WorkerTimeout(Exception):

@@ -1,0 +1,160 @@
+"""From a problem to the exact token ids that the policy is conditioned on, and to the supervised target of the warm start."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data.answers import AnswerStyle, extract_answer
+from groupwise.data.readers import peek_columns
+from groupwise.errors import DataError, ModelError
+from groupwise.types import Message, Problem, Prompt
+
+__all__ = ["SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "render", "resolve_system", "worked_completion"]
+
+SYSTEM_PROMPTS: dict[str, str] = {
+    "xml": "Reason in <reasoning></reasoning>, then put only the final answer in <answer></answer>.",
+    "boxed": "Reason step by step, then put the final answer in \\boxed{}.",
+}
+"""Short on purpose: every sampled and trained prompt pays for each of these tokens."""
+
+POLARIS_COLUMNS = {"problem", "answer", "difficulty"}
+CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
+
+
+def default_style(data: DataConfig) -> AnswerStyle:
+    """``boxed`` for POLARIS, by name or by a local file's columns (its answers are LaTeX); ``xml`` for everything else."""
+    if "polaris" in data.source.lower():
+        return "boxed"
+    return "boxed" if set(peek_columns(data.source, data.split)) >= POLARIS_COLUMNS else "xml"
+
+
+def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, AnswerStyle]:
+    """The system prompt's text (``None`` for none) and the place where the model's answer is then looked for.
+
+    A text of the user's own decides the place by what it mentions: ``\\boxed``, ``<answer>`` or ``####``; otherwise, and without
+    a system prompt, the data set's usual place counts.
+    """
+    if prompt.system == "xml":
+        return SYSTEM_PROMPTS["xml"], "xml"
+    if prompt.system == "boxed":
+        return SYSTEM_PROMPTS["boxed"], "boxed"
+    if prompt.system == "auto":
+        style = default_style(data)
+        return SYSTEM_PROMPTS[style], style
+    if prompt.system == "none":
+        return None, default_style(data)
+    mentions: tuple[tuple[str, AnswerStyle], ...] = (("\\boxed", "boxed"), ("<answer>", "xml"), ("####", "plain"))
+    mentioned = [style for mark, style in mentions if mark in prompt.system]
+    return prompt.system, mentioned[0] if mentioned else default_style(data)
+
+
+def render(problem: Problem, tokenizer: Any, prompt: PromptConfig, system: str | None) -> Prompt:
+    """The prompt of ``problem`` for the model whose tokenizer this is.
+
+    ``chat``: the ids are the tokenizer's own ``apply_chat_template`` ids with the generation prompt. A conversation keeps its own
+    system turn. Raises ModelError where the tokenizer has no chat template or the template refuses the conversation.
+    """
+    messages = _conversation(problem.question, system)
+    if prompt.style == "chat":
+        return _render_chat(problem, tokenizer, messages)
+    text = _plain_text(messages) if prompt.style == "plain" else "\n\n".join(m["content"] for m in messages)
+    return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
+
+
+def _conversation(question: str | Sequence[Message], system: str | None) -> list[Message]:
+    turns: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else [dict(m) for m in question]  # type: ignore[misc]
+    if system and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return turns
+
+
+def _plain_text(messages: Sequence[Message]) -> str:
+    lines = [m["content"] + "\n" if m["role"] == "system" else f"{m['role'].capitalize()}: {m['content']}" for m in messages]
+    return "\n".join([*lines, "Assistant: "])
+
+
+def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message]) -> Prompt:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError("the tokenizer has no chat template: set prompt.style to plain or concat, or take an instruct model")
+    try:
+        text = _template(tokenizer, messages, tokenize=False)
+        # Some templates leave a system turn out without a word; the model would never see its instructions.
+        whole = messages[0]["role"] != "system" or messages[0]["content"].strip() in text
+    except Exception as error:
+        if messages[0]["role"] != "system":
+            raise ModelError(_refused(problem, error)) from error
+        whole = False
+    if not whole:
+        messages = _merge_system(messages)
+        try:
+            text = _template(tokenizer, messages, tokenize=False)
+        except Exception as error:
+            raise ModelError(_refused(problem, error)) from error
+    return Prompt(problem, text, tuple(_template(tokenizer, messages, tokenize=True)), tuple(messages))
+
+
+def _refused(problem: Problem, error: Exception) -> str:
+    return (
+        f"the tokenizer's chat template refuses the conversation of problem {problem.id} ({error}): its turns must alternate "
+        "between user and assistant and end with the user; mend the row or set prompt.style to plain"
+    )
+
+
+def _template(tokenizer: Any, messages: Sequence[Message], *, tokenize: bool) -> Any:
+    rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=tokenize)
+    # transformers 5 returns a BatchEncoding where 4 returned the list of ids.
+    return rendered["input_ids"] if tokenize and hasattr(rendered, "keys") else rendered
+
+
+def _merge_system(messages: Sequence[Message]) -> list[Message]:
+    """The system turn's text at the head of the user's first turn, for templates that know no system role."""
+    system, rest = messages[0]["content"], list(messages[1:])
+    if not rest or rest[0]["role"] != "user":
+        return [{"role": "user", "content": system}, *rest]
+    return [{"role": "user", "content": f"{system}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def worked_completion(problem: Problem, style: AnswerStyle) -> str:
+    """A supervised target: the row's worked solution, then the answer, in the format that ``style`` asks for.
+
+    The solution is ``problem.columns["solution"]`` without GSM8K's ``<<48/2=24>>`` marks and its ``####`` line; where a row has
+    none, the target is the answer alone.
+    """
+    solution = CALCULATOR_MARK.sub("", str(problem.columns.get("solution") or ""))
+    solution = solution.rpartition("####")[0].strip() if "####" in solution else solution.strip()
+    if style == "xml":
+        reasoning = f"<reasoning>\n{solution}\n</reasoning>\n" if solution else ""
+        return f"{reasoning}<answer>\n{problem.answer}\n</answer>"
+    if style == "boxed" and extract_answer(solution, "boxed") == problem.answer:
+        return solution
+    last = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
+    return f"{solution}\n{last}" if solution else last
+
+
+def drop_long_prompts(
+    prompts: Sequence[Prompt], limit: int, on_long_prompt: Literal["error", "drop"] = "error"
+) -> tuple[list[Prompt], int]:
+    """Prompts of at most ``limit`` tokens, in order, and how many were longer.
+
+    Raises DataError naming the first that is longer (``error``), or where none is left (``drop``).
+    """
+    kept = [p for p in prompts if len(p.token_ids) <= limit]
+    if len(kept) == len(prompts):
+        return kept, 0
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    if on_long_prompt == "error":
+        first = next(p for p in prompts if len(p.token_ids) > limit)
+        raise DataError(
+            f"the prompt of problem {first.problem.id} has {len(first.token_ids)} tokens, more than the {limit} allowed "
+            f"({len(prompts) - len(kept)} such prompts, the longest {len(longest.token_ids)}): raise data.max_prompt_tokens, "
+            "lower rollout.max_completion_tokens, or set data.on_long_prompt to drop"
+        )
+    if not kept:
+        raise DataError(
+            f"every prompt is longer than the {limit} tokens allowed (the longest has {len(longest.token_ids)}): raise "
+            "data.max_prompt_tokens or lower rollout.max_completion_tokens"
+        )
+    return kept, len(prompts) - len(kept)

@@ -1,0 +1,244 @@
+"""Raw rows from wherever they lie. Nothing here knows what a question is; every row knows its own name for error messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import DataError
+
+__all__ = ["HUB_NAMES", "Row", "Table", "is_local", "peek_columns", "read_table"]
+
+HUB_NAMES: Mapping[str, tuple[str, str | None]] = {
+    "gsm8k": ("openai/gsm8k", "main"),
+    "polaris": ("POLARIS-Project/Polaris-Dataset-53K", None),
+}
+"""Short names of data sets on the Hugging Face Hub, with the configuration to load."""
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    """``train.jsonl line 17``: what an error message calls it."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    rows: tuple[Row, ...]
+    label: str
+    """Short name of the data set, the first part of its problems' ids."""
+    split: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in the order of first appearance, over all rows: JSON lines need not agree."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
+
+
+def is_local(source: str) -> bool:
+    return source not in HUB_NAMES and Path(source).expanduser().exists()
+
+
+def read_table(source: str, split: str, subset: str | None = None) -> Table:
+    """All rows of one split. ``split`` does not matter where ``source`` is a single file.
+
+    Raises DataError where the source does not exist, cannot be read, has no such split, or is empty.
+    """
+    path = Path(source).expanduser()
+    if source in HUB_NAMES or not path.exists():
+        table = _read_hub(source, split, subset)
+    elif path.is_file():
+        table = _file_table(path, split)
+    else:
+        table = _read_folder(path, split, subset)
+    if not table.rows:
+        raise DataError(f"data source {source!r} (split {split!r}) has no rows: check the file, or choose another data.split")
+    return table
+
+
+def peek_columns(source: str, split: str) -> tuple[str, ...]:
+    """Column names of a local file or folder's first row, or ``()`` where that takes more than a glance. Never raises."""
+    if not is_local(source):
+        return ()
+    try:
+        path = Path(source).expanduser()
+        file = path if path.is_file() else _split_files(path, split)[0]
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return tuple(pyarrow.parquet.read_schema(file).names)
+        return tuple(next(_rows(file)).values)
+    except (DataError, OSError, IndexError, StopIteration, ValueError):
+        return ()
+
+
+def _file_table(path: Path, split: str) -> Table:
+    if path.stem.lower() in SPLIT_NAMES:  # gsm8k/train.jsonl is "gsm8k:train", not "train:train"
+        return Table(tuple(_rows(path)), path.resolve().parent.name, path.stem)
+    return Table(tuple(_rows(path)), path.stem, split)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise DataError(
+            f"{str(path)!r} ends in {suffix or 'no suffix'!r}, which is not a data format: use one of {', '.join(SUFFIXES)}"
+        )
+    try:
+        if suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif suffix == ".json":
+            yield from _json_rows(path)
+        elif suffix in (".csv", ".tsv"):
+            yield from _csv_rows(path, "\t" if suffix == ".tsv" else ",")
+        else:
+            yield from _jsonl_rows(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except OSError as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read ({error.strerror or error}): check the path and its permissions"
+        ) from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                name = f"{path.name} line {number}"
+                try:
+                    values = json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{name} is not JSON ({error}): each line must hold one object") from error
+                yield _row(name, values)
+
+
+def _row(name: str, values: Any) -> Row:
+    if not isinstance(values, dict):
+        raise DataError(f"{name} holds a {type(values).__name__}, not an object with named columns: mend the file")
+    return Row(name, values)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        if "Extra data" in str(error):  # JSON lines under the name of JSON are common
+            yield from _jsonl_rows(path)
+            return
+        raise DataError(f"{str(path)!r} is not JSON ({error}): it must hold a list of objects") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        content = lists[0] if len(lists) == 1 else [content]
+    if not isinstance(content, list):
+        raise DataError(f"{str(path)!r} holds a {type(content).__name__}: it must hold a list of objects")
+    for number, values in enumerate(content, start=1):
+        yield _row(f"{path.name} entry {number}", values)
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        try:
+            for values in reader:
+                if None in values or None in values.values():
+                    raise DataError(
+                        f"{path.name} line {reader.line_num} does not have the header's {len(reader.fieldnames or ())} fields: "
+                        "quote fields that hold the separator"
+                    )
+                yield Row(f"{path.name} line {reader.line_num}", values)
+        except csv.Error as error:
+            raise DataError(f"{path.name} line {reader.line_num} is not CSV ({error}): mend the line") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        entries = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{str(path)!r} is not a Parquet file ({error}): download or write it again") from error
+    for number, values in enumerate(entries, start=1):
+        yield Row(f"{path.name} row {number}", values)
+
+
+def _read_folder(folder: Path, split: str, subset: str | None) -> Table:
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _read_saved(folder, split)
+    root = folder / subset if subset and (folder / subset).is_dir() else folder
+    files = _split_files(root, split)
+    if not files:
+        there = sorted(str(f.relative_to(root)) for f in _data_files(root))
+        raise DataError(
+            f"folder {str(folder)!r} has no file for split {split!r} (it has {', '.join(there) or 'no data files'}): "
+            "set data.split, or give the file itself as data.source"
+        )
+    return Table(tuple(row for file in files for row in _rows(file)), folder.resolve().name, split)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    found = [*folder.iterdir(), *(f for sub in folder.iterdir() if sub.is_dir() for f in sub.iterdir())]
+    return sorted(f for f in found if f.suffix.lower() in SUFFIXES and f.is_file())
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """``train.jsonl``, or shards such as ``data/train-00000-of-00002.parquet``; or the only data file that there is."""
+    files = _data_files(folder)
+    named = [f for f in files if f.stem == split or f.stem.startswith((f"{split}-", f"{split}_", f"{split}."))]
+    exact = [f for f in named if f.stem == split]
+    if not named and len(files) == 1 and split == "train" and files[0].stem not in SPLIT_NAMES:
+        return files
+    return exact[:1] or named
+
+
+def _read_saved(folder: Path, split: str) -> Table:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"{str(folder)!r} cannot be loaded as a save_to_disk folder ({_first_line(error)}): write it again"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"{str(folder)!r} has no split {split!r}, only {', '.join(loaded)}: set data.split")
+        loaded = loaded[split]
+    return _dataset_table(loaded, folder.resolve().name, split)
+
+
+def _read_hub(source: str, split: str, subset: str | None) -> Table:
+    name, default_subset = HUB_NAMES.get(source, (source, None))
+    if source not in HUB_NAMES and _looks_like_path(source):
+        raise DataError(f"data source {source!r} does not exist: check the path, or name a Hub data set such as openai/gsm8k")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, subset or default_subset, split=split)
+    except Exception as error:
+        raise DataError(
+            f"data source {source!r} is no local file, and the Hub gives no data set {name!r} with split {split!r} "
+            f"({_first_line(error)}): check the name, data.subset, data.split and the network"
+        ) from error
+    return _dataset_table(loaded, source if source in HUB_NAMES else name.rpartition("/")[2], split)
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.lower().endswith(SUFFIXES)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def _dataset_table(loaded: Any, label: str, split: str) -> Table:
+    return Table(tuple(Row(f"row {number}", values) for number, values in enumerate(loaded, start=1)), label, split)
