@@ -28,7 +28,10 @@ def advantages_per_token(objective: Objective, b: Batch) -> list[list[np.ndarray
     if objective.kl_in_token_reward:
         old, ref = ([[torch.tensor(x) for x in g] for g in ragged] for ragged in (b.old, b.ref))
         penalties = [
-            [kl_penalty(o, r, beta=objective.beta, estimator=objective.kl_estimator).tolist() for o, r in zip(og, rg, strict=True)]
+            [
+                kl_penalty(o, r, beta=objective.beta, estimator=objective.kl_estimator).tolist()
+                for o, r in zip(og, rg, strict=True)
+            ]
             for og, rg in zip(old, ref, strict=True)
         ]
         return [[np.array(x) for x in group] for group in objective.token_advantages(rewards, penalties)]

@@ -1,0 +1,103 @@
+"""Presets in the config: which value wins, what is refused, and that no torch is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from groupwise.algorithm import Objective
+from groupwise.algorithm.advantages import BASELINES, SCALES
+from groupwise.algorithm.aggregate import AGGREGATIONS
+from groupwise.algorithm.kl import ESTIMATORS
+from groupwise.algorithm.ratio import RATIOS
+from groupwise.algorithm.surrogate import SURROGATES
+from groupwise.config.presets import PRESETS
+from groupwise.config.schema import AlgorithmConfig, Config
+
+
+def test_every_row_is_a_valid_config():
+    assert set(get_args(AlgorithmConfig.model_fields["preset"].annotation)) == set(PRESETS)
+    for name, row in PRESETS.items():
+        explicit = AlgorithmConfig(preset=name, **row.values)  # validated, as values out of the table are not
+        followed = AlgorithmConfig(preset=name)
+        assert explicit == followed.model_copy(update={})
+        assert {f: getattr(followed, f) for f in row.values} == dict(row.values)
+
+
+def test_defaults_are_grpos():
+    assert dict(PRESETS["grpo"].values).items() <= {n: f.default for n, f in AlgorithmConfig.model_fields.items()}.items()
+
+
+def test_every_choice_has_its_function():
+    tables = {
+        "baseline": BASELINES,
+        "scale": SCALES,
+        "ratio_level": RATIOS,
+        "surrogate": SURROGATES,
+        "aggregation": AGGREGATIONS,
+        "kl_estimator": ESTIMATORS,
+    }
+    for name, table in tables.items():
+        assert set(get_args(AlgorithmConfig.model_fields[name].annotation)) == set(table)
+
+
+def test_explicit_keys_win_and_stay_explicit():
+    config = AlgorithmConfig(preset="dapo", epsilon_high=0.5, scale="none")
+    assert (config.epsilon_high, config.scale, config.aggregation) == (0.5, "none", "token_mean")
+    assert config.model_fields_set == {"preset", "epsilon_high", "scale"}
+    config.preset = "gspo"
+    assert (config.epsilon, config.epsilon_high, config.scale, config.ratio_level) == (3e-4, 0.5, "none", "sequence")
+    config.preset = "grpo"
+    assert (config.epsilon, config.ratio_level) == (0.2, "token")  # nothing of the former preset stays behind
+
+
+def test_an_explicit_default_wins_over_the_preset():
+    assert AlgorithmConfig(preset="dapo", beta=0.04).beta == 0.04
+    assert AlgorithmConfig(preset="dapo", epsilon_high=None).epsilon_high is None
+
+
+def test_a_resolved_config_reads_back_the_same():
+    for name in PRESETS:
+        config = Config(algorithm={"preset": name, "epsilon": 0.11})
+        again = Config.model_validate(config.model_dump())
+        assert Objective.from_config(again.algorithm) == Objective.from_config(config.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"epsilon": 0}, "greater than 0"),
+        ({"epsilon": -0.1}, "greater than 0"),
+        ({"epsilon_high": 0}, "greater than 0"),
+        ({"beta": -1}, "greater than or equal to 0"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"preset": "ppg"}, "grpo"),
+        ({"delta": 1.1}, "above the upper clip bound 1.2"),
+        ({"preset": "dapo", "dual_clip": 1.25}, "above the upper clip bound 1.28"),
+        ({"dual_clip": 3, "delta": 4}, "set only one"),
+        ({"preset": "cispo", "delta": 8}, "has no effect"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict, sentence: str):
+    with pytest.raises(ValidationError, match=sentence):
+        AlgorithmConfig(**settings)
+
+
+def test_objective_takes_every_setting():
+    config = AlgorithmConfig(preset="rloo", surrogate="clip", epsilon=0.1, epsilon_high=0.3, delta=4.0, advantage_epsilon=1e-6)
+    objective = Objective.from_config(config)
+    assert (objective.bounds.low, objective.bounds.high, objective.bounds.delta, objective.bounds.dual) == (0.1, 0.3, 4.0, None)
+    assert (objective.baseline, objective.scale, objective.aggregation) == ("leave_one_out", "none", "sequence_sum")
+    assert (objective.kl_estimator, objective.kl_placement, objective.beta) == ("k1", "reward", 0.03)
+    assert objective.advantage_epsilon == 1e-6
+    assert Objective.from_config(AlgorithmConfig()).bounds.high == 0.2
+    assert Objective.from_config(AlgorithmConfig()) == Objective()
+
+
+def test_the_table_needs_no_torch():
+    code = "import sys, groupwise.config.schema, groupwise.config.presets; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algorithm import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
+from groupwise.algorithm.kl import MAX_LOG_DIFFERENCE
+
+
+def family(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a policy over six symbols, and the log-probabilities of a reference."""
+    generator = torch.Generator().manual_seed(seed)
+    theta = torch.randn(6, generator=generator, dtype=torch.float64).requires_grad_()
+    return theta, torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+
+
+def expected_gradient_as_loss(theta: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+    """E over symbols of the gradient of the per-sample estimate, exactly: every symbol weighted by its probability."""
+    logprobs = theta.log_softmax(0)
+    estimate = kl_per_token(logprobs, reference, estimator)
+    return torch.autograd.grad((logprobs.exp().detach() * estimate).sum(), theta)[0]
+
+
+def gradient_of_kl(theta: torch.Tensor, reference: torch.Tensor, forward: bool) -> torch.Tensor:
+    p, q = theta.log_softmax(0), reference
+    kl = (q.exp() * (q - p)).sum() if forward else (p.exp() * (p - q)).sum()
+    return torch.autograd.grad(kl, theta)[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_each_estimator_does_as_a_loss(seed: int):
+    theta, reference = family(seed)
+    reverse, forward = gradient_of_kl(theta, reference, False), gradient_of_kl(theta, reference, True)
+    torch.testing.assert_close(expected_gradient_as_loss(theta, reference, "k1"), torch.zeros(6, dtype=torch.float64))
+    torch.testing.assert_close(expected_gradient_as_loss(theta, reference, "k2"), reverse)
+    torch.testing.assert_close(expected_gradient_as_loss(theta, reference, "k3"), forward)
+    assert (reverse - forward).abs().max() > 1e-2  # the two directions are told apart by this test
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_k1_in_the_reward_is_the_gradient_of_the_kl(seed: int):
+    theta, reference = family(seed)
+    logprobs = theta.log_softmax(0)
+    penalty = kl_penalty(logprobs, reference, beta=1.0)
+    assert not penalty.requires_grad
+    gradient = torch.autograd.grad((logprobs.exp().detach() * penalty * logprobs).sum(), theta)[0]
+    torch.testing.assert_close(gradient, gradient_of_kl(theta, reference, False))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator: str):
+    theta, reference = family(0)
+    p = theta.detach().log_softmax(0)
+    kl = (p.exp() * (p - reference)).sum()
+    torch.testing.assert_close((p.exp() * kl_per_token(p, reference, estimator)).sum(), kl)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.floats(-60, 0), st.floats(-60, 0), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_k3_is_finite_never_negative_and_pulls_back(logprob: float, reference: float, dtype: torch.dtype):
+    lp = torch.tensor([logprob], dtype=dtype).requires_grad_()
+    ref = torch.tensor([reference], dtype=dtype)
+    value = kl_per_token(lp, ref, "k3")
+    value.sum().backward()
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(lp.grad).all()
+    assert value.item() >= 0
+    d = ref.item() - lp.item()
+    assert lp.grad.item() * d <= 0  # descent moves the policy towards the reference
+    if 0.01 < abs(d) <= MAX_LOG_DIFFERENCE:
+        assert value.item() == pytest.approx(math.expm1(d) - d, rel=1e-4)
+
+
+def test_k3_keeps_its_digits_near_the_reference():
+    lp = torch.tensor([-1.0], dtype=torch.float64)
+    assert kl_per_token(lp, lp + 1e-6, "k3").item() == pytest.approx(5e-13, rel=1e-3)
+
+
+def test_k3_goes_on_along_its_tangent():
+    at = torch.tensor([-MAX_LOG_DIFFERENCE, -MAX_LOG_DIFFERENCE - 1, -2000.0], dtype=torch.float64)
+    value = kl_per_token(at, torch.zeros(3, dtype=torch.float64), "k3")
+    slope = math.expm1(MAX_LOG_DIFFERENCE)
+    assert (value[1] - value[0]).item() == pytest.approx(slope)
+    assert (value[2] - value[0]).item() == pytest.approx(slope * (2000 - MAX_LOG_DIFFERENCE))
+
+
+def test_the_reference_gets_no_gradient():
+    ref = torch.zeros(2, requires_grad=True)
+    assert not kl_per_token(torch.ones(2), ref, "k3").requires_grad
+
+
+def test_kl_in_reward_sums_each_completion():
+    lp, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, 0.0])
+    penalty_N = kl_in_reward(lp, ref, torch.tensor([0, 0, 1]), 3, beta=0.1)
+    torch.testing.assert_close(penalty_N, torch.tensor([0.05, -0.05, 0.0]))
+
+
+# adaptive coefficient
+
+
+def test_the_controller_is_the_papers():
+    controller = AdaptiveKL(beta=0.1, target=6.0)
+    assert controller.update(6.0).beta == pytest.approx(0.1)
+    assert controller.update(6.6).beta == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert controller.update(600.0).beta == pytest.approx(0.1 * 1.02)
+    assert controller.update(0.0).beta == pytest.approx(0.1 * 0.98)
+    assert controller.update(math.nan) == controller
+    assert AdaptiveKL.from_state_dict(controller.update(9.0).state_dict()) == controller.update(9.0)
+
+
+@pytest.mark.parametrize("target", [0.05, 0.4])
+@pytest.mark.parametrize("start", [0.01, 10.0])
+def test_the_controller_reaches_its_target_on_a_toy(target: float, start: float):
+    """A categorical policy climbs E[reward] - beta KL by exact gradient; beta is steered until the KL is the target."""
+    theta, reward = (
+        torch.zeros(4, dtype=torch.float64, requires_grad=True),
+        torch.tensor([1.0, 0.5, 0.0, 0.0], dtype=torch.float64),
+    )
+    reference = torch.full((4,), math.log(0.25), dtype=torch.float64)
+    controller = AdaptiveKL(beta=start, target=target)
+    for _ in range(1500):
+        p = theta.log_softmax(0)
+        kl = (p.exp() * (p - reference)).sum()
+        (gradient,) = torch.autograd.grad((p.exp() * reward).sum() - controller.beta * kl, theta)
+        with torch.no_grad():
+            theta += min(1.0, 1 / controller.beta) * gradient
+        controller = controller.update(kl.item())
+    assert kl.item() == pytest.approx(target, rel=0.05)
+
+
+@pytest.mark.parametrize("field", ["beta", "target", "gain"])
+def test_the_controller_refuses_what_is_not_positive(field: str):
+    with pytest.raises(ValueError, match=f"AdaptiveKL.{field} is 0"):
+        AdaptiveKL(**({"beta": 0.1, "target": 1.0} | {field: 0}))

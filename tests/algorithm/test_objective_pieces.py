@@ -1,0 +1,214 @@
+"""Surrogates, ratios, weights and the policy loss, piece by piece."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.algorithm import BatchCounts, Objective, policy_loss, token_weights
+from groupwise.algorithm.aggregate import AGGREGATIONS
+from groupwise.algorithm.ratio import sequence_ratio, token_ratio
+from groupwise.algorithm.surrogate import ClipBounds, cispo, clip, dual_clip, two_sided
+
+ratios = st.floats(0.01, 20)
+advantages = st.floats(-5, 5)
+
+
+def scalar(f, ratio: float, advantage: float, *bounds: float) -> tuple[float, float, bool]:
+    """Loss, its slope in the ratio, and the mask."""
+    r = torch.tensor(ratio, dtype=torch.float64, requires_grad=True)
+    loss, mask = f(r, torch.tensor(advantage, dtype=torch.float64), *bounds)
+    loss.backward()
+    return loss.item(), r.grad.item(), bool(mask)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.5, 2.0, -2.56, 0.0),  # already likelier by more than 28%: no more push
+        (0.5, 2.0, -1.0, -2.0),  # less likely than it was: pushed as ever
+        (0.5, -2.0, 1.6, 0.0),
+        (1.5, -2.0, 3.0, 2.0),
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, loss: float, slope: float):
+    value, gradient, clipped = scalar(clip, ratio, advantage, 0.2, 0.28)
+    assert (value, gradient) == pytest.approx((loss, slope))
+    assert clipped == (slope == 0 and advantage != 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ratios, advantages, st.floats(1.5, 6))
+def test_dual_clip_and_two_sided_are_the_same_and_only_cap_bad_tokens(ratio: float, advantage: float, cap: float):
+    dual, sided = scalar(dual_clip, ratio, advantage, 0.2, 0.28, cap), scalar(two_sided, ratio, advantage, 0.2, 0.28, cap)
+    assert dual[0] == pytest.approx(sided[0], rel=1e-12)
+    assert dual[2] == sided[2]
+    assert dual[0] <= max(0.0, -cap * advantage) + 1e-12
+    if advantage > 0 or ratio < cap:
+        assert dual == pytest.approx(scalar(clip, ratio, advantage, 0.2, 0.28))
+    elif advantage < 0 and ratio > cap:
+        assert (dual[1], sided[1]) == (0, 0)
+
+
+def test_cispo_cuts_the_weight_and_keeps_the_gradient():
+    lp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss, cut = cispo(torch.tensor([2.0, 9.0]), torch.tensor([1.0, -1.0]), lp, 1.0, 4.0)
+    loss.sum().backward()
+    assert lp.grad.tolist() == [-2.0, 5.0]
+    assert cut.tolist() == [False, True]
+
+
+def test_ratios_by_hand():
+    lp = torch.log(torch.tensor([0.2, 0.4, 0.9], dtype=torch.float64)).requires_grad_()
+    old = torch.log(torch.tensor([0.1, 0.4, 0.3], dtype=torch.float64))
+    sequence_T = torch.tensor([0, 0, 1])
+    assert token_ratio(lp, old, sequence_T, 2).tolist() == pytest.approx([2, 1, 3])
+    s = sequence_ratio(lp, old, sequence_T, 2)
+    assert s.tolist() == pytest.approx([math.sqrt(2), math.sqrt(2), 3])
+    (s * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
+    assert lp.grad.tolist() == pytest.approx([math.sqrt(2), 10 * math.sqrt(2), 300])  # each token's own, s grad log pi
+
+
+def test_weights_by_hand():
+    lengths_N, sequence_T = torch.tensor([2, 4]), torch.tensor([0, 0, 1, 1, 1, 1])
+    counts = BatchCounts(completions=5, tokens=20, max_tokens=8)
+    expected = {
+        "sequence_mean": [1 / 10] * 2 + [1 / 20] * 4,
+        "token_mean": [1 / 20] * 6,
+        "sequence_sum": [1 / 5] * 6,
+        "fixed": [1 / 40] * 6,
+    }
+    assert set(expected) == set(AGGREGATIONS)
+    for aggregation, weights in expected.items():
+        assert token_weights(lengths_N, sequence_T, aggregation, counts).tolist() == pytest.approx(weights)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.sampled_from(["sequence_mean", "token_mean"]))
+def test_means_have_weights_that_add_up_to_one(lengths: list[int], aggregation: str):
+    lengths_N = torch.tensor(lengths)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
+    weights_T = token_weights(lengths_N, sequence_T, aggregation, BatchCounts(len(lengths), sum(lengths), 30), torch.float64)
+    assert weights_T.sum().item() == pytest.approx(1, rel=1e-12)
+
+
+def test_an_empty_batch_has_no_denominator():
+    with pytest.raises(ValueError, match="at least one completion"):
+        BatchCounts(completions=0, tokens=0, max_tokens=8)
+
+
+# policy loss
+
+
+def inputs(dtype: torch.dtype = torch.float64, **changes: object) -> dict:
+    given = {
+        "logprobs_T": torch.tensor([-1.0, -2.0, -0.5], dtype=dtype, requires_grad=True),
+        "old_logprobs_T": torch.tensor([-1.1, -1.0, -0.5], dtype=dtype),
+        "reference_logprobs_T": torch.tensor([-1.0, -1.5, -0.7], dtype=dtype),
+        "sequence_T": torch.tensor([0, 0, 1]),
+        "advantages_N": torch.tensor([1.0, -0.5], dtype=dtype),
+        "weights_T": torch.tensor([0.25, 0.25, 0.5], dtype=dtype),
+    }
+    return given | changes
+
+
+def test_closed_form_with_its_metrics():
+    loss, metrics = policy_loss(Objective(beta=0.1), **inputs())
+    r = [math.exp(0.1), math.exp(-1), 1.0]
+    policy = -(0.25 * r[0] + 0.25 * r[1] - 0.5 * 0.5 * r[2])
+    kl = [math.exp(d) - 1 - d for d in (0.0, 0.5, -0.2)]
+    leash = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2]
+    assert loss.item() == pytest.approx(policy + 0.1 * leash)
+    found = {name: metric.value for name, metric in metrics.items()}
+    assert found == pytest.approx(
+        {
+            "loss": policy + 0.1 * leash,
+            "loss_policy": policy,
+            "loss_kl": 0.1 * leash,
+            "ratio_deviation_max": 1 - r[1],
+            "ratio": sum(r) / 3,
+            "clip_low": 0.0,
+            "clip_high": 0.0,
+            "kl": sum(kl) / 3,
+            "kl_old": sum(x - 1 - math.log(x) for x in r) / 3,
+            "logprob": -3.5 / 3,
+        }
+    )
+    assert metrics["ratio"].count == 3
+
+
+def test_clip_shares_are_told_apart():
+    lp = torch.tensor([0.5, -0.5, 0.5, -0.5]) - 2
+    given = inputs(
+        torch.float32,
+        logprobs_T=lp,
+        old_logprobs_T=torch.full((4,), -2.0),
+        reference_logprobs_T=None,
+        sequence_T=torch.tensor([0, 1, 2, 3]),
+        advantages_N=torch.tensor([1.0, -1.0, -1.0, 1.0]),
+        weights_T=torch.full((4,), 0.25),
+    )
+    _, metrics = policy_loss(Objective(beta=0.0), **given)
+    assert (metrics["clip_high"].value, metrics["clip_low"].value) == (0.25, 0.25)
+    _, metrics = policy_loss(Objective(beta=0.0, bounds=ClipBounds(0.2, 0.2, dual=1.5)), **given)
+    assert metrics["clip_high"].value == 0.5  # the bad token that became 1.65 times likelier is capped too
+
+
+def test_beta_zero_needs_no_reference_and_a_missing_one_is_named():
+    loss, metrics = policy_loss(Objective(beta=0.0), **inputs(reference_logprobs_T=None))
+    assert "kl" not in metrics
+    assert policy_loss(Objective(beta=0.3), **inputs(reference_logprobs_T=None), beta=0.0)[0].item() == loss.item()
+    with pytest.raises(ValueError, match="no reference logprobs"):
+        policy_loss(Objective(beta=0.3), **inputs(reference_logprobs_T=None))
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_too():
+    objective = Objective(beta=0.3, kl_placement="reward")
+    assert policy_loss(objective, **inputs())[0].item() == policy_loss(Objective(beta=0.0), **inputs())[0].item()
+    assert objective.kl_in_reward
+    assert not Objective(beta=0.0, kl_placement="reward").kl_in_reward
+
+
+def test_on_policy_is_ratio_one_without_old_logprobs():
+    given = inputs(old_logprobs_T=None)
+    loss, metrics = policy_loss(Objective(beta=0.0), **given)
+    loss.backward()
+    assert given["logprobs_T"].grad.tolist() == [-0.25, -0.25, 0.25]
+    assert (metrics["ratio_deviation_max"].value, metrics["kl_old"].value) == (0, 0)
+
+
+def test_half_precision_is_computed_in_fp32():
+    half = inputs(torch.bfloat16)
+    loss, _ = policy_loss(Objective(beta=0.1), **half)
+    loss.backward()
+    same = {k: v.float() if v.is_floating_point() else v for k, v in ((k, v.detach()) for k, v in half.items())}
+    assert loss.dtype == torch.float32
+    assert loss.item() == policy_loss(Objective(beta=0.1), **same)[0].item()
+    assert half["logprobs_T"].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "reinforce"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("far", [-300.0, 300.0])
+def test_a_policy_that_ran_away_gives_finite_numbers(surrogate: str, level: str, far: float):
+    lp = torch.tensor([-1.0, -2.0 + min(far, 0), -0.5], requires_grad=True)
+    other = torch.tensor([-1.0, -2.0 - max(far, 0), -0.5])
+    given = inputs(torch.float32, logprobs_T=lp, old_logprobs_T=other, reference_logprobs_T=-2 - other)
+    loss, metrics = policy_loss(Objective(beta=0.04, surrogate=surrogate, ratio_level=level), **given)
+    loss.backward()
+    assert torch.isfinite(lp.grad).all()
+    assert all(math.isfinite(m.value) for m in metrics.values())
+
+
+def test_nothing_but_the_policy_gets_a_gradient():
+    given = inputs()
+    for name in ("old_logprobs_T", "reference_logprobs_T", "advantages_N", "weights_T"):
+        given[name].requires_grad_()
+    policy_loss(Objective(), **given)[0].backward()
+    assert all(given[n].grad is None for n in ("old_logprobs_T", "reference_logprobs_T", "advantages_N", "weights_T"))
