@@ -1,0 +1,92 @@
+"""The application: its commands, and how errors leave it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from groupwise.cli import configuration, data, evaluate, generate, train
+from groupwise.errors import GroupwiseError
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+HELP = """Train language models with GRPO: sample a group of answers, score them, learn from the better ones.
+
+\b
+Start here:
+  groupwise recipes                          what is ready to run
+  groupwise train quickstart --dry-run       check everything, load no weights
+  groupwise train quickstart                 a real run: about ten minutes on two CPU cores
+  groupwise generate runs/NAME/final_model   talk to what came out
+
+Any setting can be changed on the way, as in: groupwise train quickstart training.steps=10. `groupwise config` explains them all.
+"""
+
+
+class Door(TyperGroup):
+    """Lets a user's mistake leave as one sentence and its exit code, and Ctrl-C as 130; GROUPWISE_DEBUG=1 shows the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GroupwiseError as error:
+            if os.environ.get("GROUPWISE_DEBUG") == "1":
+                raise
+            typer.echo(f"groupwise: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("\ngroupwise: stopped", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Door,
+    name="groupwise",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # markup would swallow the brackets in examples
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from groupwise import __version__
+
+        typer.echo(f"groupwise {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("train", short_help="Train a model by a recipe or a YAML file.")(train.train)
+app.command("eval", short_help="Judge a model on held-out problems.")(evaluate.evaluate)
+app.command("generate", short_help="Put a question to a model, or chat with it.")(generate.generate)
+app.add_typer(data.app, name="data", short_help="Look at problems, and prepare them once.")
+app.command("recipes", short_help="List the recipes that come with groupwise.")(configuration.recipes)
+app.command("config", short_help="Explain the settings of a run.")(configuration.config)
+
+
+def main() -> None:
+    """Entry point of the command ``groupwise``."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal in a narrow encoding shows a replacement instead of stopping a run over one character.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()

@@ -1,0 +1,54 @@
+"""``groupwise generate``: one answer, one per line of standard input, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.options import Model
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The question. Without it you chat, or lines are read.")
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", help="System prompt: a text, xml, boxed or none. Else the one the model was trained with, if any."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="1 is the model itself, 0 is greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+) -> None:
+    """Let a model answer: one PROMPT, each line of standard input, or, in a terminal, a conversation.
+
+    \b
+    Examples:
+      groupwise generate runs/quickstart-1/final_model
+      groupwise generate runs/quickstart-1/final_model "Ann has 12 apples and buys 7 more. How many has she now?"
+      groupwise generate smollm2-135m-instruct "Why is the sky blue?" --greedy --max-tokens 100
+      groupwise generate my-model --system xml < questions.txt
+    """
+    from groupwise.cli.chat import answer_lines, converse, make_speaker
+    from groupwise.cli.models import settings_for_model
+
+    config, run_config = settings_for_model(model)
+    if system is not None:
+        config.prompt.system = system
+    elif run_config is None:
+        config.prompt.system = "none"
+    speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
+    if prompt is not None:
+        speaker.answer(prompt, sys.stdout)
+    elif sys.stdin.isatty():
+        converse(speaker, sys.stdout)
+    else:
+        answer_lines(speaker, sys.stdin, sys.stdout)

@@ -1,0 +1,28 @@
+"""From the MODEL that a command names to the settings it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from groupwise.config import Config, load_config
+
+__all__ = ["settings_for_model"]
+
+MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
+
+
+def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
+    """The settings with which to use ``model``: those of the run that made it, or the defaults.
+
+    ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
+    filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows.
+    """
+    path = Path(model).expanduser()
+    if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
+        path = path / MODEL_FOLDER
+    run_config = path.absolute().parent / CONFIG_FILE
+    made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
+    if not made_by_run:
+        return load_config(None, [f"model.name={model}", *overrides]), None
+    return load_config(run_config, [f"model.name={path}", "model.revision=null", *overrides]), run_config

@@ -1,0 +1,49 @@
+"""How commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from groupwise.tracking.files import json_text
+from groupwise.tracking.text import harmless
+
+__all__ = ["console", "print_json", "print_notes", "table"]
+
+
+def console(stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+
+
+def print_json(value: Any) -> None:
+    """``value`` on standard output as indented JSON, and nothing else."""
+    print(json_text(value, indent=2))
+
+
+def print_notes(notes: Iterable[str], to: Console) -> None:
+    for note in notes:
+        to.print(harmless(f"note: {note}", "yellow"), soft_wrap=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> Table:
+    """A plain table. Cells are shown letter by letter: nothing that a data set wrote is taken for markup."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title=title or None, title_justify="left")
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*(harmless(_cell(value)) for value in row))
+    return made
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={inner}" for key, inner in value.items())
+    return str(value)

@@ -1,0 +1,131 @@
+"""``groupwise train``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.options import Overrides, ProgressAside
+
+if TYPE_CHECKING:
+    from groupwise.config import Config
+    from groupwise.training.setup import Prepared
+
+__all__ = ["train"]
+
+
+def train(
+    source: Annotated[
+        str, typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (see `groupwise recipes`) or a YAML file of settings.")
+    ],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights, then stop."
+        ),
+    ] = False,
+    as_json: ProgressAside = False,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option("--run-folder", metavar="DIR", help="Where the run is written; runs/RECIPE-DATE-TIME by itself."),
+    ] = None,
+) -> None:
+    """Train a model: a recipe or a YAML file, with any setting changed on the way.
+
+    A setting is named by its section and name, or by its name alone where only one is called so. A list is written as in YAML.
+
+    \b
+    Examples:
+      groupwise train quickstart
+      groupwise train quickstart --dry-run
+      groupwise train quickstart training.steps=10 training.seed=1
+      groupwise train gsm8k-1.5b-24gb completions_per_prompt=4 micro_batch_tokens=2048
+      groupwise train mine.yaml 'rewards.functions=[correctness, my_rewards.py:short]'
+      groupwise train mine.yaml --run-folder runs/first-try
+
+    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on.
+    """
+    from groupwise.config import load_config
+
+    config = load_config(source, overrides or ())
+    if dry_run:
+        _dry_run(config, as_json)
+        return
+    from groupwise.training.loop import train as run_training
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result = run_training(config, run_folder=run_folder)
+    if as_json:
+        from groupwise.cli.show import print_json
+
+        print_json({"folder": str(result.folder), "summary": result.summary})
+
+
+def _dry_run(config: Config, as_json: bool) -> None:
+    from groupwise.cli.show import print_json
+    from groupwise.training.setup import prepare
+
+    prepared = prepare(config)
+    if as_json:
+        print_json(_facts(prepared))
+    else:
+        _print_prepared(prepared)
+
+
+def _facts(prepared: Prepared) -> dict[str, Any]:
+    first = prepared.train_prompts[0]
+    return {
+        "config": prepared.config.model_dump(mode="json"),
+        "training_problems": len(prepared.train_prompts),
+        "held_out_problems": len(prepared.held_out_prompts),
+        "answer_style": prepared.answer_style,
+        "context_length": prepared.context_length,
+        "rewards": [
+            {
+                "name": row.name,
+                "weight": row.weight,
+                "source": row.source,
+                "summary": row.summary,
+                "arguments": dict(row.arguments),
+            }
+            for row in prepared.rewards.describe()
+        ],
+        "first_prompt": {
+            "problem": first.problem.id,
+            "text": first.text,
+            "tokens": len(first.token_ids),
+            "reference_answer": first.problem.answer,
+        },
+        "notes": prepared.notes,
+    }
+
+
+def _print_prepared(prepared: Prepared) -> None:
+    from groupwise.cli.show import console, print_notes, table
+    from groupwise.config import dump_config
+    from groupwise.tracking.text import harmless
+
+    out, facts = console(), _facts(prepared)
+    out.print(harmless("Settings", "bold"))
+    out.print(harmless(dump_config(prepared.config)), soft_wrap=True)
+    rows = [(row["name"], row["weight"], row["arguments"] or None, row["summary"]) for row in facts["rewards"]]
+    out.print(table(["reward", "weight", "arguments", "what it scores"], rows))
+    first = facts["first_prompt"]
+    out.print(harmless(f"First prompt ({first['problem']}, {first['tokens']} tokens)", "bold"))
+    out.print(harmless(first["text"]), soft_wrap=True)
+    out.print(harmless(f"\nreference answer: {first['reference_answer']}\n", "dim"), soft_wrap=True)
+    print_notes(facts["notes"], out)
+    out.print(
+        harmless(
+            f"Everything checks out: {facts['training_problems']:,} training problems, {facts['held_out_problems']:,} held out; "
+            f"{prepared.config.completions_per_step} completions a step for {prepared.config.training.steps} steps. "
+            "No weights were loaded.",
+            "green",
+        ),
+        soft_wrap=True,
+    )

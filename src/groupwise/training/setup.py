@@ -1,0 +1,192 @@
+"""Everything a run needs short of weights: data, prompts, rewards, tokenizer. Most mistakes come to light here, in seconds.
+
+Training starts from it, and ``groupwise train --dry-run`` is it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from groupwise.config.notes import notes
+from groupwise.config.schema import Config
+from groupwise.data.prompts import render, resolve_system
+from groupwise.data.sources import ProblemSet, load_problems
+from groupwise.errors import ConfigError, DataError
+from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
+from groupwise.rewards.compose import RewardSuite
+from groupwise.rewards.load import RewardFunction
+from groupwise.types import Problem, Prompt
+
+__all__ = ["LazyPrompts", "Prepared", "prepare"]
+
+Render = Callable[[Problem], Prompt]
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts rendered when they are asked for, and kept: a run of 100 steps uses a few hundred of 20,000 problems."""
+
+    def __init__(self, problems: Sequence[Problem], render_one: Render) -> None:
+        self.problems = problems
+        self._render = render_one
+        self._kept: dict[int, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position not in self._kept:
+            self._kept[position] = self._render(self.problems[position])
+        return self._kept[position]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been checked and could start."""
+
+    config: Config
+    problems: ProblemSet
+    train_prompts: Sequence[Prompt]
+    """Rendered on demand; each is known to leave room for a completion."""
+    held_out_prompts: list[Prompt]
+    """At most ``evaluation.problems`` of them."""
+    rewards: RewardSuite
+    tokenizer: Any
+    answer_style: str
+    system: str | None
+    """The system prompt that was resolved, or None."""
+    hf_config: Any
+    context_length: int
+    """Positions of the model: prompt and completion together, in tokens."""
+    notes: list[str] = field(default_factory=list)
+    """Settings without effect, and what was dropped on the way, a sentence each."""
+
+
+def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None) -> Prepared:
+    """Check and load everything but the weights, what is quick first.
+
+    ``rewards`` are functions from Python by name, as for `RewardSuite.from_config`.
+
+    Raises
+    ------
+    ModelError : the model cannot be loaded (a folder without weights, an unknown name).
+    RewardError : a reward function cannot be loaded, or needs a column that the data lacks.
+    DataError, AnswerError : the data is missing, empty or unreadable, or a prompt does not fit the context.
+    ConfigError : no prompt at all could fit beside the completion.
+    """
+    check_model(config.model)
+    system, answer_style = resolve_system(config.prompt, config.data)
+    suite = RewardSuite.from_config(config.rewards, answer_style, rewards)
+    problems = load_problems(config.data)
+    for problem in problems.train:
+        suite.require_columns(problem)
+    tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
+    context = context_length(hf_config, tokenizer)
+
+    def render_one(problem: Problem) -> Prompt:
+        return render(problem, tokenizer, config.prompt, system)
+
+    remarks = [*notes(config), *suite.notes()]
+    completion_limit = config.rollout.max_completion_tokens
+    limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
+    train = _fitting(problems.train, render_one, limit, config, "training", remarks)
+    chosen = problems.held_out[: config.evaluation.problems]
+    completion_limit = config.evaluation.max_completion_tokens or completion_limit
+    limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
+    held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
+    return Prepared(
+        config=config,
+        problems=problems,
+        train_prompts=train,
+        held_out_prompts=list(held_out),
+        rewards=suite,
+        tokenizer=tokenizer,
+        answer_style=answer_style,
+        system=system,
+        hf_config=hf_config,
+        context_length=context,
+        notes=remarks,
+    )
+
+
+def _prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:
+    """Longest prompt in tokens that leaves room for a completion, or that ``data.max_prompt_tokens`` allows."""
+    room = context - completion_tokens
+    if room < 1:
+        raise ConfigError(
+            f"{setting} is {completion_tokens}, but the context of {config.model.name} is {context} tokens, prompt included: "
+            "lower it"
+        )
+    return min(room, config.data.max_prompt_tokens or room)
+
+
+def _fitting(
+    problems: Sequence[Problem], render_one: Render, limit: int, config: Config, which: str, remarks: list[str]
+) -> LazyPrompts:
+    """The problems whose prompts have at most ``limit`` tokens, as lazy prompts.
+
+    Raises DataError for one that is longer (or, with ``data.on_long_prompt`` drop, where none is left).
+    """
+    if not problems:
+        return LazyPrompts(problems, render_one)
+    everything = LazyPrompts(problems, render_one)
+    kept = []
+    surely_fits = _length_bound(everything, limit)
+    for index, problem in enumerate(problems):
+        if surely_fits(problem) or len(everything[index].token_ids) <= limit:
+            kept.append(problem)
+        elif config.data.on_long_prompt == "error":
+            raise DataError(_too_long(everything[index], limit, config))
+    dropped = len(problems) - len(kept)
+    if not kept:
+        raise DataError(
+            f"all {dropped} {which} prompts are longer than {limit} tokens: raise data.max_prompt_tokens, or shorten them"
+        )
+    if not dropped:
+        return everything
+    remarks.append(
+        f"{dropped:,} of {len(problems):,} {which} prompts are longer than {limit} tokens and were dropped "
+        "(data.on_long_prompt=drop)."
+    )
+    return LazyPrompts(kept, render_one)
+
+
+def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]:
+    """A test that is quick and never wrong when it says yes: this problem's prompt has at most ``limit`` tokens.
+
+    A token stands for at least one byte, so a prompt has no more tokens than bytes; and an ASCII question adds only its own
+    length to what the template adds to the first one. A no means only that one has to render and count.
+    """
+    first = prompts.problems[0]
+    if not isinstance(first.question, str):
+        return lambda problem: False
+    overhead = len(prompts[0].text.encode()) - len(first.question.strip().encode()) + 16
+
+    def surely_fits(problem: Problem) -> bool:
+        question = problem.question
+        return isinstance(question, str) and question.isascii() and len(question) + overhead <= limit
+
+    return surely_fits
+
+
+def _too_long(prompt: Prompt, limit: int, config: Config) -> str:
+    if config.data.max_prompt_tokens == limit:
+        rule, remedy = f"data.max_prompt_tokens is {limit}", "raise it"
+    else:
+        rule = f"the context of {config.model.name} leaves {limit} beside the completion"
+        remedy = "lower rollout.max_completion_tokens"
+    return (
+        f"the prompt of problem {prompt.problem.id} is {len(prompt.token_ids)} tokens long, but {rule}: {remedy}, shorten the "
+        "prompt, or set data.on_long_prompt=drop"
+    )
