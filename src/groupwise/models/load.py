@@ -23,6 +23,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
+from groupwise.models.hub import only_from_cache
 
 __all__ = [
     "Policy",
@@ -35,11 +36,6 @@ __all__ = [
     "resolve_device",
     "save_model",
 ]
-
-_HUB_ADVICE = (
-    "check the spelling and the network (the Hub may be offline or the model gated), or name a model folder or the built-in "
-    f"{EMBEDDED_NAME}"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,8 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
-    model = _load_weights(config, _attention(config, target)).to(target)
+    model = _load_weights(config, _attention(config, target))
+    model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
     _check_vocabulary(config, tokenizer, model)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=list(end_ids), pad_token_id=tokenizer.pad_token_id
@@ -191,13 +188,17 @@ def _source(config: ModelConfig) -> str:
 
 
 def _origin(config: ModelConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    origin: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.name != EMBEDDED_NAME and not is_folder_name(config.name):
+        origin |= {"revision": config.revision, "local_files_only": only_from_cache(config.name, config.revision)}
+    return origin
 
 
 def _generation_config(config: ModelConfig) -> GenerationConfig | None:
     try:
         with _quiet():
-            return GenerationConfig.from_pretrained(_source(config), revision=config.revision)
+            origin = {key: value for key, value in _origin(config).items() if key != "trust_remote_code"}
+            return GenerationConfig.from_pretrained(_source(config), **origin)
     except (OSError, ValueError):  # many models have none
         return None
 
@@ -276,16 +277,8 @@ def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 300 else reason[:300] + " ..."
     if "trust_remote_code" in reason:
-        return (
-            f"model {config.name!r} comes with Python code of its own: set model.trust_remote_code=true if you trust its source"
-        )
-    local = config.name == EMBEDDED_NAME or is_folder_name(config.name)
-    if local or not isinstance(error, OSError):
-        return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}): {reason}"
-    return (
-        f"model {config.name!r} is neither a folder here nor in the local Hub cache, and its {what} cannot be fetched from the Hub: "
-        f"{_HUB_ADVICE} ({reason})"
-    )
+        return f"model {config.name!r} brings Python code of its own: set model.trust_remote_code=true if you trust its source"
+    return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"
 
 
 @contextmanager
