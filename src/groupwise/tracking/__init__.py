@@ -82,7 +82,7 @@ class Trackers:
             completed = True
         finally:
             for console, phase in shown:
-                self.guard(console, partial(ConsoleTracker.end_phase, phase=phase, completed=completed))
+                self.guard(console, partial(finish, shown=phase, completed=completed))
 
     def copy_phase(self, source: Phase, shown: Sequence[tuple[ConsoleTracker, Phase]]) -> None:
         for console, phase in shown:
@@ -110,3 +110,7 @@ class Trackers:
 
 def follow(sink: ConsoleTracker, source: Phase, shown: Phase) -> None:
     shown.advance(source.done - shown.done, **source.numbers)
+
+
+def finish(sink: ConsoleTracker, shown: Phase, completed: bool) -> None:
+    sink.end_phase(shown, completed)

@@ -17,7 +17,7 @@ from groupwise.tracking.numbers import clock, fields, headline, sparkline
 
 __all__ = ["LiveDisplay", "Phase"]
 
-HISTORY = 30
+HISTORY = 32
 """Steps that the sparklines look back."""
 
 
@@ -31,7 +31,7 @@ class Phase:
     changed: Callable[[Phase], None]
     done: float = 0
     numbers: dict[str, float] = field(default_factory=dict)
-    started_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=lambda: time.monotonic())
 
     def advance(self, n: float = 1, **numbers: float) -> None:
         """``n`` more units are done; ``numbers`` are shown beside the bar, the latest value of each name."""
@@ -96,31 +96,46 @@ class LiveDisplay:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.bars()
+        numbers = self.phase_numbers()
+        if numbers:
+            yield numbers
         if self.metrics:
             yield self.watched()
 
     def bars(self) -> Table:
-        table = Table.grid(padding=(0, 2))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(4):
+            table.add_column(no_wrap=True)
         for phase in list(self.phases):
             left = phase.left_s
             table.add_row(
                 self.text(phase.name, "bold"),
-                ProgressBar(total=phase.total, completed=phase.done, width=30, pulse=not phase.total),
+                ProgressBar(total=phase.total, completed=phase.done, width=14 if self.narrow else 30, pulse=not phase.total),
                 self.text(phase.count),
-                self.text(f"{clock(phase.elapsed_s)} gone" + (f", {clock(left)} left" if left is not None else ""), "cyan"),
-                self.text("  ".join(f"{label} {value}" for label, value in fields(dict(phase.numbers))), "dim"),
+                self.text(f"{clock(phase.elapsed_s)} gone" if left is None else f"{clock(left)} left", "cyan"),
             )
         return table
 
+    def phase_numbers(self) -> Text:
+        """What the innermost phase says of itself, such as the loss of a warm start."""
+        innermost = self.phases[-1:]  # one look: the redrawing thread races with the end of a phase
+        numbers = dict(innermost[0].numbers) if innermost else {}
+        return self.text("  ".join(f"{label} {value}" for label, value in fields(numbers)), "dim")
+
+    @property
+    def narrow(self) -> bool:
+        return self.console.width < 110
+
     def watched(self) -> Table:
-        """The watched numbers in four columns of label and value."""
-        table = Table.grid(padding=(0, 2))
+        """The watched numbers in three or four columns of label and value, reward and accuracy with their recent course."""
+        columns, look_back = (3, 8) if self.narrow else (4, HISTORY // 2)
+        table = Table.grid(padding=(0, 2, 0, 0))
         cells: list[Text] = []
         trends = {"reward": "reward/mean", "accuracy": "accuracy/strict"}
         for label, value in headline(self.metrics):
-            past = list(self.history.get(trends.get(label, ""), ()))
+            past = list(self.history.get(trends.get(label, ""), ()))[-look_back:]
             trend = f" {sparkline(past)}" if len(past) > 1 and not self.console.options.ascii_only else ""
             cells.append(self.text(f"{label} ", "dim") + self.text(value, "bold") + self.text(trend, "green"))
-        for i in range(0, len(cells), 4):
-            table.add_row(*cells[i : i + 4])
+        for i in range(0, len(cells), columns):
+            table.add_row(*cells[i : i + columns])
         return table

@@ -1,0 +1,198 @@
+"""The terminal shows a run, obeys nobody but us, and gets its screen back."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from groupwise.config.schema import Config
+from groupwise.evaluation import build_summary, evaluate_stage
+from groupwise.tracking import ConsoleTracker, Trackers
+from groupwise.tracking.numbers import clock, headline, number, sparkline
+from groupwise.tracking.text import visible
+from groupwise.types import Completion, Problem, Prompt
+
+HOSTILE = "[bold red]x[/bold red] [/nope] \x1b[2J\x1b]0;title\x07 a\rb \u202eevil \x9b31m [link=http://x]go[/link] \udc80"
+ALLOWED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colours and cursor movement, as rich writes them; no screen clearing, no titles."""
+
+METRICS = {
+    "reward/mean": 1.5,
+    "reward/std": 0.25,
+    "accuracy/strict": 0.5,
+    "accuracy/format": 0.75,
+    "policy/kl": 0.0125,
+    "policy/clip_share": 0.01,
+    "completions/tokens_mean": 87.4,
+    "completions/stop_rate": 0.875,
+    "completions/truncated": 0.125,
+    "groups/zero_variance": 0.25,
+    "optimizer/grad_norm": 0.773,
+    "speed/sampled_tokens_per_s": 1234.5,
+}
+
+
+class OneAnswer:
+    """An engine that says the same to everything."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def sample(self, prompts, samples_per_prompt, settings, *, seed, scope, on_progress=None):
+        if on_progress:
+            on_progress(len(prompts), 7 * len(prompts))
+        return [(Completion(self.text, (1, 2), (-0.5, -0.5), "stop"),) for _ in prompts]
+
+
+def prompts(question="2 + 2?"):
+    return [Prompt(Problem(f"id {i}", question, "4"), question, (1,)) for i in range(3)]
+
+
+def terminal(width=80, live=True, encoding="utf-8"):
+    buffer = io.BytesIO()
+    file = io.TextIOWrapper(buffer, encoding=encoding, write_through=True)
+    color = "standard" if live else None
+    console = Console(file=file, force_terminal=live, width=width, color_system=color, legacy_windows=False, _environ={})
+    return console, lambda: buffer.getvalue().decode(encoding)
+
+
+def whole_run(console, answers=("12", "<reasoning>r</reasoning><answer>4</answer>"), question="2 + 2?"):
+    trackers = Trackers([ConsoleTracker(console, show=1)])
+    config = Config()
+    results = []
+    for stage, answer in zip(("base", "final"), answers, strict=True):
+        results += evaluate_stage(
+            OneAnswer(answer), prompts(question), stage=stage, config=config, style="xml", trackers=trackers
+        )
+        with trackers.phase("GRPO", 2, "steps") as bar:
+            for step in (1, 2):
+                trackers.step(step, METRICS)
+                bar.advance(1)
+    summary = build_summary(results, 75.0, config, folder="runs/x", final_model="runs/x/final model")
+    trackers.show_summary(summary)
+    trackers.close()
+    assert len(trackers.sinks) == 1, "the console failed"
+
+
+def test_a_log_has_one_line_a_step_and_no_control_codes():
+    console, written = terminal(live=False)
+    whole_run(console)
+    text = written()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = text.splitlines()
+    assert sum(line.startswith("step 1/2") for line in lines) == 2
+    assert (
+        "step 2/2  reward 1.500 ± 0.250  accuracy 50.0%  format 75.0%  KL 0.0125  clipped 1.0%  length 87.4  stopped 87.5%  "
+        "truncated 12.5%  no variance 25.0%  grad norm 0.773  tokens/s 1,234" in lines
+    )
+    assert any(line.startswith("evaluation, base (sampled): done, 3/3 problems in 0:00, tokens 21") for line in lines)
+
+
+def test_the_summary_says_what_a_newcomer_asks():
+    console, written = terminal(live=False)
+    whole_run(console)
+    lines = written().splitlines()
+    row = next(line for line in reversed(lines) if line.startswith("after GRPO  "))
+    assert re.split(r"\s{2,}", row.strip()) == ["after GRPO", "100.0% [43.9, 100.0]", "100.0% [43.9, 100.0]", "100.0%", "100.0%"]
+    assert sum(line.startswith("  greedy ") for line in lines) == 2
+    assert max(len(line) for line in lines[-22:] if not line.startswith("Talk")) <= 80
+    text = " ".join(lines)
+    assert "3 fixed, 0 broken" in text
+    assert "p = 0.25" in text
+    assert "The whole run took 1:15." in text
+    assert "Everything lies in  runs/x" in lines
+    assert re.fullmatch(r"Talk to the model:  \S*groupwise generate 'runs/x/final model'", lines[-1])
+
+
+def test_a_terminal_gets_bars_while_it_lasts_and_its_cursor_back():
+    console, written = terminal(width=100)
+    tracker = ConsoleTracker(console)
+    with tracker.phase("GRPO", 60, "steps") as bar:
+        for step in range(1, 31):
+            tracker.step(step, METRICS)
+            bar.advance(1)
+        with tracker.phase("evaluation", 200, "problems") as inner:
+            inner.advance(50, tokens=3222)
+            shown = console.render_str("").plain + "".join(s.text for s in console.render(tracker.display))
+    assert "30/60 steps" in shown
+    assert "50/200 problems" in shown
+    assert "tokens 3,222" in shown
+    assert all(f"{label} {value}" in shown for label, value in headline(METRICS))
+    assert "left" in shown
+    assert written().count("\x1b[?25l") == written().count("\x1b[?25h") == 1  # cursor hidden once, shown once
+
+
+def test_an_interrupted_phase_says_so_and_gives_the_terminal_back():
+    console, written = terminal()
+    tracker = ConsoleTracker(console)
+    with pytest.raises(KeyboardInterrupt), tracker.phase("GRPO", 5):
+        raise KeyboardInterrupt
+    assert written().count("\x1b[?25h") == 1
+    assert "stopped, 0/5" in written()
+    assert tracker.display.live is None
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_hostile_text_is_shown_letter_by_letter(live):
+    console, written = terminal(width=200, live=live)
+    whole_run(console, answers=(HOSTILE, HOSTILE), question=HOSTILE)
+    text = written()
+    rest = ALLOWED.sub("", text)
+    assert "\x1b[2J" not in text
+    assert "\x1b]" not in text
+    assert not set("\x07\x1b\x9b\u202e\udc80") & set(rest)
+    assert "[bold red]x[/bold red] [/nope] \\x1b[2J\\x1b]0;title\\x07 a\\rb \\u202eevil \\x9b31m [link=http://x]go" in rest
+
+
+def test_a_terminal_without_unicode_is_no_reason_to_fail():
+    console, written = terminal(live=False, encoding="ascii")
+    whole_run(console, answers=("naïve 答え", "x"))
+    assert "1.500 +- 0.250" in written()
+    assert "na?ve ??" in written()
+
+
+def test_a_long_answer_is_cut_and_the_cut_is_counted():
+    console, written = terminal(live=False)
+    whole_run(console, answers=("word " * 1000, "x"))
+    assert "[... 3,800 more characters]" in written()
+
+
+def test_plain_phases_report_now_and_then(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    console, written = terminal(live=False)
+    tracker = ConsoleTracker(console, every_s=5.0)
+    with tracker.phase("warm start", 20, "steps") as bar:
+        for _ in range(20):
+            now[0] += 1.0
+            bar.advance(1, loss=0.5)
+    assert written().splitlines() == [
+        "warm start: 0/20 steps",
+        "warm start: 5/20 steps, 0:15 left, loss 0.5",
+        "warm start: 10/20 steps, 0:10 left, loss 0.5",
+        "warm start: 15/20 steps, 0:05 left, loss 0.5",
+        "warm start: 20/20 steps, 0:00 left, loss 0.5",
+        "warm start: done, 20/20 steps in 0:20, loss 0.5",
+    ]
+
+
+def test_visible_keeps_words_and_newlines():
+    assert visible("a\tb\nç 答 👩‍👩‍👧") == "a    b\nç 答 👩‍👩‍👧"
+    assert visible("\x00\x7f\u200b\U000e0041\u2028") == "\\x00\\x7f\\u200b\\U000e0041\\u2028"
+
+
+def test_short_forms():
+    assert [number(x) for x in (0.0, 3.0, 12345.6, 0.012345, float("nan"), 1e-6)] == [
+        "0",
+        "3",
+        "12,346",
+        "0.0123",
+        "nan",
+        "1e-06",
+    ]
+    assert [clock(s) for s in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([float("nan"), 0.0, 1.0]) == "▁█"
+    assert sparkline([]) == ""

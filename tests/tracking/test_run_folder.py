@@ -1,0 +1,137 @@
+"""A run's folder never mixes two runs, says what it needs, and keeps no secrets."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.tracking import RunFolder
+from groupwise.tracking.environment import code_revision, hide_secrets, hide_secrets_in_command
+
+
+def test_it_holds_the_resolved_config_and_the_environment(tmp_path):
+    config = Config.model_validate({"training": {"seed": 7}, "data": {"split_seed": 3}})
+    folder = RunFolder.create(config, tmp_path / "new" / "run", "quickstart", command=["groupwise", "train", "quickstart"])
+    assert Config.model_validate(yaml.safe_load(folder.config.read_text())) == config
+    environment = json.loads(folder.environment.read_text())
+    assert environment["recipe"] == "quickstart"
+    assert environment["seeds"] == {"training.seed": 7, "data.split_seed": 3, "evaluation.seed": config.evaluation.seed}
+    assert environment["command"] == ["groupwise", "train", "quickstart"]
+    assert environment["python"] == sys.version.split()[0]
+    assert {"torch", "transformers", "groupwise", "platform", "cpus", "usable_cpus", "code"} <= environment.keys()
+
+
+def test_it_refuses_a_folder_that_holds_something_and_leaves_it_alone(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old")
+    with pytest.raises(ConfigError, match=r"not empty.*output\.folder"):
+        RunFolder.create(Config(), tmp_path, "x")
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+
+def test_an_empty_folder_is_welcome(tmp_path):
+    assert RunFolder.create(Config(), tmp_path, "x").config.exists()
+
+
+def test_a_file_in_its_place_is_named(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match=r"run' is a file"):
+        RunFolder.create(Config(), tmp_path / "run", "x")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written.*writable"):
+        RunFolder.create(Config(), tmp_path / "file" / "run", "x")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match="'runs' cannot be written"):
+        RunFolder.create(Config(), None, "x")
+
+
+def test_the_default_names_recipe_and_time_and_never_collides(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20250102-030405")
+    names = [RunFolder.create(Config(), None, "some/dir/my recipe.yaml").path.name for _ in range(3)]
+    assert names == ["my-recipe-20250102-030405", "my-recipe-20250102-030405-2", "my-recipe-20250102-030405-3"]
+
+
+def test_the_config_names_the_folder_and_an_argument_wins(tmp_path):
+    config = Config.model_validate({"output": {"folder": str(tmp_path / "configured")}})
+    assert RunFolder.create(config, None, "x").path == tmp_path / "configured"
+    assert RunFolder.create(config, tmp_path / "given", "x").path == tmp_path / "given"
+
+
+def test_a_stage_cannot_lead_out_of_the_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.evaluation_file("warm_start", "greedy") == tmp_path / "evaluations" / "warm_start-greedy.jsonl"
+    assert folder.evaluation_file("../../etc/x", "greedy").parent == tmp_path / "evaluations"
+
+
+def test_a_full_disk_later_is_one_clear_sentence(tmp_path, monkeypatch):
+    folder = RunFolder.create(Config(), tmp_path / "run", "x")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TrainingError, match=r"summary\.json.*No space left.*output\.folder"):
+        folder.write_summary({})
+    with pytest.raises(TrainingError, match=r"base-greedy\.jsonl"):
+        folder.write_records("base", "greedy", [{}])
+
+
+TOKEN = "hf_" + "Ab1" * 10
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        (["x", "api_key=abc"], ["x", "api_key=<hidden>"]),
+        (["--token", "abc"], ["--token", "<hidden>"]),
+        (["--hub-token=abc"], ["--hub-token=<hidden>"]),
+        (["rewards.functions.0.arguments.password=p"], ["rewards.functions.0.arguments.password=<hidden>"]),
+        (["note=" + TOKEN], ["note=<hidden>"]),
+        ([f"say {TOKEN} twice"], ["say <hidden> twice"]),
+        (["https://me:pw@host/x?a=b"], ["https://<hidden>@host/x?a=b"]),
+        (["data.max_prompt_tokens=100", "training.steps=3"], ["data.max_prompt_tokens=100", "training.steps=3"]),
+        (["--dry-run", "tokenizer"], ["--dry-run", "tokenizer"]),
+    ],
+)
+def test_a_command_keeps_no_secret(word, shown):
+    assert hide_secrets_in_command(word) == shown
+
+
+def test_a_reward_functions_key_is_in_no_file_of_the_folder(tmp_path):
+    functions = [{"function": "correctness", "arguments": {"api_key": "topsecret", "nested": [{"token": "topsecret"}], "k": 2}}]
+    config = Config.model_validate({"rewards": {"functions": functions}})
+    folder = RunFolder.create(config, tmp_path, "x", command=["groupwise", "rewards.functions.0.arguments.api_key=topsecret"])
+    assert all("topsecret" not in path.read_text() for path in folder.path.rglob("*") if path.is_file())
+    assert yaml.safe_load(folder.config.read_text())["rewards"]["functions"][0]["arguments"]["k"] == 2
+
+
+def test_numbers_are_no_secrets():
+    assert hide_secrets({"token": 3, "a": ("x", 1.0)}) == {"token": 3, "a": ["x", 1.0]}
+
+
+def test_the_revision_is_that_of_the_checkout_that_tracks_the_package(tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert code_revision(package) is None  # lies in a repository, but is not part of it
+    git("add", ".")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert code_revision(package) == {"revision": head, "dirty": False}
+    (package / "new.py").write_text("x = 1")
+    assert code_revision(package) == {"revision": head, "dirty": True}
