@@ -38,8 +38,7 @@ class Speaker:
         Raises ConfigError when the conversation leaves no room in the context.
         """
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
-        # A single question may use any prompt style; only a chat template can render several turns.
-        problem = Problem(f"chat:{len(self.messages) // 2}", asked if self.messages else question, "")
+        problem = Problem(f"chat:{len(self.messages) // 2}", asked, "")
         prompt = render(problem, self.policy.tokenizer, self.prompt, self.system)
         room = self.policy.context_length - len(prompt.token_ids)
         if room < 1:

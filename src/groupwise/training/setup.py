@@ -11,9 +11,9 @@ from typing import Any, overload
 
 from groupwise.config.notes import notes
 from groupwise.config.schema import Config
-from groupwise.data.prompts import render, resolve_system
+from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import RewardFunction
@@ -141,25 +141,18 @@ def _fitting(
     if not problems:
         return LazyPrompts(problems, render_one)
     everything = LazyPrompts(problems, render_one)
-    kept = []
     surely_fits = _length_bound(everything, limit)
-    for index, problem in enumerate(problems):
-        if surely_fits(problem) or len(everything[index].token_ids) <= limit:
-            kept.append(problem)
-        elif config.data.on_long_prompt == "error":
-            raise DataError(_too_long(everything[index], limit, config))
-    dropped = len(problems) - len(kept)
-    if not kept:
-        raise DataError(
-            f"all {dropped} {which} prompts are longer than {limit} tokens: raise data.max_prompt_tokens, or shorten them"
-        )
-    if not dropped:
+    suspects = [index for index, problem in enumerate(problems) if not surely_fits(problem)]
+    long = {index for index in suspects if len(everything[index].token_ids) > limit}
+    if not long:
         return everything
+    if config.data.on_long_prompt == "error" or len(long) == len(problems):
+        drop_long_prompts([everything[index] for index in suspects], limit, config.data.on_long_prompt)
     remarks.append(
-        f"{dropped:,} of {len(problems):,} {which} prompts are longer than {limit} tokens and were dropped "
+        f"{len(long):,} of {len(problems):,} {which} prompts are longer than {limit} tokens and were dropped "
         "(data.on_long_prompt=drop)."
     )
-    return LazyPrompts(kept, render_one)
+    return LazyPrompts([problem for index, problem in enumerate(problems) if index not in long], render_one)
 
 
 def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]:
@@ -178,15 +171,3 @@ def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]
         return isinstance(question, str) and question.isascii() and len(question) + overhead <= limit
 
     return surely_fits
-
-
-def _too_long(prompt: Prompt, limit: int, config: Config) -> str:
-    if config.data.max_prompt_tokens == limit:
-        rule, remedy = f"data.max_prompt_tokens is {limit}", "raise it"
-    else:
-        rule = f"the context of {config.model.name} leaves {limit} beside the completion"
-        remedy = "lower rollout.max_completion_tokens"
-    return (
-        f"the prompt of problem {prompt.problem.id} is {len(prompt.token_ids)} tokens long, but {rule}: {remedy}, shorten the "
-        "prompt, or set data.on_long_prompt=drop"
-    )

@@ -1,0 +1,89 @@
+"""The schema documents itself, and says what has no effect."""
+
+import pytest
+
+from groupwise.config import build_config, explain, load_config, notes
+from groupwise.config.fields import OTHER_WORDS, field_paths, find_field, sections, suggest
+
+
+def test_every_setting_has_a_description_and_a_type_in_plain_words():
+    for doc in explain():
+        assert len(doc.description) > 10, doc.path
+        assert "typing" not in doc.type, doc.path
+        assert "class" not in doc.type, doc.path
+
+
+def test_every_setting_is_listed_once_with_its_default():
+    docs = {doc.path: doc for doc in explain()}
+    assert len(docs) == len(explain())
+    assert docs["rollout.completions_per_prompt"].type == "whole number >= 2"
+    assert docs["rollout.completions_per_prompt"].default == 8
+    assert docs["rewards.functions"].default == [{"function": "correctness"}, {"function": "format"}]
+    assert docs["rewards.functions[].function"].default == "(required)"
+    assert docs["optimizer.max_grad_norm"].type == "number or null (> 0)"
+    assert docs["data.arithmetic.steps"].type == "whole number >= 1 and <= 4"
+
+
+def test_every_listed_path_can_be_found_again_and_every_plain_one_can_be_set():
+    config = load_config(None)
+    for doc in explain():
+        assert find_field(doc.path) is not None
+        if "[]" not in doc.path:
+            value = config
+            for name in doc.path.split("."):
+                value = getattr(value, name)
+
+
+def test_the_words_of_other_trainers_point_at_settings_that_exist_and_are_none_themselves():
+    leaves = {path.rsplit(".", 1)[-1] for path in [*field_paths(), *sections()]}
+    assert set(OTHER_WORDS.values()) <= set(field_paths())
+    assert not set(OTHER_WORDS) & leaves
+
+
+def test_nothing_is_suggested_for_a_name_like_no_other():
+    assert suggest("zzzzqqq") == []
+
+
+def test_a_plain_config_and_one_without_beta_have_no_notes():
+    assert notes(load_config(None)) == []
+    assert notes(load_config(None, ["beta=0"])) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["beta=0", "reference_updates=3"], "algorithm.reference_updates=3 has no effect here: algorithm.beta is 0"),
+        (["algorithm.epsilon=0.1"], "algorithm.epsilon=0.1 has no effect here: with algorithm.updates_per_batch 1"),
+        (
+            ["rollout.top_p=0.9"],
+            "rollout.top_p=0.9 cuts tokens out of the sampled distribution, while the loss scores the full one",
+        ),
+        (["rollout.top_k=20"], "rollout.top_k=20 cuts tokens"),
+        (["rollout.temperature=0.7"], "trained at one temperature and judged at another"),
+        (["data.eval_split=test", "data.holdout=50", "data.source=gsm8k"], "data.holdout=50 has no effect here"),
+        (["data.source=gsm8k", "data.arithmetic.steps=3"], "data.arithmetic.steps=3 has no effect here: data.source is gsm8k"),
+        (["data.prompt_column=q"], "data.prompt_column='q' has no effect here"),
+        (["data.holdout=0"], "this run is not evaluated"),
+        (["data.holdout=20"], "evaluation uses 20 problems"),
+        (["final_fraction=0.1"], "optimizer.final_fraction=0.1 has no effect here: optimizer.schedule is constant"),
+        (["dtype=float32", "master_weights=false"], "optimizer.master_weights=false has no effect here"),
+        (["master_weights=false"], "are rounded away"),
+        (["warm_start.learning_rate=1e-4"], "warm_start.steps is 0"),
+        (["evaluation.modes=[greedy]", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 has no effect here"),
+        (["evaluation.every=500"], "evaluation.every=500 has no effect here: the run has only 100 steps"),
+        (["keep_checkpoints=5"], "output.keep_checkpoints=5 has no effect here"),
+        (["training.steps=0"], "there is no GRPO step in this run"),
+    ],
+)
+def test_a_setting_without_effect_says_so_once(overrides, said):
+    found = [note for note in notes(load_config(None, overrides)) if said in note]
+    assert len(found) == 1
+    assert found[0].endswith(".")
+
+
+def test_clipping_is_not_reported_where_it_acts():
+    assert notes(load_config(None, ["algorithm.epsilon=0.1", "updates_per_batch=2"])) == []
+
+
+def test_a_default_that_was_only_written_out_is_not_reported():
+    assert notes(build_config({"algorithm": {"epsilon": 0.2}, "warm_start": {"examples_per_step": 16}})) == []

@@ -1,0 +1,248 @@
+"""A config is right, or one sentence says what is wrong with it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from groupwise.config import Config, build_config, dump_config, load_config, recipes
+from groupwise.errors import ConfigError
+
+RECIPES = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "polaris-3b", "quickstart"]
+
+
+def refusal(*overrides: str, source: str | Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_shipped_recipes_are_these():
+    assert [recipe.name for recipe in recipes()] == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_parses_says_what_it_is_and_survives_a_round_trip(name, tmp_path):
+    recipe = next(recipe for recipe in recipes() if recipe.name == name)
+    header = recipe.path.read_text(encoding="utf-8")
+    assert 20 < len(recipe.summary) < 130
+    assert "# Hardware:" in header
+    assert "# Settings:" in header
+    assert name == "quickstart" or "not run to the end here" in header
+    config = load_config(name)
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_the_24_gb_recipe_is_the_write_up_s():
+    config = load_config("gsm8k-1.5b-24gb")
+    assert (config.rollout.prompts_per_step, config.rollout.completions_per_prompt) == (2, 8)
+    assert (config.rollout.max_completion_tokens, config.algorithm.beta) == (256, 0.04)
+    assert (config.optimizer.learning_rate, config.algorithm.epsilon, config.optimizer.max_grad_norm) == (5e-6, 0.1, 0.1)
+
+
+def test_the_8_gpu_recipe_is_the_write_up_s():
+    config = load_config("gsm8k-1.5b-8gpu")
+    assert (config.rollout.prompts_per_step, config.rollout.completions_per_prompt) == (7, 12)
+    assert (config.rollout.max_completion_tokens, config.training.steps) == (400, 500)
+
+
+def test_no_source_means_the_defaults():
+    assert load_config(None) == Config()
+
+
+def test_a_dump_names_every_setting():
+    dumped = yaml.safe_load(dump_config(Config()))
+    assert list(dumped) == list(Config.model_fields)
+    assert dumped["rollout"]["completions_per_prompt"] == 8
+    assert dumped["data"]["arithmetic"]["steps"] == 2
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
+    path = written(tmp_path, "training: {steps: 5, seed: 3}\n")
+    config = load_config(path, ["training.steps=6", "training.steps=7"])
+    assert (config.training.steps, config.training.seed) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("beta=0.1", "algorithm", "beta", 0.1),
+        ("optimizer.learning_rate=1e-5", "optimizer", "learning_rate", 1e-5),
+        ("max_grad_norm=null", "optimizer", "max_grad_norm", None),
+        ("optimizer.betas=[0.8, 0.95]", "optimizer", "betas", (0.8, 0.95)),
+        ("evaluation.modes=[greedy]", "evaluation", "modes", ["greedy"]),
+        ("prompt.system=Answer: yes or no [brief]", "prompt", "system", "Answer: yes or no [brief]"),
+        ('prompt.system="none of these"', "prompt", "system", "none of these"),
+        ("model.revision=0123456", "model", "revision", "0123456"),
+        ("model.revision=1e10", "model", "revision", "1e10"),
+        ("model.revision=null", "model", "revision", None),
+        ("model.name=a=b", "model", "name", "a=b"),
+        ("schedule=linear", "optimizer", "schedule", "linear"),
+    ],
+)
+def test_an_override_means_what_it_looks_like(override, section, name, value):
+    assert getattr(getattr(load_config(None, [override]), section), name) == value
+
+
+def test_an_override_may_set_a_nested_section_or_its_setting():
+    assert load_config(None, ["arithmetic.steps=3"]).data.arithmetic.steps == 3
+    both = load_config(None, ["data.arithmetic={steps: 1}", "data.arithmetic.largest_number=9"]).data.arithmetic
+    assert (both.steps, both.largest_number) == (1, 9)
+
+
+def test_reward_functions_may_be_names_mappings_or_changed_in_place():
+    config = load_config(None, ["rewards.functions=[correctness, {function: 'mine.py:short', weight: 0.5}]"])
+    assert [(entry.function, entry.weight) for entry in config.rewards.functions] == [
+        ("correctness", 1.0),
+        ("mine.py:short", 0.5),
+    ]
+    config = load_config(None, ["rewards.functions[1].weight=3"])
+    assert [(entry.function, entry.weight) for entry in config.rewards.functions] == [("correctness", 1.0), ("format", 3.0)]
+    config = load_config(None, ["rewards.functions=[correctness]", "rewards.functions.0.arguments={exact: 1.0}"])
+    assert config.rewards.functions[0].arguments == {"exact": 1.0}
+
+
+def test_loading_never_changes_what_was_passed_in_or_the_schema_s_defaults():
+    settings = {"rewards": {"functions": ["correctness"]}, "training": {"steps": 3}}
+    build_config(settings, ["training.steps=4", "rewards.functions[0].weight=9", "rewards.functions[0].arguments={a: 1}"])
+    assert settings == {"rewards": {"functions": ["correctness"]}, "training": {"steps": 3}}
+    load_config(None, ["rewards.functions[0].weight=9"])
+    assert Config().rewards.functions[0].weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.completions_per_prompt=1", "rollout.completions_per_prompt is 1, but must be at least 2: "),
+        ("algorithm.epsilon=0", "algorithm.epsilon is 0, but must be greater than 0: "),
+        ("algorithm.epsilon=-0.2", "algorithm.epsilon is -0.2, but must be greater than 0: "),
+        ("rollout.top_p=1.5", "rollout.top_p is 1.5, but must be at most 1: "),
+        ("training.steps=many", "training.steps is 'many', but must be a whole number: "),
+        ("training.steps=1.5", "training.steps is 1.5, but must be a whole number: "),
+        ("algorithm.beta=high", "algorithm.beta is 'high', but must be a number: "),
+        ("data.shuffle=perhaps", "data.shuffle is 'perhaps', but must be true or false: "),
+        ("optimizer.schedule=cosin", "must be one of constant, linear or cosine (did you mean cosine?)"),
+        ("evaluation.modes=[sampled, greddy]", "evaluation.modes[1] is 'greddy', but must be one of sampled or greedy"),
+        ("evaluation.modes=greedy", "evaluation.modes is 'greedy', but must be a list"),
+        ("rewards.functions=[]", "rewards.functions is [], but must have at least 1 entry"),
+        ("rewards.functions=[{weight: 2}]", "rewards.functions[0].function is missing, but must be given"),
+        ("training=fast", "training is 'fast', but must be a section of settings"),
+        ("algorithm.beta=.nan", "algorithm.beta is nan, but must be a finite number"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, but must be a finite number"),
+        ("optimizer.warmup_steps=1000", "the peak rate would never be reached"),
+        ("training.steps", "'training.steps' is not an override, which is written key=value"),
+        ("=3", "is not an override"),
+        ("rewards.functions=[a", "is not valid YAML"),
+        ("rewards.functions[7].weight=1", "points past the end of a list of 2"),
+    ],
+)
+def test_a_bad_value_gets_one_sentence_with_value_rule_and_remedy(override, said):
+    assert said in refusal(override)
+
+
+def test_the_sentence_ends_with_what_the_schema_says_about_the_setting():
+    assert refusal("rollout.completions_per_prompt=1").endswith(
+        "G, the size of a group; at least 2, since a completion is judged against the others of its group"
+    )
+
+
+def test_several_mistakes_are_counted_and_unknown_keys_come_first(tmp_path):
+    path = written(tmp_path, "training: {steps: x, seeed: 1}\nrollout: {completions_per_prompt: 1}\n")
+    assert refusal(source=path) == "training.seeed is not a setting: did you mean training.seed? (2 more settings are wrong too)"
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("rollout.completion_per_prompt=4", "rollout.completions_per_prompt"),
+        ("rollout.beta=0.1", "algorithm.beta"),
+        ("completions_per_promt=4", "rollout.completions_per_prompt"),
+        ("optimiser.learning_rate=1", "optimizer.learning_rate"),
+        ("num_generations=4", "rollout.completions_per_prompt"),
+        ("lr=1e-6", "optimizer.learning_rate"),
+        ("data.arithmetic.step=2", "data.arithmetic.steps"),
+        ("rewards.functions=[{function: format, wieght: 1}]", "rewards.functions[].weight"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(override, meant):
+    message = refusal(override)
+    assert "is not a setting: did you mean " in message
+    assert meant in message
+
+
+def test_an_unknown_key_in_a_file_is_named_with_its_full_path(tmp_path):
+    path = written(tmp_path, "rollout:\n  temprature: 0.5\n")
+    assert refusal(source=path) == "rollout.temprature is not a setting: did you mean rollout.temperature?"
+
+
+def test_a_key_without_a_section_is_told_its_sections(tmp_path):
+    assert "data.arithmetic.steps, warm_start.steps or training.steps" in refusal(source=written(tmp_path, "steps: 3\n"))
+
+
+def test_a_key_like_nothing_known_lists_what_the_section_has():
+    assert "training has steps, seed" in refusal("training.zzz=1").replace("the section ", "")
+
+
+def test_a_leaf_that_several_sections_have_lists_the_candidates():
+    message = refusal("steps=10")
+    assert (
+        message
+        == "steps is ambiguous, but must name one setting: write data.arithmetic.steps, warm_start.steps or training.steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("training: [unclosed\n", "is not valid YAML at line 2"),
+        ("- a\n- b\n", "but a config is a mapping of sections"),
+        ("training: {steps: 1}\ntraining: {seed: 1}\n", "training is set twice (again on line 2)"),
+        ("training: 5\n", "training is 5, but must be a section of settings"),
+    ],
+)
+def test_a_broken_file_gets_one_sentence(text, said, tmp_path):
+    assert said in refusal(source=written(tmp_path, text))
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load_config(written(tmp_path, "# nothing yet\n")) == Config()
+
+
+def test_numbers_in_a_file_may_be_written_without_a_point(tmp_path):
+    config = load_config(written(tmp_path, "optimizer: {learning_rate: 3e-6}\nprompt: {system: 1e5}\n".replace("1e5", "'1e5'")))
+    assert (config.optimizer.learning_rate, config.prompt.system) == (3e-6, "1e5")
+
+
+def test_a_source_that_is_not_there_is_told_apart(tmp_path):
+    assert "does not exist" in refusal(source=str(tmp_path / "no.yaml"))
+    assert "did you mean quickstart?" in refusal(source="quikstart")
+    assert "is a folder" in refusal(source=tmp_path)
+    binary = tmp_path / "model.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\x80")
+    assert "not a text file" in refusal(source=binary)
+
+
+def test_a_folder_of_the_same_name_does_not_hide_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert load_config("quickstart").data.source == "arithmetic"
+
+
+def test_importing_the_config_or_the_package_does_not_import_torch():
+    code = (
+        "import sys, groupwise, groupwise.config, groupwise.cli; groupwise.config.load_config('quickstart'); groupwise.Config; "
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules); sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
