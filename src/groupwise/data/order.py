@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -31,7 +32,7 @@ def problems_for_step(count: int, prompts_per_step: int, step: int, seed: int, s
 
 
 def _epoch(count: int, prompts_per_step: int, seed: int, epoch: int) -> Sequence[int]:
-    """One epoch's order. Only its first ``prompts_per_step`` places depend on the epoch before, whose last places are as drawn."""
+    """One epoch's order. Only its first ``prompts_per_step`` places depend on the epoch before, whose last are as drawn."""
     order = _permutation(count, seed, epoch)
     carried = epoch * count % prompts_per_step
     if carried == 0:
@@ -44,9 +45,11 @@ def _small(count: int, prompts_per_step: int, step: int, seed: int) -> list[int]
     """Fewer than two steps' worth of problems: epochs are so short that each depends on the whole one before."""
     first = step * prompts_per_step
     last_epoch = (first + prompts_per_step - 1) // count
+    # The chain begins anew wherever an epoch and a step begin together, so there is no need to walk it from epoch 0.
+    cycle = prompts_per_step // math.gcd(count, prompts_per_step)
     taken: list[int] = []
     order: tuple[int, ...] = ()
-    for epoch in range(last_epoch + 1):
+    for epoch in range(first // count // cycle * cycle, last_epoch + 1):
         carried = epoch * count % prompts_per_step
         tail = order[max(0, count - carried) :] if carried else ()
         order = _fresh_first(_permutation(count, seed, epoch), tail)

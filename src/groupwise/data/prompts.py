@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data import prepared
 from groupwise.data.answers import AnswerStyle, extract_answer
 from groupwise.data.readers import peek_columns
 from groupwise.errors import DataError, ModelError
@@ -20,15 +21,20 @@ SYSTEM_PROMPTS: dict[str, str] = {
 }
 """Short on purpose: every sampled and trained prompt pays for each of these tokens."""
 
-POLARIS_COLUMNS = {"problem", "answer", "difficulty"}
+BOXED_COLUMNS = ({"problem", "answer", "difficulty"}, {"prompt", "reward_model"})
+"""Columns of POLARIS, and of the layout that it keeps its benchmarks in: their answers are LaTeX."""
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
-    """``boxed`` for POLARIS, by name or by a local file's columns (its answers are LaTeX); ``xml`` for everything else."""
+    """``boxed`` for POLARIS, by name or by a local file's columns; what it was prepared for, for a prepared folder; else ``xml``."""
     if "polaris" in data.source.lower():
         return "boxed"
-    return "boxed" if set(peek_columns(data.source, data.split)) >= POLARIS_COLUMNS else "xml"
+    prepared_for = prepared.answer_style(data.source)
+    if prepared_for is not None:
+        return prepared_for
+    columns = set(peek_columns(data.source, data.split))
+    return "boxed" if any(known <= columns for known in BOXED_COLUMNS) else "xml"
 
 
 def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, AnswerStyle]:

@@ -1,0 +1,90 @@
+"""A look at a data source before a run is spent on it: for ``groupwise data inspect``. Bad rows are reported, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data import prepared
+from groupwise.data.arithmetic import generate
+from groupwise.data.columns import find_columns, to_problem
+from groupwise.data.prompts import render, resolve_system, worked_completion
+from groupwise.data.readers import read_table
+from groupwise.errors import DataError
+from groupwise.types import Problem
+
+__all__ = ["inspect_source"]
+
+BAD_ROWS_SHOWN = 10
+MEASURED = 2_000
+"""Prompts that are tokenised for the distribution of lengths, spread evenly over the source."""
+
+
+def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None, rows: int = 3) -> dict[str, Any]:
+    """What a run would make of ``data``, as plain values that JSON can hold.
+
+    Keys: ``source``, ``split``, ``rows`` (how many), ``usable``, ``columns`` (``all``, ``prompt``, ``answer``), ``answer_style``,
+    ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the first ``rows``: ``id``,
+    ``question``, ``answer``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and ``prompt_tokens`` (``measured``,
+    ``min``, ``median``, ``p95``, ``max``; ``None`` without a tokenizer). Raises DataError only where no row can be read at all.
+    """
+    problems, bad, columns, total = _collect(data)
+    system, style = resolve_system(prompt, data)
+    examples = [_example(problem, prompt, tokenizer, system, style) for problem in problems[:rows]]
+    return {
+        "source": data.source,
+        "split": data.split,
+        "rows": total,
+        "usable": len(problems),
+        "columns": columns,
+        "answer_style": style,
+        "system": system,
+        "bad_rows": {"count": len(bad), "first": bad[:BAD_ROWS_SHOWN]},
+        "examples": examples,
+        "prompt_tokens": None if tokenizer is None else _lengths(problems, prompt, tokenizer, system),
+    }
+
+
+def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dict[str, Any], int]:
+    if data.source == "arithmetic":
+        problems = generate(data.arithmetic, data.limit or min(MEASURED, data.arithmetic.problems), data.split_seed, "train")
+        return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
+    if prepared.is_prepared(data.source):
+        problems = prepared.load_part(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
+        names = ["id", "question", "answer", "columns"]
+        return problems, [], {"all": names, "prompt": "question", "answer": "answer"}, len(problems)
+    table = read_table(data.source, data.split, data.subset)
+    found = find_columns(table, data)
+    problems, bad = [], []
+    for index, row in enumerate(table.rows[: data.limit]):
+        try:
+            problems.append(to_problem(row, found, data.answer_format, f"{table.label}:{table.split}:{index}"))
+        except DataError as error:
+            bad.append({"row": row.name, "reason": str(error)})
+    columns = {"all": list(table.columns), "prompt": " + ".join(found.prompt), "answer": found.answer}
+    return problems, bad, columns, len(problems) + len(bad)
+
+
+def _example(problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: Any) -> dict[str, Any]:
+    question = problem.question if isinstance(problem.question, str) else [dict(m) for m in problem.question]
+    shown = {"id": problem.id, "question": question, "answer": problem.answer, "worked": worked_completion(problem, style)}
+    if tokenizer is None:
+        return shown
+    rendered = render(problem, tokenizer, prompt, system)
+    return {**shown, "prompt": rendered.text, "prompt_tokens": len(rendered.token_ids)}
+
+
+def _lengths(problems: Sequence[Problem], prompt: PromptConfig, tokenizer: Any, system: str | None) -> dict[str, int] | None:
+    if not problems:
+        return None
+    count = min(len(problems), MEASURED)
+    spread = [problems[i * len(problems) // count] for i in range(count)]
+    lengths = sorted(len(render(p, tokenizer, prompt, system).token_ids) for p in spread)
+    return {
+        "measured": count,
+        "min": lengths[0],
+        "median": lengths[count // 2],
+        "p95": lengths[min(count - 1, count * 95 // 100)],
+        "max": lengths[-1],
+    }
