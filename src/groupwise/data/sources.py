@@ -20,7 +20,7 @@ from groupwise.data.readers import read_table
 from groupwise.errors import AnswerError, DataError
 from groupwise.types import Problem
 
-__all__ = ["ProblemSet", "load_problems", "question_key", "save_prepared"]
+__all__ = ["ProblemSet", "load_held_out", "load_problems", "question_key", "save_prepared"]
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,21 @@ def load_problems(data: DataConfig) -> ProblemSet:
         log.warning("%d rows of %s were dropped: %s", count, data.source, reason)
     description = f"{len(train):,} training and {len(held_out):,} held-out problems from {data.source}"
     return ProblemSet(tuple(train), tuple(held_out), default_style(data), counted, description)
+
+
+def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
+    """The held-out problems alone, for judging a model that is not trained here: an evaluation source or split that config names
+    is used whole, even where the training source is the same file. The order is that of ``load_problems``.
+
+    Raises what ``load_problems`` raises.
+    """
+    if data.eval_source is None and data.eval_split is None:
+        return load_problems(data).held_out
+    dropped: Counter[str] = Counter()
+    held_out = _named_held_out(data, dropped) or []
+    for reason, count in dropped.items():
+        log.warning("%d rows of %s were dropped: %s", count, data.eval_source or data.source, reason)
+    return tuple(sorted(held_out, key=lambda p: _rank(p, data.split_seed)))
 
 
 def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> list[Problem]:
