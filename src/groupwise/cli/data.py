@@ -33,6 +33,7 @@ def inspect(
       groupwise data inspect table.csv data.prompt_column=task data.answer_column=result
       groupwise data inspect gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --json
     """
+    from groupwise.cli.models import fetch_model
     from groupwise.cli.show import print_json
     from groupwise.config import load_config
     from groupwise.data.inspect import inspect_source
@@ -40,6 +41,7 @@ def inspect(
 
     named = [f"model.name={model}"] if model else []
     config = load_config(None, [f"data.source={source}", *named, *(overrides or ())])
+    fetch_model(config)
     report = inspect_source(config.data, config.prompt, load_tokenizer(config.model), rows)
     if as_json:
         print_json(report)
@@ -68,19 +70,38 @@ def prepare(
     from groupwise.tracking.text import harmless
 
     problems = load_problems(load_config(None, [f"data.source={source}", *(overrides or ())]).data)
-    save_prepared(problems, out)
+    save_prepared(problems, str(out))
     if as_json:
-        print_json({"folder": str(out), "train": len(problems.train), "held_out": len(problems.held_out)})
+        counts = {"train": len(problems.train), "held_out": len(problems.held_out), "dropped": dict(problems.dropped)}
+        print_json({"folder": str(out), **counts})
         return
-    console().print(
-        harmless(f"{out}: {len(problems.train):,} training problems, {len(problems.held_out):,} held out"), soft_wrap=True
-    )
+    console().print(harmless(f"{out}: {problems.description}"), soft_wrap=True)
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from groupwise.cli.show import console
+    from groupwise.cli.show import console, table
     from groupwise.tracking.text import harmless
 
     out = console()
-    for name, value in report.items():
-        out.print(harmless(f"{name}", "bold") + harmless(f"  {value}"), soft_wrap=True)
+
+    def say(text: str, style: str = "") -> None:
+        out.print(harmless(text, style), soft_wrap=True)
+
+    columns, lengths = report["columns"], report["prompt_tokens"]
+    say(f"{report['source']} ({report['split']}): {report['rows']:,} rows, {report['usable']:,} usable", "bold")
+    if columns["all"]:
+        say(f"columns    {', '.join(columns['all'])}: question from {columns['prompt']}, answer from {columns['answer']}")
+    say(f"answers    in the {report['answer_style']} style; system prompt: {report['system'] or 'none'}")
+    if lengths:
+        say(
+            f"prompts    {lengths['min']} to {lengths['max']} tokens, median {lengths['median']}, 95% up to {lengths['p95']} "
+            f"({lengths['measured']:,} measured)"
+        )
+    for example in report["examples"]:
+        say(f"\n{example['id']}", "bold")
+        say(example.get("prompt", str(example["question"])))
+        say(f"reference answer: {example['answer']}", "green")
+    bad = report["bad_rows"]
+    if bad["count"]:
+        out.print(table(["row", "why it cannot be used"], [(one["row"], one["reason"]) for one in bad["first"]], ""))
+        say(f"{bad['count']:,} rows cannot be used; data.on_bad_answer=drop leaves them out, counted", "yellow")

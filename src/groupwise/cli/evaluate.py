@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,17 +32,29 @@ def evaluate(
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
       groupwise eval my-model --data problems.jsonl prompt.system=boxed --json
     """
-    from groupwise.cli.models import settings_for_model
+    from groupwise.cli.models import fetch_model, settings_for_model
     from groupwise.cli.show import console, print_json
     from groupwise.tracking.text import harmless
 
     config, run_config = settings_for_model(model, [*_data_overrides(data), *(overrides or ())])
+    aside = console(stderr=True)
     if run_config is not None:
-        console(stderr=True).print(harmless(f"settings from {run_config}", "dim"), soft_wrap=True)
+        aside.print(harmless(f"settings from {run_config}", "dim"), soft_wrap=True)
     from groupwise.evaluation import evaluate_model
+    from groupwise.tracking import make_trackers
 
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = evaluate_model(config)
+    fetch_model(config)
+    trackers = make_trackers(config, None, aside)
+    try:
+        results, style = evaluate_model(config.model.name, config, trackers=trackers)
+    finally:
+        trackers.close()
+    result: dict[str, Any] = {
+        "model": config.model.name,
+        "data": data or config.data.eval_source or config.data.source,
+        "answer_style": style,
+        "evaluations": [one.to_summary() for one in results],
+    }
     if as_json:
         print_json(result)
         return
@@ -57,13 +67,15 @@ def evaluate(
 
 
 def _data_overrides(data: str | None) -> list[str]:
-    """``gsm8k:test`` -> that split is judged; a file -> all of it is; the generator -> its held-out problems."""
+    """``gsm8k:test``: that split is judged; a file: all of it; the generator or a prepared folder: its held-out problems."""
     if data is None:
         return []
     source, colon, split = data.rpartition(":")
     if not colon or Path(data).exists():
         source, split = data, ""
-    if source == "arithmetic":
-        return ["data.source=arithmetic", "data.eval_source=null", "data.eval_split=null"]
+    from groupwise.data.prepared import is_prepared
+
+    if not split and (source == "arithmetic" or is_prepared(source)):
+        return [f"data.source={source}", "data.eval_source=null", "data.eval_split=null"]
     named = [f"data.source={source}", f"data.eval_source={source}"]
-    return [*named, f"data.eval_split={split}"] if split else [*named, "data.eval_split=null"]
+    return [*named, f"data.eval_split={split or 'null'}"]

@@ -38,13 +38,14 @@ def generate(
       groupwise generate my-model --system xml < questions.txt
     """
     from groupwise.cli.chat import answer_lines, converse, make_speaker
-    from groupwise.cli.models import settings_for_model
+    from groupwise.cli.models import fetch_model, settings_for_model
 
     config, run_config = settings_for_model(model)
     if system is not None:
         config.prompt.system = system
     elif run_config is None:
         config.prompt.system = "none"
+    fetch_model(config)
     speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
     if prompt is not None:
         speaker.answer(prompt, sys.stdout)

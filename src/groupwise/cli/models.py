@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from groupwise.config import Config, load_config
 
-__all__ = ["settings_for_model"]
+__all__ = ["fetch_model", "settings_for_model"]
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
 
@@ -26,3 +28,11 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     if not made_by_run:
         return load_config(None, [f"model.name={model}", *overrides]), None
     return load_config(run_config, [f"model.name={path}", "model.revision=null", *overrides]), run_config
+
+
+def fetch_model(config: Config) -> None:
+    """Fetch the embedded model if it is the one asked for and is not there yet, telling so on standard error."""
+    from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
+
+    if config.model.name == EMBEDDED_NAME:
+        ensure_embedded_model(lambda what: typer.echo(f"{EMBEDDED_NAME}: {what}", err=True))

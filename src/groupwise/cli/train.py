@@ -50,9 +50,11 @@ def train(
 
     Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on.
     """
+    from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
 
     config = load_config(source, overrides or ())
+    fetch_model(config)
     if dry_run:
         _dry_run(config, as_json)
         return
