@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +16,30 @@ from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import DataError
 from groupwise.metrics import wilson_interval
 from groupwise.tracking import Trackers
-from groupwise.types import Completion, Prompt
+from groupwise.types import Completion, Problem, Prompt
 
 __all__ = [
     "Evaluation",
     "EvaluationMode",
     "build_summary",
     "evaluate",
+    "evaluate_model",
     "evaluate_stage",
+    "held_out_prompts",
     "is_well_formed",
     "mcnemar_p_value",
     "paired_comparison",
     "sampling_settings",
 ]
 
+logger = logging.getLogger("groupwise")
+
 EvaluationMode = Literal["sampled", "greedy"]
 STAGES = ("base", "warm_start", "final")
 """The stages that ``summary.json`` lists by themselves; evaluations in mid-run have names of their own, such as ``step-40``."""
+NO_PROBLEMS = (
+    "there are 0 held-out problems to evaluate on, and at least 1 is needed: raise data.holdout or name data.eval_source"
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def evaluate(
         DataError: there are no prompts.
     """
     if not prompts:
-        raise DataError("there are 0 held-out problems to evaluate on: raise data.holdout or name data.eval_source")
+        raise DataError(NO_PROBLEMS)
     started = time.monotonic()
     sampled = engine.sample(prompts, 1, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=on_progress)
     assert len(sampled) == len(prompts), f"the engine answered {len(sampled)} of {len(prompts)} prompts"
@@ -191,6 +199,52 @@ def evaluate_stage(
         trackers.evaluation(result)
         results.append(result)
     return results
+
+
+def held_out_prompts(
+    problems: Sequence[Problem], tokenizer: Any, config: Config, system: str | None, context_length: int
+) -> list[Prompt]:
+    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens.
+
+    Raises:
+        DataError: there are none, or one is too long and ``data.on_long_prompt`` says ``error``.
+    """
+    from groupwise.data.prompts import drop_long_prompts, render
+
+    prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems[: config.evaluation.problems]]
+    if not prompts:
+        raise DataError(NO_PROBLEMS)
+    room = max(1, context_length - sampling_settings(config, "sampled").max_tokens)
+    kept, too_long = drop_long_prompts(prompts, min(room, config.data.max_prompt_tokens or room), config.data.on_long_prompt)
+    if too_long:
+        logger.warning("%d of %d held-out problems were dropped: their prompts are too long", too_long, len(prompts))
+    return kept
+
+
+def evaluate_model(model: str, config: Config, *, stage: str = "eval", trackers: Trackers | None = None) -> list[Evaluation]:
+    """What ``groupwise eval MODEL`` does: load ``model`` (a folder, or a name) and judge it in every mode of the config.
+
+    Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
+    are checked before weights are read. Records go to ``trackers``.
+
+    Raises:
+        ModelError, DataError: what the model or the data lack.
+    """
+    from groupwise.data.prompts import resolve_system
+    from groupwise.data.sources import load_problems
+    from groupwise.engines import make_engine
+    from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
+
+    revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
+    model_config = config.model.model_copy(update={"name": model, "revision": revision})
+    check_model(model_config)
+    system, style = resolve_system(config.prompt, config.data)
+    held_out = load_problems(config.data).held_out
+    tokenizer = load_tokenizer(model_config)
+    room = context_length(load_model_config(model_config), tokenizer)
+    prompts = held_out_prompts(held_out, tokenizer, config, system, room)
+    engine = make_engine(load_policy(model_config), config.rollout)
+    return evaluate_stage(engine, prompts, stage=stage, config=config, style=style, trackers=trackers)
 
 
 def mcnemar_p_value(broken: int, fixed: int) -> float:

@@ -125,6 +125,7 @@ def test_the_revision_is_that_of_the_checkout_that_tracks_the_package(tmp_path):
         return subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True, text=True).stdout
 
     git("init", "-q")
+    git("commit", "-qm", "someone else's project", "--allow-empty")
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
