@@ -9,6 +9,7 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,14 +140,13 @@ class Decoder:
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``cos`` and ``sin`` ``[R, 1, E / 2]`` at ``positions`` ``[R]``, as the module's own rotary embedding gives them."""
-        longest = int(positions.max()) + 1 if len(positions) else 0
-        if longest > len(self._cos):
-            self.reserve_positions(max(longest, 2 * len(self._cos), 512))
+        """``cos`` and ``sin`` ``[R, 1, E / 2]`` at reserved ``positions`` ``[R]``, as the module's own rotary embedding gives them."""
         return self._cos[positions], self._sin[positions]
 
     def reserve_positions(self, count: int) -> None:
-        """Tabulate the rotary embedding for positions below ``count``."""
+        """Tabulate the rotary embedding for positions below ``count``, so that no step has to ask for the largest position."""
+        if count <= len(self._cos):
+            return
         with torch.no_grad():
             probe = torch.empty(1, dtype=self.dtype, device=self.device)
             cos, sin = self._rotary(probe, torch.arange(count, device=self.device)[None])
@@ -171,20 +171,21 @@ class Decoder:
         attended, rotated = packed_attention(qkv, cos, sin, packed.blocks, self.heads, self.kv_heads, self.attention)
         return self.finish_layer(layer, x, attended), rotated
 
-    def hidden(self, packed: Packed, keep_kv: list[Tensor] | None = None) -> Tensor:
+    def hidden(self, packed: Packed, keep_kv: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Outputs of the last layer before the final norm, ``[R, D]``.
 
-        ``keep_kv``, when given, receives each layer's rotated keys and values ``[R, 2K, E]``.
+        ``keep_kv(layer, kv)``, when given, is called with each layer's rotated keys and values ``[R, 2K, E]``.
         """
+        self.reserve_positions(packed.longest)
         cos, sin = self.rope(packed.positions_R)
         x = embedding(packed.token_ids_R, self.embedding)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x, rotated = checkpoint(self._layer, layer, x, cos, sin, packed, use_reentrant=False)
             else:
                 x, rotated = self._layer(layer, x, cos, sin, packed)
             if keep_kv is not None:
-                keep_kv.append(rotated[:, self.heads :])
+                keep_kv(index, rotated[:, self.heads :])
         return x
 
     def logits(self, x: Tensor) -> Tensor:

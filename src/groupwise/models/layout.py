@@ -62,6 +62,8 @@ class Packed:
     """Tokens of each completion."""
     last_rows: Tensor
     """Last row of every prompt: what a sampler continues from."""
+    longest: int
+    """Positions of the longest sequence."""
 
     def to(self, device: torch.device) -> Packed:
         if device.type == "cpu":
@@ -154,6 +156,7 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
         sequence_T=torch.tensor(sequence, dtype=torch.long),
         lengths_N=torch.tensor(lengths, dtype=torch.long),
         last_rows=torch.tensor(last_rows, dtype=torch.long),
+        longest=max(positions, default=-1) + 1,
     )
 
 

@@ -1,0 +1,100 @@
+"""Drawing tokens: randomness that has a name, and an inverse-CDF draw that reads the logits once.
+
+A completion's uniform numbers come from a counter-based generator: position t of a completion with key k gets
+``splitmix64(k + t * golden)``. The key is a hash of (seed, scope, problem id, sample index). Nothing depends on what else is in the
+batch, on arrival order, or on the number of processes, and no generator state has to be saved.
+
+Axes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from groupwise.engines.base import SamplingSettings
+
+__all__ = ["Draw", "seed_key", "uniforms"]
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_BLOCK = 256
+
+
+def seed_key(seed: int, scope: str, problem_id: str, sample: int) -> int:
+    """A signed 64-bit key for one completion's randomness."""
+    name = f"{seed}\x1f{scope}\x1f{problem_id}\x1f{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, where torch's own is arithmetic
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) as fp64, ``[B]``, for int64 ``keys`` and token ``positions`` (splitmix64; Steele et al., 2014)."""
+    x = keys + (positions + 1) * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 11).double() * 2.0**-53
+
+
+def _restrict(logits: Tensor, settings: SamplingSettings) -> None:
+    """Set to -inf, in place, what top-k and top-p rule out. Ties at the k-th value are kept."""
+    if settings.top_k is not None and settings.top_k < logits.shape[1]:
+        least = logits.topk(settings.top_k, dim=1).values[:, -1:]
+        logits.masked_fill_(logits < least, float("-inf"))
+    if settings.top_p < 1.0:
+        ordered, index = logits.sort(dim=1, descending=True)
+        mass = ordered.softmax(1).cumsum(1)
+        ordered.masked_fill_(mass - ordered.softmax(1) >= settings.top_p, float("-inf"))
+        logits.scatter_(1, index, ordered)
+
+
+class Draw:
+    """Draws one token a row, with its log-probability, in buffers that are reused from step to step."""
+
+    def __init__(self, settings: SamplingSettings, vocabulary: int, device: torch.device) -> None:
+        self.settings, self.vocabulary, self.device = settings, vocabulary, device
+        self._blocks = -(-vocabulary // _BLOCK)
+        self._buffer = torch.empty(0, self._blocks * _BLOCK, device=device)
+
+    def _weights(self, rows: int) -> Tensor:
+        if len(self._buffer) < rows:
+            self._buffer = torch.zeros(rows, self._blocks * _BLOCK, device=self.device)
+        return self._buffer[:rows]
+
+    def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B]`` and their log-probabilities ``[B]`` (fp32) from ``logits`` ``[B, V]``.
+
+        Greedy tokens are scored under the plain softmax at the settings' temperature.
+        """
+        weights = self._weights(len(logits))
+        scaled = weights[:, : self.vocabulary]
+        scaled.copy_(logits)
+        if self.settings.temperature != 1.0:
+            scaled.div_(self.settings.temperature)
+        if not self.settings.greedy:
+            _restrict(scaled, self.settings)
+        top, best = scaled.max(1, keepdim=True)
+        scaled.sub_(top).exp_()
+        blocks = weights.view(len(weights), self._blocks, _BLOCK)
+        mass = blocks.sum(-1).double().cumsum_(1)
+        total = mass[:, -1:]
+        tokens = best[:, 0] if self.settings.greedy else self._invert(blocks, mass, uniforms(keys, positions)[:, None] * total)
+        chosen = scaled.gather(1, tokens[:, None])
+        return tokens, (chosen.double() / total).log_()[:, 0].float()
+
+    def _invert(self, blocks: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+        """The token whose interval of cumulative weight holds ``target`` ``[B, 1]``: first its block, then its place there."""
+        block = torch.searchsorted(mass, target, right=True).clamp_(max=self._blocks - 1)
+        before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)), 0.0)
+        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
+        place = torch.searchsorted(inside.cumsum(1), target - before, right=True)
+        # Rounding can carry the target past the block's last weight; the last token that has any weight is the right one then.
+        last = (inside > 0).double().mul_(torch.arange(1, _BLOCK + 1, device=inside.device)).argmax(1, keepdim=True)
+        return (block * _BLOCK + torch.minimum(place, last))[:, 0]

@@ -1,0 +1,240 @@
+"""The built-in sampling engine: continuous batching over the very weights that are trained.
+
+Completions that end leave the batch and waiting ones enter at once. A prompt is computed once for its group and its keys and values
+are shared. The log-probability of each token comes with the token, at no extra pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.decode import DecodeStep, decode
+from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.models.decoder import Decoder
+from groupwise.models.layout import pack_prompts
+from groupwise.types import Completion, Prompt
+
+__all__ = ["BuiltinEngine"]
+
+_PREFILL_TOKENS = 4096
+"""Most prompt tokens computed at a time, so that prefill needs no more memory than learning does."""
+
+
+@dataclass
+class _Pending:
+    """A prompt and how far it has come: samples still to start, and rows in flight."""
+
+    index: int
+    prompt: Prompt
+    to_start: deque[int]
+    in_flight: int = 0
+    slot: int = -1
+    last_hidden: Tensor | None = None
+
+
+@dataclass
+class _Row:
+    """One completion in flight."""
+
+    owner: _Pending
+    sample: int
+    key: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class BuiltinEngine:
+    """Implements ``groupwise.engines.base.Engine`` over a lean ``Decoder``.
+
+    Args:
+        max_rows: completions decoded at once; the samples do not depend on it.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 256) -> None:
+        self.decoder, self.tokenizer, self.max_rows = decoder, tokenizer, max_rows
+        self.end_token_ids = frozenset(end_token_ids)
+        self.policy_version = 0
+        self._cache: Cache | None = None
+
+    def refresh(self, policy_version: int) -> None:
+        """The weights are the trained ones, so only the version is noted."""
+        self.policy_version = policy_version
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        *,
+        seed: int,
+        scope: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[tuple[Completion, ...]]:
+        """See ``Engine.sample``."""
+        if not prompts:
+            return []
+        batch = _Batch(self, prompts, samples_per_prompt, settings, seed, scope)
+        while batch.advance():
+            if on_progress:
+                on_progress(batch.finished, batch.sampled_tokens)
+        return [tuple(done[k] for k in sorted(done)) for done in batch.done]
+
+    @torch.no_grad()
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """See ``Engine.stream``."""
+        batch = _Batch(self, [prompt], 1, settings, seed, "stream")
+        shown = ""
+        while batch.advance():
+            tokens = batch.rows[0].tokens if batch.rows else batch.done[0][0].token_ids
+            text = self.decode_text(tokens)
+            if text.startswith(shown) and not text.endswith("\ufffd"):  # a character may need several tokens
+                on_text(text[len(shown) :])
+                shown = text
+        on_text(batch.done[0][0].text[len(shown) :])
+        return batch.done[0][0]
+
+    def decode_text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def cache_for(self, groups: int, prompt_tokens: int, rows: int, completion_tokens: int) -> Cache:
+        """The cache of the last call if it is large enough: memory that is touched already is far cheaper than new memory."""
+        if self._cache is None or not self._cache.fits(groups, prompt_tokens, rows, completion_tokens):
+            self._cache = None
+            self._cache = Cache(
+                layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
+                groups=groups, prompt_tokens=prompt_tokens, rows=rows, completion_tokens=completion_tokens,
+                dtype=self.decoder.dtype, device=self.decoder.device,
+            )  # fmt: skip
+        return self._cache
+
+
+class _Batch:
+    """One call of ``sample``: the waiting line, the rows in flight, and what is done."""
+
+    def __init__(
+        self, engine: BuiltinEngine, prompts: Sequence[Prompt], samples: int, settings: SamplingSettings, seed: int, scope: str
+    ) -> None:
+        self.engine, self.decoder, self.settings = engine, engine.decoder, settings
+        self.seed, self.scope = seed, scope
+        self.max_rows = min(engine.max_rows, len(prompts) * samples)
+        self.max_groups = min(len(prompts), self.max_rows)
+        self.waiting = deque(_Pending(i, p, deque(range(samples))) for i, p in enumerate(prompts))
+        self.groups: list[_Pending] = []
+        self.rows: list[_Row] = []
+        self.done: list[dict[int, Completion]] = [{} for _ in prompts]
+        self.finished = 0
+        self.sampled_tokens = 0
+        longest = max(len(p.token_ids) for p in prompts)
+        self.decoder.reserve_positions(longest + settings.max_tokens)
+        self.cache = engine.cache_for(self.max_groups, longest, self.max_rows, max(1, settings.max_tokens - 1))
+        self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
+        self.step: DecodeStep | None = None
+
+    def advance(self) -> bool:
+        """Admit what fits, then sample one token for every row. False when nothing is left."""
+        self._admit()
+        if not self.rows:
+            return False
+        if self.step is None:
+            self.step = DecodeStep.plan(
+                self.decoder.device,
+                group_of_row=[row.owner.slot for row in self.rows],
+                prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
+                own_lengths=[len(row.tokens) - 1 for row in self.rows],
+                last_tokens=[row.tokens[-1] for row in self.rows],
+                keys=[row.key for row in self.rows],
+            )
+        logits = decode(self.decoder, self.cache, self.step)
+        tokens, logprobs = self.draw(logits, self.step.keys, self.step.own_lengths + 1)
+        self.step.advance(tokens)
+        self._take(tokens.tolist(), logprobs.tolist(), list(self.rows))
+        return True
+
+    def _admit(self) -> None:
+        """Start waiting samples on free rows; compute the prompts of groups that start."""
+        starting: list[_Row] = []
+        while len(self.rows) + len(starting) < self.max_rows:
+            group = next((g for g in self.groups if g.to_start), None)
+            if group is None:
+                if not self.waiting or len(self.groups) == self.max_groups:
+                    break
+                group = self.waiting.popleft()
+                group.slot = len(self.groups)
+                self.groups.append(group)
+            sample = group.to_start.popleft()
+            group.in_flight += 1
+            starting.append(_Row(group, sample, seed_key(self.seed, self.scope, group.prompt.problem.id, sample)))
+        if not starting:
+            return
+        self._prefill([g for g in self.groups if g.last_hidden is None])
+        hidden = torch.stack([row.owner.last_hidden for row in starting])  # type: ignore[misc]
+        keys = torch.tensor([row.key for row in starting], device=hidden.device)
+        tokens, logprobs = self.draw(self.decoder.logits(hidden), keys, torch.zeros_like(keys))
+        self.rows.extend(starting)
+        self.step = None
+        self._take(tokens.tolist(), logprobs.tolist(), starting)
+
+    def _prefill(self, groups: list[_Pending]) -> None:
+        while groups:
+            part, total = [], 0
+            while groups and (not part or total + len(groups[0].prompt.token_ids) <= _PREFILL_TOKENS):
+                part.append(groups.pop(0))
+                total += len(part[-1].prompt.token_ids)
+            packed = pack_prompts([g.prompt.token_ids for g in part]).to(self.decoder.device)
+            lengths = [len(g.prompt.token_ids) for g in part]
+            starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            slots = [g.slot for g in part]
+            hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, starts, lengths, slots))
+            for group, last in zip(part, hidden.index_select(0, packed.last_rows), strict=True):
+                group.last_hidden = last
+
+    def _take(self, tokens: list[int], logprobs: list[float], rows: list[_Row]) -> None:
+        """Append sampled tokens to ``rows`` and let those that ended leave."""
+        self.sampled_tokens += len(rows)
+        leaving = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens:
+                leaving.append(row)
+        for row in leaving:
+            self._finish(row)
+        if leaving:
+            self.step = None
+
+    def _finish(self, row: _Row) -> None:
+        stopped = row.tokens[-1] in self.engine.end_token_ids
+        self.done[row.owner.index][row.sample] = Completion(
+            text=self.engine.decode_text(row.tokens),
+            token_ids=tuple(row.tokens),
+            logprobs=tuple(row.logprobs),
+            finish_reason="stop" if stopped else "length",
+            sample=row.sample,
+            policy_version=self.engine.policy_version,
+        )
+        self.finished += 1
+        place, last = self.rows.index(row), len(self.rows) - 1
+        moved = self.rows.pop()
+        if place != last:
+            self.rows[place] = moved
+            self.cache.move_row(last, place, max(0, len(moved.tokens) - 1))
+        row.owner.in_flight -= 1
+        if not row.owner.in_flight and not row.owner.to_start:
+            self._release(row.owner)
+
+    def _release(self, group: _Pending) -> None:
+        moved = self.groups.pop()
+        if moved is not group:
+            self.cache.move_group(moved.slot, group.slot)
+            moved.slot = group.slot
+            self.groups[group.slot] = moved
+        group.last_hidden = None
