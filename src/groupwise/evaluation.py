@@ -13,7 +13,7 @@ from typing import Any, Literal
 from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.metrics import wilson_interval
 from groupwise.tracking import Trackers
 from groupwise.types import Completion, Problem, Prompt
@@ -208,30 +208,40 @@ def held_out_prompts(
 
     Raises:
         DataError: there are none, or one is too long and ``data.on_long_prompt`` says ``error``.
+        ConfigError: a completion alone would fill the context.
     """
     from groupwise.data.prompts import drop_long_prompts, render
 
     prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems[: config.evaluation.problems]]
     if not prompts:
         raise DataError(NO_PROBLEMS)
-    room = max(1, context_length - sampling_settings(config, "sampled").max_tokens)
+    completion_tokens = sampling_settings(config, "sampled").max_tokens
+    room = context_length - completion_tokens
+    if room < 1:
+        raise ConfigError(
+            f"the token limit of evaluation is {completion_tokens}, but the model's context is {context_length} tokens, prompt "
+            "included: lower evaluation.max_completion_tokens"
+        )
     kept, too_long = drop_long_prompts(prompts, min(room, config.data.max_prompt_tokens or room), config.data.on_long_prompt)
     if too_long:
         logger.warning("%d of %d held-out problems were dropped: their prompts are too long", too_long, len(prompts))
     return kept
 
 
-def evaluate_model(model: str, config: Config, *, stage: str = "eval", trackers: Trackers | None = None) -> list[Evaluation]:
+def evaluate_model(
+    model: str, config: Config, *, stage: str = "eval", trackers: Trackers | None = None
+) -> tuple[list[Evaluation], AnswerStyle]:
     """What ``groupwise eval MODEL`` does: load ``model`` (a folder, or a name) and judge it in every mode of the config.
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
     are checked before weights are read. Records go to ``trackers``.
+    Returned are the results, one a mode, and the place where answers were looked for.
 
     Raises:
         ModelError, DataError: what the model or the data lack.
     """
     from groupwise.data.prompts import resolve_system
-    from groupwise.data.sources import load_problems
+    from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
     from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 
@@ -239,12 +249,12 @@ def evaluate_model(model: str, config: Config, *, stage: str = "eval", trackers:
     model_config = config.model.model_copy(update={"name": model, "revision": revision})
     check_model(model_config)
     system, style = resolve_system(config.prompt, config.data)
-    held_out = load_problems(config.data).held_out
+    held_out = load_held_out(config.data)
     tokenizer = load_tokenizer(model_config)
     room = context_length(load_model_config(model_config), tokenizer)
     prompts = held_out_prompts(held_out, tokenizer, config, system, room)
     engine = make_engine(load_policy(model_config), config.rollout)
-    return evaluate_stage(engine, prompts, stage=stage, config=config, style=style, trackers=trackers)
+    return evaluate_stage(engine, prompts, stage=stage, config=config, style=style, trackers=trackers), style
 
 
 def mcnemar_p_value(broken: int, fixed: int) -> float:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from groupwise.config.schema import Config
-from groupwise.errors import DataError, ModelError
+from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.evaluation import evaluate_model, held_out_prompts
 from groupwise.tracking import JsonlTracker, RunFolder, Trackers
 from groupwise.types import Problem
@@ -51,6 +51,8 @@ def test_prompt_and_completion_share_the_context(caplog):
     assert len(held_out_prompts(asked, Words(), dropping, None, 11)) == 3
     limited = config(data={"on_long_prompt": "drop", "max_prompt_tokens": 4})
     assert len(held_out_prompts(asked, Words(), limited, None, 11)) == 2
+    with pytest.raises(ConfigError, match=r"limit of evaluation is 5.*context is 5"):
+        held_out_prompts(asked, Words(), dropping, None, 5)
 
 
 def test_no_problems_are_refused_before_the_model_is_asked():
@@ -82,13 +84,14 @@ def tiny_model(tmp_path_factory):
 
 def test_a_model_folder_is_judged_in_every_mode_and_twice_the_same(tiny_model, tmp_path):
     folder = RunFolder(tmp_path)
-    results = evaluate_model(tiny_model, config(), trackers=Trackers([JsonlTracker(folder)]))
+    results, style = evaluate_model(tiny_model, config(), trackers=Trackers([JsonlTracker(folder)]))
+    assert style == "xml"
     assert [(result.stage, result.mode, result.n) for result in results] == [("eval", "sampled", 4), ("eval", "greedy", 4)]
     for result in results:
         assert 1 <= result.mean_tokens <= 5
         assert result.strict_accuracy == 0.0
         rows = [json.loads(line) for line in folder.evaluation_file("eval", result.mode).read_text().splitlines()]
         assert rows == list(result.records)
-    again = evaluate_model(tiny_model, config())
+    again, _ = evaluate_model(tiny_model, config())
     assert [result.records for result in again] == [result.records for result in results]
     assert results[0].records != results[1].records

@@ -10,7 +10,8 @@ from groupwise.config.schema import Config
 from groupwise.evaluation import build_summary, evaluate_stage
 from groupwise.tracking import ConsoleTracker, Trackers
 from groupwise.tracking.numbers import clock, headline, number, sparkline
-from groupwise.tracking.text import visible
+from groupwise.tracking.tables import summary_table
+from groupwise.tracking.text import harmless, visible
 from groupwise.types import Completion, Problem, Prompt
 
 HOSTILE = "[bold red]x[/bold red] [/nope] \x1b[2J\x1b]0;title\x07 a\rb \u202eevil \x9b31m [link=http://x]go[/link] \udc80"
@@ -196,3 +197,12 @@ def test_short_forms():
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([float("nan"), 0.0, 1.0]) == "▁█"
     assert sparkline([]) == ""
+
+
+def test_the_modes_of_one_evaluation_are_told_apart():
+    console, written = terminal(live=False)
+    results = evaluate_stage(OneAnswer("4"), prompts(), stage="eval", config=Config(), style="xml")
+    console.print(summary_table({"evaluations": [result.to_summary() for result in results]}, harmless))
+    rows = [re.split(r"\s{2,}", line.strip())[0] for line in written().splitlines()]
+    assert rows[0] == "Held-out problems, temperature 1, with 95% intervals"
+    assert rows[3:] == ["this model", "greedy"]

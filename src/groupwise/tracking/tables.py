@@ -18,7 +18,7 @@ from groupwise.tracking.numbers import clock, interval, percent
 
 __all__ = ["before_and_after", "next_command", "stage_label", "summary_lines", "summary_table", "transcript"]
 
-STAGES = {"base": "base", "warm_start": "after warm start", "final": "after GRPO"}
+STAGES = {"base": "base", "warm_start": "after warm start", "final": "after GRPO", "eval": "this model"}
 LONGEST_LINES, LONGEST_CHARACTERS = 16, 1200
 
 MakeText = Callable[..., Text]
@@ -39,6 +39,9 @@ def summary_table(summary: Mapping[str, Any], text: MakeText) -> Table:
     for name in ("strict", "lenient", "format", "stopped"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in headline:
+        if row["mode"] != headline[0]["mode"]:  # `groupwise eval` lists all modes of its one stage together
+            table.add_row(text(f"  {mode_label(row)}", "dim"), *figures(row, text, "dim"))
+            continue
         table.add_row(text(stage_label(row["stage"]), "bold"), *figures(row, text, "bold"))
         for mode in ("sampled", "greedy"):
             for other in summary.get(f"{mode}_evaluations", ()):
