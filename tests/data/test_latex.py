@@ -1,0 +1,89 @@
+"""math-verify behind a worker process: right on real cases, and never late, on any thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from groupwise.data import latex
+from groupwise.data.latex import latex_equivalent, latex_failures
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "equal"),
+    [
+        (r"\frac{2}{4}", "0.5", True),
+        ("x=5", "5", True),
+        (r"\sqrt{25}", "5", True),
+        ("6-5i", "-5i+6", True),
+        (r"\left(3,\frac{\pi}{2}\right)", r"(3, \pi/2)", True),
+        (r"2\sqrt{3}", r"\sqrt{12}", True),
+        ("x^2+2x+1", "(x+1)^2", True),
+        (r"\text{Evelyn}", "Evelyn", True),
+        (r"$\frac12$", r"\dfrac{1}{2}", True),
+        ("p - q", "q - p", False),
+        ("1,2", "12", False),
+        (r"\frac{1}{3}", "0.5", False),
+        ("", "5", False),
+        ("}{", "5", False),
+        ("\x00", "5", False),
+        ("a line\nbreak", "5", False),
+    ],
+)
+def test_equivalence(answer: str, reference: str, equal: bool) -> None:
+    assert latex_equivalent(answer, reference, timeout_s=30) is equal
+
+
+def test_it_works_on_other_threads() -> None:
+    verdicts: dict[int, bool] = {}
+
+    def ask(number: int) -> None:
+        verdicts[number] = latex_equivalent(rf"\sqrt{{{number**2}}} + 1", str(number + 1 + number % 2), timeout_s=30)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(2, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == {n: n % 2 == 0 for n in range(2, 8)}
+
+
+def test_an_endless_expression_is_cut_off_and_counted_and_the_next_is_answered() -> None:
+    assert latex_equivalent(r"\sqrt{9}+0", "3", timeout_s=30)  # the worker is up
+    before = latex_failures().get("timeout", 0)
+    began = time.monotonic()
+    assert not latex_equivalent("9^{9^{9^{9}}}", "9^{9^{9^{8}}}", timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    assert latex_failures()["timeout"] == before + 1
+    assert not latex_equivalent("9^{9^{9^{9}}}", "9^{9^{9^{8}}}", timeout_s=0.5), "remembered"
+    assert latex_failures()["timeout"] == before + 1
+    assert latex_equivalent(r"\sqrt{16}+0", "4", timeout_s=30)
+
+
+def test_a_worker_that_dies_is_counted_and_replaced() -> None:
+    assert latex_equivalent(r"\sqrt{36}+0", "6", timeout_s=30)
+    before = latex_failures().get("crash", 0)
+    worker = latex._CHECKER._worker
+    assert worker is not None
+    worker.process.kill()
+    worker.process.wait()
+    assert not latex_equivalent(r"\sqrt{49}+0", "7", timeout_s=30)
+    assert latex_failures()["crash"] == before + 1
+    assert latex_equivalent(r"\sqrt{64}+0", "8", timeout_s=30)
+
+
+def test_prose_never_starts_the_worker_and_nothing_is_left_behind() -> None:
+    code = (
+        "from groupwise.data import latex; import os\n"
+        "assert not latex.latex_equivalent('the answer is seventy', '70'); assert latex._CHECKER._worker is None\n"
+        "assert latex.latex_equivalent(r'\\sqrt{4}', '2', timeout_s=60); print(latex._CHECKER._worker.process.pid)\n"
+        "assert 'torch' not in __import__('sys').modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        __import__("os").kill(int(done.stdout), 0)
