@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,13 +46,12 @@ def evaluate(
     fetch_model(config)
     trackers = make_trackers(config, None, aside)
     try:
-        results, style = evaluate_model(config.model.name, config, trackers=trackers)
+        results = evaluate_model(config.model.name, config, trackers=trackers)
     finally:
         trackers.close()
-    result: dict[str, Any] = {
+    result = {
         "model": config.model.name,
         "data": data or config.data.eval_source or config.data.source,
-        "answer_style": style,
         "evaluations": [one.to_summary() for one in results],
     }
     if as_json:

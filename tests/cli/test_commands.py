@@ -1,0 +1,134 @@
+"""The command line teaches, prints JSON that is JSON, and exits with codes that mean something."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.config import explain, load_config, recipes
+
+COMMANDS = [["train"], ["eval"], ["generate"], ["data", "inspect"], ["data", "prepare"], ["recipes"], ["config"]]
+
+
+@pytest.mark.parametrize("command", [[], ["data"]])
+def test_help_without_a_command_lists_the_commands(groupwise, command):
+    shown = groupwise(*command, "--help").stdout
+    expected = ["inspect", "prepare"] if command else ["train", "eval", "generate", "data", "recipes", "config"]
+    assert re.findall(r"^  (\w+)  +[A-Z]", shown.partition("Commands:")[2], flags=re.MULTILINE) == sorted(
+        expected, key=lambda name: shown.index(f"\n  {name} ")
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples_that_keep_their_lines_and_brackets(groupwise, command):
+    shown = groupwise(*command, "-h").stdout
+    examples = re.findall(r"^    (groupwise .*)$", shown, flags=re.MULTILINE)
+    assert any(example.split()[1 : 1 + len(command)] == command for example in examples)
+
+
+def test_the_overrides_in_the_examples_are_real(groupwise):
+    shown = groupwise("train", "--help").stdout
+    assert "rewards.functions=[correctness, my_rewards.py:short]" in shown
+    for example in re.findall(r"^    groupwise train (.*)$", shown, flags=re.MULTILINE):
+        source, *words = [word for word in shlex.split(example) if word != "--dry-run"]
+        overrides = [word for word in words if "=" in word]
+        load_config(None if source == "mine.yaml" else source, overrides)
+
+
+def test_recipes_are_listed_for_people_and_for_programs(groupwise):
+    listed = json.loads(groupwise("recipes", "--json").stdout)
+    assert [row["name"] for row in listed] == [recipe.name for recipe in recipes()]
+    shown = groupwise("recipes").stdout
+    assert all(recipe.name in shown for recipe in recipes())
+    assert "\\boxed{}" in shown
+
+
+def test_config_explains_every_setting(groupwise):
+    assert [row["path"] for row in json.loads(groupwise("config", "--json").stdout)] == [doc.path for doc in explain()]
+    shown = groupwise("config").stdout
+    assert all(doc.leaf in shown for doc in explain())
+
+
+def test_config_explains_a_section_a_setting_or_all_of_one_name(groupwise):
+    section = json.loads(groupwise("config", "data.arithmetic", "--json").stdout)
+    assert {row["path"] for row in section} == {f"data.arithmetic.{name}" for name in ("largest_number", "steps", "problems")}
+    one = json.loads(groupwise("config", "rollout.temperature", "--json").stdout)
+    assert [row["path"] for row in one] == ["rollout.temperature"]
+    both = json.loads(groupwise("config", "temperature", "--json").stdout)
+    assert [row["path"] for row in both] == ["rollout.temperature", "evaluation.temperature"]
+
+
+def test_config_names_the_nearest_setting(groupwise):
+    result = groupwise("config", "temprature")
+    assert result.exit_code == 2
+    assert "did you mean" in result.stderr
+
+
+def test_the_version_is_the_package_s(groupwise):
+    import groupwise as package
+
+    assert groupwise("--version").stdout == f"groupwise {package.__version__}\n"
+
+
+def python_m_groupwise(*words, **environment):
+    import os
+
+    command = [sys.executable, "-m", "groupwise", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
+    done = python_m_groupwise("train", "quickstart", "rollout.completions_per_prompt=1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("groupwise: rollout.completions_per_prompt is 1, but must be at least 2: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_debug_variable_shows_the_traceback():
+    done = python_m_groupwise("train", "quickstart", "rollout.completions_per_prompt=1", GROUPWISE_DEBUG="1")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_ctrl_c_exits_with_130(groupwise, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("groupwise.config.load_config", interrupted)
+    result = groupwise("train", "quickstart")
+    assert result.exit_code == 130
+    assert "stopped" in result.stderr
+
+
+def test_a_training_error_exits_with_its_own_code(groupwise, monkeypatch):
+    from groupwise.errors import TrainingError
+
+    def diverged(*_, **__):
+        raise TrainingError("the loss is not finite")
+
+    monkeypatch.setattr("groupwise.config.load_config", diverged)
+    result = groupwise("train", "quickstart")
+    assert (result.exit_code, result.stderr) == (1, "groupwise: the loss is not finite\n")
+
+
+def test_help_imports_no_heavy_library():
+    code = (
+        "import sys\nfrom groupwise.cli import main\nsys.argv = ['groupwise', 'train', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_offers_what_it_says_and_nothing_is_missing():
+    import groupwise as package
+
+    assert set(package.__all__) <= set(dir(package))
+    assert package.Config is package.load_config(None).__class__
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = package.trian

@@ -1,0 +1,159 @@
+"""A dry run finds every mistake that can be found without weights, and says it in one sentence with exit code 2."""
+
+import json
+import shutil
+
+import pytest
+
+from groupwise.config import load_config
+from groupwise.errors import DataError
+from groupwise.training.setup import prepare
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading weights is an error."""
+    import transformers
+
+    def forbidden(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", forbidden)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", forbidden)
+    monkeypatch.setattr("groupwise.models.load.load_policy", forbidden)
+
+
+def refusal(groupwise, *words):
+    result = groupwise("train", "quickstart", "--dry-run", *words)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("groupwise: ")
+    assert "Traceback" not in result.stderr
+    message = result.stderr.removeprefix("groupwise: ").rstrip("\n")
+    assert "\n" not in message
+    return message
+
+
+def test_a_dry_run_shows_settings_rewards_and_the_first_prompt_without_weights(groupwise, small, no_weights):
+    result = groupwise("train", "quickstart", *small, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "completions_per_prompt: 2" in result.stdout
+    assert "correctness" in result.stdout
+    assert "<|im_start|>user\n" in result.stdout
+    assert "8 training problems, 4 held out; 4 completions a step for 2 steps. No weights were loaded." in result.stdout
+
+
+def test_a_dry_run_as_json_is_json_and_its_config_reads_back(groupwise, small, no_weights, tmp_path):
+    found = json.loads(groupwise("train", "quickstart", *small, "--dry-run", "--json").stdout)
+    assert (found["training_problems"], found["held_out_problems"], found["context_length"]) == (8, 4, 512)
+    assert [row["name"] for row in found["rewards"]] == ["correctness", "format"]
+    first = found["first_prompt"]
+    assert first["text"].endswith("<|im_start|>assistant\n")
+    again = tmp_path / "again.yaml"
+    again.write_text(json.dumps(found["config"]), encoding="utf-8")  # JSON is YAML
+    assert load_config(again) == load_config("quickstart", small)
+
+
+def test_a_dry_run_tells_of_settings_without_effect(groupwise, small, no_weights):
+    assert "note: rollout.top_p=0.9 cuts tokens" in groupwise("train", "quickstart", *small, "top_p=0.9", "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.completions_per_prompt=1", "must be at least 2"),
+        ("algorithm.epsilon=0", "must be greater than 0"),
+        ("algorithm.epsilon=-1", "must be greater than 0"),
+        ("rollout.completion_per_prompt=8", "did you mean rollout.completions_per_prompt?"),
+        ("training.steps=ten", "must be a whole number"),
+        ("data.source=nowhere.jsonl", "nowhere.jsonl"),
+        ("data.prompt_column=task", "task"),
+        ("data.holdout=50", "data.holdout is 50"),
+        ("rewards.functions=[corectness]", "corectness"),
+        ("rewards.functions=['nowhere.py:score']", "nowhere.py"),
+        ("rewards.functions=['json:no_such_function']", "no_such_function"),
+        ("model.name=./no-such-model", "no-such-model"),
+        ("model.device=cuda:99", "cuda:99"),
+        ("rollout.max_completion_tokens=512", "the context of"),
+        ("rollout.max_completion_tokens=480", "tokens"),
+        ("data.max_prompt_tokens=20", "data.max_prompt_tokens"),
+        ("evaluation.max_completion_tokens=600", "evaluation.max_completion_tokens is 600"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_any_weights(groupwise, small, no_weights, override, said):
+    assert said in refusal(groupwise, *small, override)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
+def test_an_empty_data_set_is_refused(groupwise, small, no_weights, tmp_path, content):
+    path = tmp_path / ("empty.json" if content == "[]" else "empty.jsonl")
+    path.write_text(content, encoding="utf-8")
+    assert "no rows" in refusal(groupwise, *small, f"data.source={path}")
+
+
+def test_a_file_without_a_known_column_is_refused(groupwise, small, no_weights, tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_text('{"a": 1, "b": 2}\n' * 20, encoding="utf-8")
+    assert "column" in refusal(groupwise, *small, f"data.source={path}")
+
+
+def test_an_answer_that_cannot_be_read_names_its_row(groupwise, small, no_weights, problems):
+    with problems.open("a", encoding="utf-8") as out:
+        out.write('{"question": "and this?", "answer": ""}\n')
+    assert "sums.jsonl line 13" in refusal(groupwise, *small)
+    assert groupwise("train", "quickstart", *small, "on_bad_answer=drop", "--dry-run").exit_code == 0
+
+
+def test_a_model_folder_without_weights_is_refused(groupwise, small, no_weights, tiny_model, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "weights" in refusal(groupwise, *small, f"model.name={bare}")
+
+
+def test_a_prompt_longer_than_the_context_is_named_or_dropped(groupwise, small, no_weights, problems):
+    with problems.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({"question": "why " * 200, "answer": "1"}) + "\n")
+    words = [*small, "data.holdout=4"]
+    assert "sums:train:12" in refusal(groupwise, *words)
+    result = groupwise("train", "quickstart", *words, "on_long_prompt=drop", "--dry-run")
+    assert result.exit_code == 0
+    assert "1 of 9 training prompts" in result.stdout or "1 of 4 held-out prompts" in result.stdout
+
+
+def test_a_reward_that_needs_a_column_the_data_lacks_is_refused(groupwise, small, no_weights, tmp_path):
+    code = tmp_path / "mine.py"
+    code.write_text("def score(prompts, completions, difficulty):\n    return [0.0] * len(completions)\n", encoding="utf-8")
+    assert "difficulty" in refusal(groupwise, *small, f"rewards.functions=['{code}:score']")
+
+
+def test_training_prompts_are_rendered_when_used_and_are_those_of_their_problems(small, monkeypatch):
+    import groupwise.training.setup as setup
+
+    rendered = []
+    original = setup.render
+    monkeypatch.setattr(setup, "render", lambda problem, *rest: rendered.append(problem.id) or original(problem, *rest))
+    prepared = prepare(load_config("quickstart", small))
+    assert len(rendered) <= 1 + 4, "one training prompt to measure the template, and the held-out ones"
+    for problem, prompt in zip(prepared.problems.train, prepared.train_prompts, strict=True):
+        assert prompt.problem is problem
+        assert problem.question in prompt.text
+    before = len(rendered)
+    assert prepared.train_prompts[-1] is prepared.train_prompts[len(prepared.train_prompts) - 1]
+    assert prepared.train_prompts[1:3] == [prepared.train_prompts[1], prepared.train_prompts[2]]
+    assert len(rendered) == before
+    with pytest.raises(IndexError):
+        _ = prepared.train_prompts[len(prepared.train_prompts)]
+
+
+@pytest.mark.parametrize("question", ["x" * 150, "é" * 75, "€" * 50, "naïve " * 25])
+def test_the_quick_length_test_never_lets_a_long_prompt_through(small, tmp_path, question):
+    """At the exact limit it passes, one token below it is refused: for ASCII, where bytes bound the tokens, and for the rest."""
+    path = tmp_path / "one.jsonl"
+    rows = [{"question": "1 + 1?", "answer": "2"}] * 2 + [{"question": question, "answer": "2"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = [*small, f"data.source={path}", "data.eval_source=arithmetic", "data.holdout=1", "evaluation.problems=1"]
+    words += ["data.arithmetic.steps=1"]
+    prepared = prepare(load_config("quickstart", words))
+    longest = max(len(prompt.token_ids) for prompt in [*prepared.train_prompts, *prepared.held_out_prompts])
+    assert prepare(load_config("quickstart", [*words, f"max_prompt_tokens={longest}"])).notes == prepared.notes
+    with pytest.raises(DataError, match=f"{longest - 1}"):
+        prepare(load_config("quickstart", [*words, f"max_prompt_tokens={longest - 1}"]))
