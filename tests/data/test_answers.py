@@ -160,7 +160,7 @@ def test_numbers(text: str, expected: Decimal | Fraction | int) -> None:
         "٣",
         "9" * 5000,
         "12 km per hour",
-    ],  # fmt: skip
+    ],
 )
 def test_what_is_no_number(text: str) -> None:
     assert numeric_value(text) is None

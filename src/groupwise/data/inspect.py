@@ -24,10 +24,11 @@ MEASURED = 2_000
 def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None, rows: int = 3) -> dict[str, Any]:
     """What a run would make of ``data``, as plain values that JSON can hold.
 
-    Keys: ``source``, ``split``, ``rows`` (how many), ``usable``, ``columns`` (``all``, ``prompt``, ``answer``), ``answer_style``,
-    ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the first ``rows``: ``id``,
-    ``question``, ``answer``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and ``prompt_tokens`` (``measured``,
-    ``min``, ``median``, ``p95``, ``max``; ``None`` without a tokenizer). Raises DataError only where no row can be read at all.
+    Keys: ``source``, ``split``, ``rows`` (how many), ``usable``, ``columns`` (``all``, ``prompt``, ``answer``),
+    ``answer_style``, ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the
+    first ``rows``: ``id``, ``question``, ``answer``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and
+    ``prompt_tokens`` (``measured``, ``min``, ``median``, ``p95``, ``max``; ``None`` without a tokenizer). Raises DataError only
+    where no row can be read at all.
     """
     problems, bad, columns, total = _collect(data)
     system, style = resolve_system(prompt, data)

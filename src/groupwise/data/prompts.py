@@ -27,7 +27,7 @@ CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
-    """``boxed`` for POLARIS, by name or by a local file's columns; what it was prepared for, for a prepared folder; else ``xml``."""
+    """``boxed`` for POLARIS, by name or by a local file's columns; a prepared folder's own style; ``xml`` for all else."""
     if "polaris" in data.source.lower():
         return "boxed"
     prepared_for = prepared.answer_style(data.source)

@@ -1,0 +1,188 @@
+"""Rendered ids are the tokenizer's own, held against Qwen2.5's real chat template."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data.answers import grade
+from groupwise.data.arithmetic import generate
+from groupwise.data.prompts import SYSTEM_PROMPTS, drop_long_prompts, render, resolve_system, worked_completion
+from groupwise.data.sources import load_problems
+from groupwise.errors import DataError, ModelError
+from groupwise.types import Problem, Prompt
+
+CHAT = PromptConfig()
+NO_SYSTEM_ROLE = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}[model]"
+)
+
+
+def problem(question: Any, **columns: Any) -> Problem:
+    return Problem("p:0", question, "42", columns)
+
+
+@pytest.fixture
+def with_template(qwen_tokenizer: Any) -> Any:
+    """The real tokenizer with another chat template, for the length of one test."""
+    before = qwen_tokenizer.chat_template
+
+    def use(template: str | None) -> Any:
+        qwen_tokenizer.chat_template = template
+        return qwen_tokenizer
+
+    yield use
+    qwen_tokenizer.chat_template = before
+
+
+def random_text(rng: random.Random) -> str:
+    pieces = [
+        "How many",
+        " 17",
+        "\n",
+        "  ",
+        "é",
+        "数",
+        "$\\frac{1}{2}$",
+        "<b>",
+        "'",
+        " apples?",
+        "🙂",
+        "<|im_end",
+        "{{x}}",
+        "System: ",
+    ]
+    return "Q" + "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 12)))
+
+
+def test_ids_equal_the_tokenizers_own_on_random_conversations(qwen_tokenizer: Any) -> None:
+    rng = random.Random(20)
+    for _ in range(150):
+        turns = [{"role": "system", "content": random_text(rng)}] if rng.random() < 0.3 else []
+        for _ in range(rng.randrange(3)):
+            turns += [{"role": "user", "content": random_text(rng)}, {"role": "assistant", "content": random_text(rng)}]
+        turns.append({"role": "user", "content": random_text(rng)})
+        system = random_text(rng) if rng.random() < 0.5 else None
+        prompt = render(problem(tuple(turns)), qwen_tokenizer, CHAT, system)
+        expected = turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
+        own = qwen_tokenizer.apply_chat_template(expected, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert list(prompt.token_ids) == list(own)
+        assert prompt.text == qwen_tokenizer.apply_chat_template(expected, add_generation_prompt=True, tokenize=False)
+        assert list(prompt.messages or ()) == expected
+        assert prompt.text.endswith("<|im_start|>assistant\n")
+
+
+def test_a_question_in_text_becomes_system_and_user_turn(qwen_tokenizer: Any) -> None:
+    prompt = render(problem("6 x 7?"), qwen_tokenizer, CHAT, "Be brief.")
+    assert prompt.text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n6 x 7?<|im_end|>\n<|im_start|>assistant\n"
+    assert all(type(i) is int for i in prompt.token_ids)
+
+
+def test_a_template_without_system_role_gets_it_in_the_users_turn(with_template: Callable[[str], Any]) -> None:
+    prompt = render(problem("6 x 7?"), with_template(NO_SYSTEM_ROLE), CHAT, "Be brief.")
+    assert prompt.text == "<user>Be brief.\n\n6 x 7?</><model>"
+    assert prompt.messages == ({"role": "user", "content": "Be brief.\n\n6 x 7?"},)
+
+
+def test_a_template_that_loses_the_system_turn_silently_is_found_out(with_template: Callable[[str], Any]) -> None:
+    prompt = render(problem("6 x 7?"), with_template(DROPS_SYSTEM), CHAT, "Be brief.")
+    assert prompt.text == "[user]Be brief.\n\n6 x 7?[model]"
+
+
+def test_a_template_that_refuses_the_conversation_is_named_with_the_problem(with_template: Callable[[str], Any]) -> None:
+    with pytest.raises(ModelError, match=r"refuses the conversation of problem p:0 \(never\)"):
+        render(problem("6 x 7?"), with_template("{{ raise_exception('never') }}"), CHAT, "Be brief.")
+
+
+def test_no_chat_template_is_an_error_with_a_remedy(with_template: Callable[[str | None], Any]) -> None:
+    with pytest.raises(ModelError, match=r"set prompt.style to plain or concat"):
+        render(problem("6 x 7?"), with_template(None), CHAT, None)
+
+
+@pytest.mark.parametrize(
+    ("style", "system", "text"),
+    [
+        ("plain", None, "User: 6 x 7?\nAssistant: "),
+        ("plain", "Be brief.", "Be brief.\n\nUser: 6 x 7?\nAssistant: "),
+        ("concat", None, "6 x 7?"),
+        ("concat", "Be brief.", "Be brief.\n\n6 x 7?"),
+    ],
+)
+def test_plain_styles(qwen_tokenizer: Any, style: Any, system: str | None, text: str) -> None:
+    prompt = render(problem("6 x 7?"), qwen_tokenizer, PromptConfig(style=style), system)
+    assert prompt.text == text
+    assert list(prompt.token_ids) == qwen_tokenizer(text)["input_ids"]
+    assert prompt.messages is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "source", "system", "style"),
+    [
+        ("auto", "gsm8k", SYSTEM_PROMPTS["xml"], "xml"),
+        ("auto", "arithmetic", SYSTEM_PROMPTS["xml"], "xml"),
+        ("auto", "polaris", SYSTEM_PROMPTS["boxed"], "boxed"),
+        ("auto", "POLARIS-Project/Polaris-Dataset-53K", SYSTEM_PROMPTS["boxed"], "boxed"),
+        ("auto", "someone/else", SYSTEM_PROMPTS["xml"], "xml"),
+        ("boxed", "gsm8k", SYSTEM_PROMPTS["boxed"], "boxed"),
+        ("none", "polaris", None, "boxed"),
+        ("End with #### and the number.", "gsm8k", "End with #### and the number.", "plain"),
+        ("Use \\boxed{}.", "gsm8k", "Use \\boxed{}.", "boxed"),
+        ("Be brief.", "gsm8k", "Be brief.", "xml"),
+    ],
+)
+def test_system_prompts(setting: str, source: str, system: str | None, style: str) -> None:
+    assert resolve_system(PromptConfig(system=setting), DataConfig(source=source)) == (system, style)
+
+
+def test_polaris_is_known_by_a_files_columns(shared_data: Path) -> None:
+    for name, style in (
+        ("competition-math/train_math.json", "boxed"),
+        ("math-benchmarks/aime24.parquet", "boxed"),
+        ("gsm8k", "xml"),
+    ):
+        assert resolve_system(CHAT, DataConfig(source=str(shared_data / name)))[1] == style
+
+
+def test_system_prompts_are_short(qwen_tokenizer: Any) -> None:
+    assert all(len(qwen_tokenizer(text)["input_ids"]) <= 25 for text in SYSTEM_PROMPTS.values())
+
+
+def test_worked_completions() -> None:
+    gsm8k = problem("?", solution="48/2 = <<48/2=24>>24 clips.\nSo 42.\n#### 42")
+    assert worked_completion(gsm8k, "xml") == "<reasoning>\n48/2 = 24 clips.\nSo 42.\n</reasoning>\n<answer>\n42\n</answer>"
+    assert worked_completion(gsm8k, "boxed") == "48/2 = 24 clips.\nSo 42.\n\\boxed{42}"
+    assert worked_completion(gsm8k, "plain") == "48/2 = 24 clips.\nSo 42.\n#### 42"
+    assert worked_completion(problem("?", solution="It is $\\boxed{42}$."), "boxed") == "It is $\\boxed{42}$."
+    assert worked_completion(problem("?"), "xml") == "<answer>\n42\n</answer>"
+
+
+def test_worked_completions_earn_full_marks(shared_data: Path) -> None:
+    gsm8k = load_problems(DataConfig(source=str(shared_data / "gsm8k"), limit=300)).train
+    made = generate(DataConfig().arithmetic, 100, 0, "train")
+    for item in (*gsm8k, *made):
+        for style in ("xml", "boxed", "plain"):
+            verdict = grade(worked_completion(item, style), item.answer, style)  # type: ignore[arg-type]
+            assert verdict.exact
+            assert verdict.strict
+
+
+def test_long_prompts() -> None:
+    prompts = [Prompt(Problem(f"p:{n}", "?", "1"), "", (0,) * n) for n in (3, 9, 5, 12)]
+    assert drop_long_prompts(prompts, 12) == (prompts, 0)
+    assert drop_long_prompts(prompts, 5, "drop") == ([prompts[0], prompts[2]], 2)
+    with pytest.raises(DataError, match=r"problem p:9 has 9 tokens, more than the 5 allowed \(2 such prompts, the longest 12\)"):
+        drop_long_prompts(prompts, 5, "error")
+    with pytest.raises(DataError, match="every prompt is longer than the 2 tokens"):
+        drop_long_prompts(prompts, 2, "drop")

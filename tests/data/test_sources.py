@@ -1,0 +1,316 @@
+"""Every kind of source, the splits, and the sentences that bad input gets."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from groupwise.config.schema import ArithmeticConfig, DataConfig, PromptConfig
+from groupwise.data.inspect import inspect_source
+from groupwise.data.sources import load_problems, question_key, save_prepared
+from groupwise.errors import AnswerError, DataError
+
+ROWS = [
+    {"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n:,}", "level": n % 3} for n in range(600, 640)
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "a.jsonl": write_jsonl,
+    "a.json": lambda path: path.write_text(json.dumps(ROWS), encoding="utf-8"),
+    "wrapped.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS}), encoding="utf-8"),
+    "lines.json": write_jsonl,
+    "bom.jsonl": lambda path: path.write_text("\ufeff" + "\n\n".join(map(json.dumps, ROWS)), encoding="utf-8"),
+    "a.csv": write_csv,
+    "a.tsv": write_csv,
+    "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
+}
+
+
+def config(source: Path | str, **settings: Any) -> DataConfig:
+    return DataConfig(**{"source": str(source), "holdout": 5, **settings})
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_file_format_gives_the_same_problems(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    found = load_problems(config(tmp_path / name, holdout=0)).train
+    assert [(p.question, p.answer) for p in found] == [(r["question"], str(2 * n)) for n, r in enumerate(ROWS, start=600)]
+    assert [str(p.columns["level"]) for p in found] == [str(r["level"]) for r in ROWS]
+    assert found[0].columns["solution"] == ROWS[0]["answer"]
+    assert found[3].id == f"{Path(name).stem}:train:3"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_save_to_disk_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one.select(range(30)), "test": one.select(range(30, 40))}).save_to_disk(str(tmp_path / "two"))
+    assert len(load_problems(config(tmp_path / "one")).train) == 35
+    both = load_problems(config(tmp_path / "two", eval_split="test"))
+    assert (len(both.train), len(both.held_out)) == (30, 10)
+    with pytest.raises(DataError, match=r"no split 'dev', only train, test"):
+        load_problems(config(tmp_path / "two", split="dev"))
+
+
+def test_folders_with_a_file_per_split(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "test.jsonl", ROWS[:10])
+    (tmp_path / "data").mkdir()
+    for shard, rows in enumerate((ROWS[10:25], ROWS[25:])):
+        write_jsonl(tmp_path / "data" / f"train-{shard:05}-of-00002.jsonl", rows)
+    found = load_problems(config(tmp_path, eval_split="test"))
+    assert [p.question for p in found.train] == [r["question"] for r in ROWS[10:]]
+    assert {p.question for p in found.held_out} == {r["question"] for r in ROWS[:10]}
+    with pytest.raises(DataError, match=r"no file for split 'dev' \(it has data/train-00000-of-00002.jsonl, .*test.jsonl\)"):
+        load_problems(config(tmp_path, split="dev"))
+
+
+def test_the_split_is_reproducible_disjoint_and_does_not_depend_on_order_or_limit(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    write_jsonl(tmp_path / "b.jsonl", ROWS[::-1])
+    first = load_problems(config(tmp_path / "a.jsonl"))
+    assert first == load_problems(config(tmp_path / "a.jsonl"))
+    held_out = [p.question for p in first.held_out]
+    assert held_out == [p.question for p in load_problems(config(tmp_path / "b.jsonl", limit=3)).held_out]
+    assert held_out != [p.question for p in load_problems(config(tmp_path / "a.jsonl", split_seed=1)).held_out]
+    assert held_out == [p.question for p in load_problems(config(tmp_path / "a.jsonl", holdout=9)).held_out][:5]
+    assert len(held_out) == 5
+    assert {p.question for p in first.train} == {r["question"] for r in ROWS} - set(held_out)
+    assert len(load_problems(config(tmp_path / "a.jsonl", limit=3)).train) == 3
+
+
+def test_the_same_question_never_stands_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    twice = [{**row, "question": row["question"].upper() + " "} for row in ROWS]
+    write_jsonl(tmp_path / "a.jsonl", ROWS + twice)
+    with caplog.at_level(logging.WARNING):
+        found = load_problems(config(tmp_path / "a.jsonl"))
+    assert not {question_key(p) for p in found.train} & {question_key(p) for p in found.held_out}
+    assert (len(found.train), len(found.held_out)) == (70, 5)
+    assert found.dropped == {"same question as a held-out one": 5}
+    assert "5 rows" in caplog.text
+    write_jsonl(tmp_path / "eval.jsonl", ROWS[:4])
+    named = load_problems(config(tmp_path / "a.jsonl", eval_source=str(tmp_path / "eval.jsonl")))
+    assert (len(named.train), len(named.held_out), named.dropped) == (72, 4, {"same question as a held-out one": 8})
+
+
+def test_ids_are_unique_where_two_sources_bear_the_same_name(tmp_path: Path) -> None:
+    for folder, rows in (("x", ROWS[:20]), ("y", ROWS[20:])):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "a.jsonl", rows)
+    found = load_problems(config(tmp_path / "x/a.jsonl", eval_source=str(tmp_path / "y/a.jsonl"), eval_split="train"))
+    assert len({p.id for p in found.train + found.held_out}) == 40
+
+
+def test_gsm8k_by_path(shared_data: Path) -> None:
+    found = load_problems(config(shared_data / "gsm8k", eval_split="test"))
+    assert (len(found.train), len(found.held_out), found.dropped, found.answer_style) == (7473, 1319, {}, "xml")
+    assert found.train[17].id == "gsm8k:train:17"
+    assert all(p.id.startswith("gsm8k:test:") for p in found.held_out)
+
+
+def test_competition_maths_by_path_and_its_four_empty_answers(shared_data: Path) -> None:
+    path = shared_data / "competition-math" / "train_math.json"
+    with pytest.raises(AnswerError, match=r"train_math.json entry 887, column 'answer': the answer is missing"):
+        load_problems(config(path))
+    found = load_problems(config(path, on_bad_answer="drop"))
+    assert (len(found.train), found.dropped, found.answer_style) == (7465, {"bad answer": 4}, "boxed")
+    tests = load_problems(config(shared_data / "competition-math" / "math500_test.jsonl"))
+    assert len(tests.train) == 495
+    assert "\\boxed" in tests.train[0].columns["solution"]
+
+
+def test_svamp_and_aime_by_path(shared_data: Path) -> None:
+    svamp = {p.id: p for p in load_problems(config(shared_data / "svamp" / "svamp.jsonl", holdout=0)).train}
+    assert len(svamp) == 1000
+    assert svamp["svamp:train:0"].answer == "145"
+    assert str(svamp["svamp:train:0"].question).endswith("organized into 93 groups. How big is each group of bananas?")
+    for name, count, answer in (("aime24", 30, "204"), ("aime25", 30, "70"), ("amc23", 83, "142")):
+        found = load_problems(config(shared_data / "math-benchmarks" / f"{name}.parquet", holdout=0)).train
+        assert (len(found), found[0].answer) == (count, answer)
+        assert found[0].question[0]["role"] == "user"  # type: ignore[index]
+
+
+def test_arithmetic() -> None:
+    data = DataConfig(arithmetic=ArithmeticConfig(problems=50), holdout=20)
+    found = load_problems(data)
+    assert (len(found.train), len(found.held_out)) == (50, 20)
+    assert found == load_problems(data)
+    assert found.fingerprint != load_problems(DataConfig(arithmetic=ArithmeticConfig(problems=50), split_seed=1)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "question", "answer"),
+    [
+        ({"instruction": "q", "output": 3.0}, {}, "q", "3"),
+        ({"Problem": "q", "Solution": "so \\boxed{5}"}, {}, "q", "5"),
+        ({"prompt": "q", "completion": "<answer>5</answer>"}, {}, "q", "5"),
+        ({"problem": "q", "solution": "worked", "answer": "5"}, {}, "q", "5"),
+        ({"question": "q", "prompt": "r", "answer": "5"}, {"prompt_column": "prompt"}, "r", "5"),
+        ({"q": "q", "meta": {"gold": 0.125}}, {"prompt_column": "q", "answer_column": "meta.gold"}, "q", "0.125"),
+        ({"question": "q", "answer": ["5"]}, {}, "q", "5"),
+        ({"question": "q", "answer": "1 #### 5"}, {"answer_format": "plain"}, "q", "1 #### 5"),
+    ],
+)
+def test_columns_are_found_or_mapped(tmp_path: Path, row: Any, settings: Any, question: str, answer: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    found = load_problems(config(tmp_path / "a.jsonl", holdout=0, **settings)).train[0]
+    assert (found.question, found.answer) == (question, answer)
+
+
+def test_conversations(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 42}])
+    assert load_problems(config(tmp_path / "a.jsonl", holdout=0)).train[0].question == tuple(turns)
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": [*turns, {"role": "assistant", "content": "42"}], "answer": 42}])
+    with pytest.raises(DataError, match=r"line 1, column 'prompt' is a conversation whose last turn is 'assistant'"):
+        load_problems(config(tmp_path / "a.jsonl", holdout=0))
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"text": "q", "answer": "5"}, {}, "no prompt column was found among 'text', 'answer': set data.prompt_column"),
+        ({"question": "q", "label": "5"}, {}, "no answer column was found among 'label': set data.answer_column"),
+        ({"instruction": "q", "input": "r", "output": "5"}, {}, "'input' and 'instruction' could each be the prompt column: set"),
+        ({"question": "q", "output": "5", "response": "5"}, {}, "'output' and 'response' could each be the answer column: set"),
+        (
+            {"question": "q", "answer": "5"},
+            {"answer_column": "gold"},
+            "data.answer_column is 'gold', but the columns are 'question', ",
+        ),
+        ({"question": "q", "answer": None}, {}, "line 1, column 'answer': the answer is missing"),
+        ({"question": "q", "answer": {"x": 1}}, {}, "the answer is a dict"),
+        ({"question": " ", "answer": "5"}, {}, "line 1, column 'question' is empty"),
+        ({"question": 5, "answer": "5"}, {}, "column 'question' holds a int"),
+        ({"question": "q", "answer": "5"}, {"answer_format": "boxed"}, "line 1, column 'answer': no .boxed.* in '5'"),
+        ({"question": "q", "answer": "5"}, {"holdout": 1}, "data.holdout is 1, but .* has only 1 different questions"),
+        ({"question": "q", "answer": ""}, {"on_bad_answer": "drop"}, "all 1 rows of .* were dropped"),
+        ({"question": "q", "answer": "5"}, {"eval_split": "train"}, "data.eval_split and data.split are both 'train'"),
+    ],
+)
+def test_bad_columns_get_a_sentence(tmp_path: Path, row: Any, settings: Any, message: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match=message):
+        load_problems(config(tmp_path / "a.jsonl", **{"holdout": 0, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "has no rows"),
+        ("a.csv", "question,answer\n", "has no rows"),
+        ("a.json", "[]", "has no rows"),
+        ("a.jsonl", '{"question": "q", "answer": "5"}\n{oops}\n', "a.jsonl line 2 is not JSON"),
+        ("a.jsonl", "[1]\n", "a.jsonl line 1 holds a list, not an object"),
+        ("a.json", "{oops", "is not JSON"),
+        ("a.csv", "question,answer\na,b,c\n", "a.csv line 2 does not have the header's 2 fields"),
+        ("a.csv", "question,answer\na\n", "a.csv line 2 does not have the header's 2 fields"),
+        ("a.parquet", "no parquet", "is not a Parquet file"),
+        ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
+        ("a.txt", "x", "'.txt', which is not a data format"),
+    ],
+)
+def test_bad_files_get_a_sentence(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=message) as raised:
+        load_problems(config(tmp_path / name))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("source", ["./nowhere.jsonl", "nowhere.parquet", "/no/such/folder", "~/no-such-folder-here"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(source: str) -> None:
+    with pytest.raises(DataError, match="does not exist: check the path"):
+        load_problems(config(source))
+
+
+def test_hub_names_reach_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*arguments: Any, **settings: Any) -> Any:
+        asked.append((*arguments, settings["split"]))
+        if arguments[0] == "someone/missing":
+            raise ConnectionError("no network\nand more")
+        return ROWS
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_problems(config("gsm8k")).train[0].id.startswith("gsm8k:train:")
+    load_problems(config("polaris"))
+    load_problems(config("someone/else", subset="hard", split="test"))
+    polaris = "POLARIS-Project/Polaris-Dataset-53K"
+    assert asked == [("openai/gsm8k", "main", "train"), (polaris, None, "train"), ("someone/else", "hard", "test")]
+    with pytest.raises(DataError, match=r"'someone/missing' is no local file.*ConnectionError: no network\): check the name"):
+        load_problems(config("someone/missing"))
+
+
+def test_a_prepared_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "6 x 7?\u2028"}]
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"question": turns, "answer": "42"}])
+    original = load_problems(config(tmp_path / "a.jsonl"))
+    folder = tmp_path / "deep" / "prepared"
+    save_prepared(original, str(folder))
+    loaded = load_problems(config(folder))
+    assert (loaded.train, loaded.held_out) == (original.train, original.held_out)
+    assert (loaded.fingerprint, loaded.answer_style) == (original.fingerprint, original.answer_style)
+    assert len(load_problems(config(folder, limit=2)).train) == 2
+    save_prepared(load_problems(config(tmp_path / "a.jsonl", holdout=3)), str(folder))
+    assert len(load_problems(config(folder)).held_out) == 3
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["prepared"]
+
+
+def test_a_damaged_prepared_folder_and_a_foreign_one_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    original = load_problems(config(tmp_path / "a.jsonl"))
+    save_prepared(original, str(tmp_path / "p"))
+    lines = (tmp_path / "p" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "p" / "train.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
+    with pytest.raises(DataError, match="has 34 problems, but its metadata says 35"):
+        load_problems(config(tmp_path / "p"))
+    (tmp_path / "p" / "train.jsonl").write_text("".join(lines)[:-20], encoding="utf-8")
+    with pytest.raises(DataError, match=r"is damaged .* prepare the set again"):
+        load_problems(config(tmp_path / "p"))
+    with pytest.raises(DataError, match="exists and is not a prepared problem set"):
+        save_prepared(original, str(tmp_path))
+    assert (tmp_path / "a.jsonl").exists()
+
+
+def test_inspection_reports_bad_rows_and_lengths(tmp_path: Path, qwen_tokenizer: Any) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS[:3], {"question": "q", "answer": "#### ?"}, *ROWS[3:]])
+    seen = inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), qwen_tokenizer, rows=2)
+    assert (seen["rows"], seen["usable"], seen["bad_rows"]["count"]) == (41, 40, 1)
+    assert seen["bad_rows"]["first"][0]["row"] == "a.jsonl line 4"
+    assert seen["columns"] == {"all": ["question", "answer", "level"], "prompt": "question", "answer": "answer"}
+    assert len(seen["examples"]) == 2
+    assert seen["examples"][0]["prompt"].endswith("<|im_start|>assistant\n")
+    lengths = seen["prompt_tokens"]
+    assert lengths["min"] <= lengths["median"] <= lengths["p95"] <= lengths["max"]
+    assert lengths["measured"] == 40
+    assert json.loads(json.dumps(seen)) == seen
+
+
+def test_inspection_without_a_tokenizer_and_of_other_sources(tmp_path: Path) -> None:
+    assert inspect_source(DataConfig(), PromptConfig(), None)["prompt_tokens"] is None
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": ""}])
+    assert inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), None)["usable"] == 0
+    save_prepared(load_problems(DataConfig(arithmetic=ArithmeticConfig(problems=5), holdout=2)), str(tmp_path / "p"))
+    assert inspect_source(config(tmp_path / "p"), PromptConfig(), None)["rows"] == 5
