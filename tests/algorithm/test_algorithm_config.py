@@ -52,7 +52,14 @@ def test_explicit_keys_win_and_stay_explicit():
     config.preset = "gspo"
     assert (config.epsilon, config.epsilon_high, config.scale, config.ratio_level) == (3e-4, 0.5, "none", "sequence")
     config.preset = "grpo"
-    assert (config.epsilon, config.ratio_level) == (0.2, "token")  # nothing of the former preset stays behind
+    assert (config.epsilon, config.ratio_level) == (0.2, "token")
+
+
+def test_nothing_of_a_former_preset_stays_behind():
+    config = AlgorithmConfig(preset="dapo")
+    config.preset = "grpo"
+    assert config.epsilon_high is None
+    assert config == AlgorithmConfig()
 
 
 def test_an_explicit_default_wins_over_the_preset():
