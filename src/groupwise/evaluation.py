@@ -228,14 +228,11 @@ def held_out_prompts(
     return kept
 
 
-def evaluate_model(
-    model: str, config: Config, *, stage: str = "eval", trackers: Trackers | None = None
-) -> tuple[list[Evaluation], AnswerStyle]:
+def evaluate_model(model: str, config: Config, *, stage: str = "eval", trackers: Trackers | None = None) -> list[Evaluation]:
     """What ``groupwise eval MODEL`` does: load ``model`` (a folder, or a name) and judge it in every mode of the config.
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
     are checked before weights are read. Records go to ``trackers``.
-    Returned are the results, one a mode, and the place where answers were looked for.
 
     Raises:
         ModelError, DataError: what the model or the data lack.
@@ -254,7 +251,7 @@ def evaluate_model(
     room = context_length(load_model_config(model_config), tokenizer)
     prompts = held_out_prompts(held_out, tokenizer, config, system, room)
     engine = make_engine(load_policy(model_config), config.rollout)
-    return evaluate_stage(engine, prompts, stage=stage, config=config, style=style, trackers=trackers), style
+    return evaluate_stage(engine, prompts, stage=stage, config=config, style=style, trackers=trackers)
 
 
 def mcnemar_p_value(broken: int, fixed: int) -> float:

@@ -82,16 +82,17 @@ def tiny_model(tmp_path_factory):
     return str(folder)
 
 
-def test_a_model_folder_is_judged_in_every_mode_and_twice_the_same(tiny_model, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", "builtin"])
+def test_a_model_folder_is_judged_in_every_mode_and_twice_the_same(tiny_model, tmp_path, engine):
     folder = RunFolder(tmp_path)
-    results, style = evaluate_model(tiny_model, config(), trackers=Trackers([JsonlTracker(folder)]))
-    assert style == "xml"
+    judged_by = config(rollout={"engine": engine})
+    results = evaluate_model(tiny_model, judged_by, trackers=Trackers([JsonlTracker(folder)]))
     assert [(result.stage, result.mode, result.n) for result in results] == [("eval", "sampled", 4), ("eval", "greedy", 4)]
     for result in results:
         assert 1 <= result.mean_tokens <= 5
         assert result.strict_accuracy == 0.0
         rows = [json.loads(line) for line in folder.evaluation_file("eval", result.mode).read_text().splitlines()]
         assert rows == list(result.records)
-    again, _ = evaluate_model(tiny_model, config())
+    again = evaluate_model(tiny_model, judged_by)
     assert [result.records for result in again] == [result.records for result in results]
     assert results[0].records != results[1].records
