@@ -198,6 +198,7 @@ def test_exact_match_ignores_only_the_ends() -> None:
         ("<answer>72.0</answer>", "72", "xml", (False, True, True, True)),
         ("<answer>71</answer>", "72", "xml", (False, False, False, False)),
         ("<answer>\\sqrt{16}+1</answer>", "5", "xml", (False, False, True, True)),
+        ("<answer>71</answer> no, it is 72", "72", "xml", (False, False, False, True)),
         ("it is 72", "72", "xml", (False, False, False, True)),
         ("#### 72", "72", "xml", (False, False, False, True)),
         ("\\boxed{72} or so, 9 times", "72", "xml", (False, False, False, True)),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +80,14 @@ def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     assert latex_equivalent(r"\sqrt{64}+0", "8", timeout_s=30)
 
 
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX alarms")
+def test_a_worker_whose_parent_is_gone_ends_itself() -> None:
+    script = Path(latex.__file__).with_name("latex_worker.py")
+    question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5])  # the worker allows five seconds more than it is told
+    done = subprocess.run([sys.executable, "-P", str(script)], input=question + "\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGALRM
+
+
 def test_prose_never_starts_the_worker_and_nothing_is_left_behind() -> None:
     code = (
         "from groupwise.data import latex; import os\n"
@@ -86,4 +98,4 @@ def test_prose_never_starts_the_worker_and_nothing_is_left_behind() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
-        __import__("os").kill(int(done.stdout), 0)
+        os.kill(int(done.stdout), 0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from hypothesis import given, settings
@@ -31,6 +32,20 @@ def test_every_epoch_holds_every_problem_once(count: int, size: int, seed: int, 
     sequence = [index for step in range(steps) for index in problems_for_step(count, size, step, seed, shuffle)]
     for epoch in range(epochs):
         assert sorted(sequence[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_a_step_across_the_end_of_an_epoch_repeats_nothing() -> None:
+    for count, size in ((21, 10), (25, 10), (15, 10), (11, 10)):
+        for seed in range(30):
+            for step in range(count):
+                assert len(set(problems_for_step(count, size, step, seed))) == size
+
+
+def test_a_late_step_is_not_slower_than_an_early_one() -> None:
+    began = time.monotonic()
+    assert sorted(problems_for_step(8, 8, 10**7, seed=0)) == list(range(8))
+    assert len(set(problems_for_step(9, 8, 10**7 + 1, seed=0))) == 8
+    assert time.monotonic() - began < 1
 
 
 def test_more_places_than_problems_shares_them_evenly() -> None:

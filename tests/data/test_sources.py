@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,21 @@ def test_a_prepared_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
     save_prepared(load_problems(config(tmp_path / "a.jsonl", holdout=3)), str(folder))
     assert len(load_problems(config(folder)).held_out) == 3
     assert sorted(p.name for p in folder.parent.iterdir()) == ["prepared"]
+
+
+def test_a_write_that_fails_leaves_the_older_set_whole(tmp_path: Path) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise OSError("disk full")
+
+    write_jsonl(tmp_path / "a.jsonl")
+    original = load_problems(config(tmp_path / "a.jsonl"))
+    save_prepared(original, str(tmp_path / "p"))
+    broken = replace(original.train[-1], columns={"x": Unprintable()})
+    with pytest.raises(DataError, match="cannot be written"):
+        save_prepared(replace(original, train=(*original.train[:-1], broken)), str(tmp_path / "p"))
+    assert load_problems(config(tmp_path / "p")).train == original.train
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p"]
 
 
 def test_a_damaged_prepared_folder_and_a_foreign_one_are_refused(tmp_path: Path) -> None:
