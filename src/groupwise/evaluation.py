@@ -180,7 +180,8 @@ def evaluate_stage(
     trackers = trackers or Trackers()
     results = []
     for mode in config.evaluation.modes:
-        with trackers.phase(f"evaluation, {stage.replace('_', ' ')} ({mode})", len(prompts), "problems") as bar:
+        name = "evaluation" if stage == "eval" else f"evaluation, {stage.replace('_', ' ')}"
+        with trackers.phase(f"{name} ({mode})", len(prompts), "problems") as bar:
 
             def progress(finished: int, tokens: int, bar: Any = bar) -> None:
                 bar.advance(finished - bar.done, tokens=tokens)
