@@ -16,6 +16,7 @@ from groupwise.data.latex import latex_equivalent, latex_failures
 from groupwise.errors import AnswerError
 
 __all__ = [
+    "PLACEHOLDERS",
     "AnswerFormat",
     "AnswerStyle",
     "Grade",
