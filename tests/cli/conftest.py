@@ -28,7 +28,7 @@ def tiny_model(tmp_path_factory):
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + 6,  # as real models: a few rows more than the tokenizer has (it gains one when loaded)
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,

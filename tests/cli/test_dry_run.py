@@ -146,12 +146,15 @@ def test_training_prompts_are_rendered_when_used_and_are_those_of_their_problems
 
 @pytest.mark.parametrize("question", ["x" * 150, "é" * 75, "€" * 50, "naïve " * 25])
 def test_the_quick_length_test_never_lets_a_long_prompt_through(small, tmp_path, question):
-    """At the exact limit it passes, one token below it is refused: for ASCII, where bytes bound the tokens, and for the rest."""
+    """At the exact limit it passes, one token below it is refused: for ASCII, where bytes bound the tokens, and for the rest.
+
+    Without a chat template this tokenizer makes exactly one token of each byte, so that the bound has no room for error.
+    """
     path = tmp_path / "one.jsonl"
     rows = [{"question": "1 + 1?", "answer": "2"}] * 2 + [{"question": question, "answer": "2"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     words = [*small, f"data.source={path}", "data.eval_source=arithmetic", "data.holdout=1", "evaluation.problems=1"]
-    words += ["data.arithmetic.steps=1"]
+    words += ["data.arithmetic.steps=1", "prompt.style=concat"]
     prepared = prepare(load_config("quickstart", words))
     longest = max(len(prompt.token_ids) for prompt in [*prepared.train_prompts, *prepared.held_out_prompts])
     assert prepare(load_config("quickstart", [*words, f"max_prompt_tokens={longest}"])).notes == prepared.notes

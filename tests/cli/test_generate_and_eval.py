@@ -1,0 +1,214 @@
+"""Talking to a model, judging it, and looking at data, through the command line, on a tiny random model."""
+
+import io
+import json
+import shutil
+
+import pytest
+
+from groupwise.cli.chat import Speaker, answer_lines, converse
+from groupwise.cli.models import settings_for_model
+from groupwise.config import dump_config, load_config
+from groupwise.config.schema import PromptConfig
+from groupwise.engines.base import SamplingSettings
+from groupwise.types import Completion
+
+
+@pytest.fixture
+def run_folder(tiny_model, small, tmp_path):
+    """What a run leaves behind, as far as these commands look at it."""
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_model, folder / "final_model")
+    config = load_config("quickstart", [*small, "model.revision=abc", "prompt.system=boxed", "prompt.style=plain"])
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    return folder
+
+
+def test_one_prompt_gets_one_answer_and_the_same_seed_the_same(groupwise, tiny_model):
+    words = ["generate", tiny_model, "Hello?", "--max-tokens", "5"]
+    first = groupwise(*words)
+    assert first.exit_code == 0, first.output
+    assert first.stdout.endswith("\n")
+    assert groupwise(*words).stdout == first.stdout
+    assert groupwise(*words, "--seed", "1").stdout != first.stdout
+
+
+def test_greedy_does_not_depend_on_the_seed_and_is_temperature_0(groupwise, tiny_model):
+    words = ["generate", tiny_model, "Hello?", "--max-tokens", "5"]
+    answers = {groupwise(*words, "--greedy", "--seed", seed).stdout for seed in (1, 2, 3)}
+    assert len(answers) == 1
+    assert groupwise(*words, "--temperature", "0").stdout in answers
+
+
+def test_lines_of_standard_input_are_answered_each_by_itself(groupwise, tiny_model):
+    words = ["generate", tiny_model, "--max-tokens", "4", "--greedy"]
+    both = groupwise(*words, input="one\n\ntwo\n").stdout
+    assert both == groupwise(*words, input="one\n").stdout + groupwise(*words, input="two\n").stdout
+
+
+def test_a_question_longer_than_the_context_is_one_sentence(groupwise, tiny_model):
+    result = groupwise("generate", tiny_model, "why " * 300)
+    assert result.exit_code == 2
+    assert "the context of" in result.stderr
+
+
+def test_an_unknown_model_is_one_sentence(groupwise, tmp_path):
+    result = groupwise("generate", tmp_path / "nothing", "Hello?")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+class Parrot:
+    """An engine that says what it was asked, in two pieces, and remembers prompt and settings."""
+
+    def __init__(self):
+        self.prompts, self.settings = [], []
+
+    def stream(self, prompt, settings, *, seed, on_text):
+        self.prompts.append(prompt.text)
+        self.settings.append(settings)
+        text = prompt.messages[-1]["content"].upper()
+        on_text(text[:2])
+        on_text(text[2:])
+        return Completion(text, (1,), (0.0,), "stop")
+
+
+@pytest.fixture
+def speaker(tiny_model):
+    from types import SimpleNamespace
+
+    from transformers import AutoTokenizer
+
+    policy = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tiny_model), context_length=200, name="parrot")
+    return Speaker(policy, Parrot(), PromptConfig(), "Be brief.", SamplingSettings(50), 0)
+
+
+def test_a_conversation_remembers_until_it_is_told_to_forget(speaker, monkeypatch):
+    typed = iter(["first", "second", "/new", "third", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    out = io.StringIO()
+    converse(speaker, out)
+    first, second, third = speaker.engine.prompts
+    assert "Be brief." in first
+    assert "first" in second
+    assert "FIRST" in second
+    assert "first" not in third
+    assert out.getvalue().count("FIRST\n") == 1
+    assert "SECOND" in out.getvalue()
+
+
+def test_a_conversation_ends_with_the_input(speaker, monkeypatch):
+    def end(_):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    converse(speaker, io.StringIO())
+
+
+def test_the_answer_is_limited_to_what_the_context_leaves(speaker):
+    speaker.answer("x" * 120, io.StringIO())
+    length = len(speaker.policy.tokenizer(speaker.engine.prompts[0])["input_ids"])
+    assert speaker.engine.settings[0].max_tokens == 200 - length < 50
+
+
+def test_a_full_conversation_is_forgotten_and_goes_on(speaker, monkeypatch):
+    typed = iter(["x" * 120, "y" * 100, "z", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    out = io.StringIO()
+    converse(speaker, out)
+    assert "the conversation was forgotten" in out.getvalue()
+    assert len(speaker.engine.prompts) == 2
+    assert "x" not in speaker.engine.prompts[1]
+
+
+def test_a_terminal_is_not_steered_by_what_a_model_says(speaker):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    answer_lines(speaker, ["ab\x1b[2J"], out)
+    assert "\x1b" not in out.getvalue()
+    raw = io.StringIO()
+    answer_lines(speaker, ["ab\x1b[2J"], raw)
+    assert "\x1b" in raw.getvalue()
+
+
+@pytest.mark.parametrize("named", ["run", "run/final_model"])
+def test_a_model_that_a_run_made_is_used_with_that_run_s_settings(run_folder, named):
+    config, source = settings_for_model(str(run_folder.parent / named))
+    assert source == run_folder / "config.yaml"
+    assert config.model.name == str(run_folder / "final_model")
+    assert (config.model.revision, config.prompt.system, config.prompt.style) == (None, "boxed", "plain")
+
+
+def test_another_model_is_used_with_the_defaults(tiny_model):
+    config, source = settings_for_model(str(tiny_model), ["evaluation.problems=3"])
+    assert source is None
+    assert config == load_config(None, [f"model.name={tiny_model}", "evaluation.problems=3"])
+
+
+def test_eval_prints_json_and_nothing_else_to_standard_output(groupwise, tiny_model, problems):
+    words = [tiny_model, "--data", problems, "model.dtype=float32", "rollout.max_completion_tokens=6", "--json"]
+    result = groupwise("eval", *words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["model"] == str(tiny_model)
+    assert [(row["mode"], row["n"]) for row in found["evaluations"]] == [("sampled", 12), ("greedy", 12)], "the whole file"
+    for row in found["evaluations"]:
+        low, high = row["strict_interval"]
+        assert -1e-9 <= low - 1e-9 <= row["strict_accuracy"] <= high + 1e-9 <= 1 + 1e-9
+
+
+def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
+    result = groupwise("eval", run_folder, "evaluation.modes=[greedy]")
+    assert result.exit_code == 0, result.output
+    assert "strict" in result.stdout
+    assert "greedy" in result.stdout
+    assert "settings from" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("data", "source", "eval_source", "eval_split"),
+    [
+        ("gsm8k:test", "gsm8k", "gsm8k", "test"),
+        ("arithmetic", "arithmetic", None, None),
+        ("owner/name", "owner/name", "owner/name", None),
+    ],
+)
+def test_data_says_what_is_judged(data, source, eval_source, eval_split):
+    from groupwise.cli.evaluate import _data_overrides
+
+    chosen = load_config("gsm8k-0.5b", _data_overrides(data)).data
+    assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)
+
+
+def test_inspect_shows_rows_prompts_lengths_and_bad_answers(groupwise, tiny_model, problems):
+    with problems.open("a", encoding="utf-8") as out:
+        out.write('{"question": "and this?", "answer": ""}\n')
+    found = json.loads(groupwise("data", "inspect", problems, "--model", tiny_model, "--rows", "2", "--json").stdout)
+    assert (found["rows"], found["usable"], found["bad_rows"]["count"]) == (13, 12, 1)
+    assert len(found["examples"]) == 2
+    shown = groupwise("data", "inspect", problems, "--model", tiny_model, "--rows", "2").stdout
+    assert "13 rows, 12 usable" in shown
+    assert found["examples"][1]["prompt"] in shown
+    assert "sums.jsonl line 13" in shown
+    assert "1 rows cannot be used" in shown
+
+
+def test_inspect_refuses_a_source_that_is_not_there(groupwise, tiny_model):
+    result = groupwise("data", "inspect", "nowhere.csv", "--model", tiny_model)
+    assert result.exit_code == 2
+    assert "nowhere.csv" in result.stderr
+
+
+def test_prepare_writes_a_folder_that_train_takes(groupwise, small, problems, tmp_path):
+    out = tmp_path / "prepared"
+    counted = json.loads(groupwise("data", "prepare", problems, out, "data.holdout=3", "--json").stdout)
+    assert (counted["train"], counted["held_out"]) == (9, 3)
+    result = groupwise("train", "quickstart", *small, f"data.source={out}", "--dry-run")
+    assert "9 training problems, 3 held out" in result.stdout
+    found = json.loads(
+        groupwise("eval", small[0].partition("=")[2], "--data", out, "rollout.max_completion_tokens=4", "--json").stdout
+    )
+    assert found["evaluations"][0]["n"] == 3
