@@ -86,7 +86,9 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             if name in merged:
                 if type(merged[name]) is not type(metric):
-                    raise TypeError(f"metric {name!r} is reduced both as {type(merged[name]).__name__} and {type(metric).__name__}")
+                    raise TypeError(
+                        f"metric {name!r} is reduced both as {type(merged[name]).__name__} and {type(metric).__name__}"
+                    )
                 merged[name] = merged[name] + metric  # type: ignore[operator]
             else:
                 merged[name] = metric

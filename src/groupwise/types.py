@@ -1,6 +1,6 @@
 """The records that flow through groupwise. Frozen, plain Python, no torch: every other room may import this one.
 
-    Problem --render--> Prompt --engine--> Completion x G --rewards--> Group --advantages, packing--> update
+Problem --render--> Prompt --engine--> Completion x G --rewards--> Group --advantages, packing--> update
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def train(
     from groupwise.training.loop import train as run_training
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = run_training(config, run_folder=run_folder)
+        result = run_training(config, recipe=Path(source).stem, run_folder=run_folder)
     if as_json:
         from groupwise.cli.show import print_json
 

@@ -45,9 +45,7 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(
-        self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]
-    ) -> Completion:
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """One completion, with ``on_text`` called with each new piece of text: for a person who reads along."""
         ...
 

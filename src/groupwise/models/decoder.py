@@ -9,7 +9,7 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.models.attention import packed_attention
-from groupwise.models.layout import Packed
+from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import token_logprobs
 from groupwise.models.ops import head_norm, rms_norm, swiglu
 
@@ -88,7 +88,9 @@ class Decoder:
         attention: ``blocked``, ``sdpa`` or ``auto`` (see ``models/attention.py``).
     """
 
-    def __init__(self, model: Any, *, trainable: bool = True, gradient_checkpointing: bool = False, attention: str = "auto") -> None:
+    def __init__(
+        self, model: Any, *, trainable: bool = True, gradient_checkpointing: bool = False, attention: str = "auto"
+    ) -> None:
         reason = why_unsupported(model)
         assert reason is None, reason
         config, trunk = model.config, model.model
@@ -191,6 +193,10 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and output head: ``[B, D]`` to ``[B, V]`` in the weights' dtype. For sampling only."""
         return linear(rms_norm(x, self.final_norm, self.epsilon), self.head)
+
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Packed:
+        """A batch from ``(prompt ids, [completion ids, ...])`` pairs."""
+        return pack(groups).to(self.device)
 
     def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""

@@ -38,8 +38,7 @@ def only_from_cache(name: str, revision: str | None) -> bool:
     except Exception as error:  # no network, offline mode, a Hub in trouble: httpx's or requests' errors, by the client's release
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return True
-        reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"model {name!r} is neither a folder here nor in the local Hub cache, and the Hub cannot be reached "
-            f"({type(error).__name__}: {reason}): check the network, or name a model folder or the built-in model"
+            f"({type(error).__name__}): check the network, or name a model folder or the built-in model"
         ) from error

@@ -13,7 +13,8 @@ The last token of a completion is predicted but predicts nothing, so it is not a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,15 +69,13 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         if device.type == "cpu":
             return self
-        moved = {name: getattr(self, name) for name in self.__slots__}
-        blocks = tuple(
-            AttentionBlock(
-                b.sequences, b.queries, b.keys, b.offset, b.query_rows.to(device), b.key_rows.to(device),
-                None if b.query_valid is None else b.query_valid.to(device), b.prefix,
-            )
-            for b in self.blocks
-        )  # fmt: skip
-        return Packed(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()} | {"blocks": blocks})
+        return replace(self, **_moved(self, device), blocks=tuple(replace(b, **_moved(b, device)) for b in self.blocks))
+
+
+def _moved(record: Any, device: torch.device) -> dict[str, Any]:
+    """The tensors among a record's fields, on ``device``."""
+    found = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: value.to(device, non_blocking=True) for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def _blocks(starts: Sequence[int], lengths: Sequence[int], prefix: tuple[int, int] | None) -> list[AttentionBlock]:

@@ -61,6 +61,10 @@ class Trackers:
     def evaluation(self, result: EvaluationResult) -> None:
         self.each(lambda sink: sink.evaluation(result))
 
+    def say(self, sentence: str, style: str = "") -> None:
+        """One sentence for the person at the terminal, such as a note on a setting; sinks that are files do without."""
+        self.each(lambda sink: sink.print(sentence, style, wrap=True) if isinstance(sink, ConsoleTracker) else None)
+
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         self.each(lambda sink: sink.show_summary(summary) if isinstance(sink, ConsoleTracker) else None)
 

@@ -184,18 +184,25 @@ class _Batch:
         self._take(tokens.tolist(), logprobs.tolist(), starting)
 
     def _prefill(self, groups: list[_Pending]) -> None:
-        while groups:
-            part, total = [], 0
-            while groups and (not part or total + len(groups[0].prompt.token_ids) <= _PREFILL_TOKENS):
-                part.append(groups.pop(0))
-                total += len(part[-1].prompt.token_ids)
-            packed = pack_prompts([g.prompt.token_ids for g in part]).to(self.decoder.device)
-            lengths = [len(g.prompt.token_ids) for g in part]
-            starts = [sum(lengths[:i]) for i in range(len(lengths))]
-            slots = [g.slot for g in part]
-            hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, starts, lengths, slots))
-            for group, last in zip(part, hidden.index_select(0, packed.last_rows), strict=True):
-                group.last_hidden = last
+        """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
+        part: list[_Pending] = []
+        for group in groups:
+            tokens = sum(len(g.prompt.token_ids) for g in part)
+            if part and tokens + len(group.prompt.token_ids) > _PREFILL_TOKENS:
+                self._prefill_part(part)
+                part = []
+            part.append(group)
+        if part:
+            self._prefill_part(part)
+
+    def _prefill_part(self, groups: list[_Pending]) -> None:
+        packed = pack_prompts([g.prompt.token_ids for g in groups]).to(self.decoder.device)
+        lengths = [len(g.prompt.token_ids) for g in groups]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        slots = [g.slot for g in groups]
+        hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, starts, lengths, slots))
+        for group, last in zip(groups, hidden.index_select(0, packed.last_rows), strict=True):
+            group.last_hidden = last
 
     def _take(self, tokens: list[int], logprobs: list[float], rows: list[_Row]) -> None:
         """Append sampled tokens to ``rows`` and let those that ended leave."""

@@ -1,0 +1,160 @@
+"""Sampling through a model's own module and the library's KV cache: for any causal LM of transformers.
+
+Prompts are padded on the left and decoded together; sequences that end leave the batch once half of it has ended. Seeds, stopping
+and log-probabilities are as in the built-in engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.types import Completion, Prompt
+
+__all__ = ["TransformersEngine"]
+
+
+class TransformersEngine:
+    """Implements ``groupwise.engines.base.Engine`` over ``model(...)`` with ``past_key_values``.
+
+    Args:
+        max_rows: completions decoded at once; the samples do not depend on it.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 64) -> None:
+        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.end_token_ids = frozenset(end_token_ids)
+        self.policy_version = 0
+
+    def refresh(self, policy_version: int) -> None:
+        """The module's weights are the trained ones, so only the version is noted."""
+        self.policy_version = policy_version
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        *,
+        seed: int,
+        scope: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[tuple[Completion, ...]]:
+        """See ``Engine.sample``."""
+        jobs = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
+        jobs.sort(key=lambda job: -len(prompts[job[0]].token_ids))  # alike lengths together: less padding
+        done: list[dict[int, Completion]] = [{} for _ in prompts]
+        finished = tokens = 0
+        for start in range(0, len(jobs), self.max_rows):
+            part = jobs[start : start + self.max_rows]
+            sequences = [
+                _Sequence(prompts[i], sample, seed_key(seed, scope, prompts[i].problem.id, sample)) for i, sample in part
+            ]
+            for _ in self._decode(sequences, settings):
+                tokens += sum(not s.ended for s in sequences)
+                if on_progress:
+                    on_progress(finished + sum(s.ended for s in sequences), tokens)
+            finished += len(part)
+            for (index, sample), sequence in zip(part, sequences, strict=True):
+                done[index][sample] = self._completion(sequence)
+        if on_progress:
+            on_progress(finished, tokens)
+        return [tuple(group[k] for k in sorted(group)) for group in done]
+
+    @torch.no_grad()
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """See ``Engine.stream``."""
+        sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0))
+        shown = ""
+        for _ in self._decode([sequence], settings):
+            text = self._text(sequence.tokens)
+            if text.startswith(shown) and not text.endswith("\ufffd"):
+                on_text(text[len(shown) :])
+                shown = text
+        completion = self._completion(sequence)
+        on_text(completion.text[len(shown) :])
+        return completion
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        return Completion(
+            text=self._text(sequence.tokens),
+            token_ids=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs),
+            finish_reason="stop" if sequence.tokens[-1] in self.end_token_ids else "length",
+            sample=sequence.sample,
+            policy_version=self.policy_version,
+        )
+
+    def _decode(self, sequences: list[_Sequence], settings: SamplingSettings) -> Iterator[None]:
+        """Sample until every sequence has ended, yielding after each token."""
+        device = self.model.device
+        training = self.model.training
+        self.model.eval()  # gradient checkpointing, which takes the cache away, acts in training mode alone
+        try:
+            alive = list(sequences)
+            inputs, mask = _left_padded([s.prompt.token_ids for s in alive], device)
+            keys = torch.tensor([s.key for s in alive], device=device)
+            draw: Draw | None = None
+            cache: Any = None
+            position = 0
+            while alive:
+                out = self.model(
+                    input_ids=inputs,
+                    attention_mask=mask,
+                    position_ids=(mask.cumsum(1) - 1).clamp_(min=0)[:, -inputs.shape[1] :],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                logits, cache = out.logits[:, -1], out.past_key_values
+                draw = draw or Draw(settings, logits.shape[1], device)
+                tokens, logprobs = draw(logits, keys, torch.full_like(keys, position))
+                position += 1
+                for sequence, token, logprob in zip(alive, tokens.tolist(), logprobs.tolist(), strict=True):
+                    sequence.take(token, logprob, token in self.end_token_ids or position == settings.max_tokens)
+                yield
+                keep = [i for i, s in enumerate(alive) if not s.ended]
+                inputs, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+                if not keep:
+                    break
+                if len(keep) <= len(alive) // 2 and hasattr(cache, "batch_select_indices"):
+                    index = torch.tensor(keep, device=device)
+                    cache.batch_select_indices(index)
+                    alive, inputs, mask, keys = [alive[i] for i in keep], inputs[index], mask[index], keys[index]
+        finally:
+            self.model.train(training)
+
+
+class _Sequence:
+    """One completion on its way."""
+
+    def __init__(self, prompt: Prompt, sample: int, key: int) -> None:
+        self.prompt, self.sample, self.key = prompt, sample, key
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.ended = False
+
+    def take(self, token: int, logprob: float, ends: bool) -> None:
+        """Append a token, unless the sequence has ended and only waits in the batch."""
+        if not self.ended:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.ended = ends
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(p) for p in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)

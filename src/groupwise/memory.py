@@ -1,0 +1,39 @@
+"""Memory that is reused: what the C library does with freed memory, and how much the process has needed at its peak."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+
+__all__ = ["keep_freed_memory", "peak_memory_bytes"]
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory for the next allocation instead of giving it back to the system.
+
+    A training step frees and takes the same large blocks again and again. By default each comes fresh from the system, page by
+    page, which on many servers costs more than the arithmetic done in it. The process's size then stays at its peak.
+    ``GROUPWISE_KEEP_MEMORY=0`` leaves the allocator alone. Returns whether the setting was made (glibc on Linux only).
+    """
+    if os.environ.get("GROUPWISE_KEEP_MEMORY", "1") == "0" or not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
+    return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+def peak_memory_bytes(device_type: str = "cpu") -> int:
+    """Peak memory since the start, in bytes: of the accelerator's allocator, or of the whole process on CPU."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,98 @@
+"""Log-probabilities through a model's own module: for architectures that the lean decoder does not cover.
+
+Each completion is computed with its prompt, padded on the right. Slower than group packing and equal to it; parity tests use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.models.logprobs import token_logprobs
+
+__all__ = ["ModuleScorer", "Padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """N completions with their prompts, padded on the right to the longest. Fields as in ``layout.Packed`` where named alike."""
+
+    token_ids: Tensor
+    """``[N, L]``."""
+    attention_mask: Tensor
+    """``[N, L]``, 1 where a token stands."""
+    predict_rows_T: Tensor
+    """Places in the flattened ``[N * L]`` whose output predicts each sampled token."""
+    targets_T: Tensor
+    sequence_T: Tensor
+    lengths_N: Tensor
+
+
+class ModuleScorer:
+    """The same interface as ``Decoder`` for scoring, over any causal LM of transformers."""
+
+    def __init__(self, model: Any, *, trainable: bool = True) -> None:
+        self.module = model
+        self.device: torch.device = next(model.parameters()).device
+        for parameter in model.parameters():
+            parameter.requires_grad_(trainable)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters())
+
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Padded:
+        """A batch from ``(prompt ids, [completion ids, ...])`` pairs."""
+        rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
+        longest = max(len(p) + len(c) - 1 for p, c in rows)
+        token_ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros_like(token_ids)
+        predict: list[int] = []
+        sequence: list[int] = []
+        for index, (prompt, completion) in enumerate(rows):
+            inputs = prompt + completion[:-1]
+            token_ids[index, : len(inputs)] = torch.tensor(inputs)
+            mask[index, : len(inputs)] = 1
+            first = index * longest + len(prompt) - 1
+            predict.extend(range(first, first + len(completion)))
+            sequence.extend([index] * len(completion))
+        tensors = [token_ids, mask, *(torch.tensor(x) for x in (predict, [t for _, c in rows for t in c], sequence))]
+        lengths = torch.tensor([len(c) for _, c in rows])
+        return Padded(*(t.to(self.device) for t in [*tensors, lengths]))
+
+    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+        """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
+        inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
+        training = self.module.training
+        # Gradient checkpointing acts in training mode alone; dropout, which would too, has no place in a policy ratio.
+        self.module.train(torch.is_grad_enabled() and getattr(self.module, "is_gradient_checkpointing", False))
+        _silence_dropout(self.module)
+        try:
+            head = _plain_head(self.module)
+            if head is None:
+                logits = self.module(**inputs).logits.flatten(0, 1).index_select(0, batch.predict_rows_T)
+                scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
+                return scaled.gather(1, batch.targets_T[:, None])[:, 0]
+            hidden = self.module.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.predict_rows_T)
+            return token_logprobs(hidden, head, batch.targets_T, temperature)
+        finally:
+            self.module.train(training)
+
+
+def _silence_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+
+
+def _plain_head(model: Any) -> Tensor | None:
+    """The output head's weight if logits are just ``hidden @ weight.T``; None if they are scaled, capped or shifted."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    altered = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
+    if altered or type(head) is not nn.Linear or head.bias is not None or model.base_model is model:
+        return None
+    return head.weight

@@ -1,0 +1,59 @@
+"""Choosing how a model is computed: the lean decoder where it applies, else the model's own module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.config.schema import ModelConfig
+from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.load import Policy
+from groupwise.models.module_scorer import ModuleScorer
+
+__all__ = ["Scorer", "copy_weights", "make_reference", "make_scorer"]
+
+
+class Scorer(Protocol):
+    """Log-probabilities of given completions, and the tensors that are trained."""
+
+    module: Any
+    device: torch.device
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every trainable tensor once."""
+        ...
+
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Any:
+        """A batch from ``(prompt ids, [completion ids, ...])`` pairs, with at least ``targets_T``, ``sequence_T``, ``lengths_N``."""
+        ...
+
+    def logprobs(self, batch: Any, temperature: float = 1.0) -> Tensor:
+        """``[T]`` in fp32, differentiable."""
+        ...
+
+
+def make_scorer(policy: Policy, config: ModelConfig) -> Scorer:
+    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself."""
+    if why_unsupported(policy.model) is not None:
+        return ModuleScorer(policy.model)
+    attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
+    return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention)
+
+
+def make_reference(scorer: Scorer) -> Scorer:
+    """A frozen copy of the policy as it is now, computed the same way."""
+    module = copy.deepcopy(scorer.module)
+    if isinstance(scorer, Decoder):
+        return Decoder(module, trainable=False, attention=scorer.attention)
+    return ModuleScorer(module, trainable=False)
+
+
+@torch.no_grad()
+def copy_weights(source: Scorer, target: Scorer) -> None:
+    """Overwrite ``target``'s weights with ``source``'s, in place: how a reference is renewed."""
+    for (_, new), (_, old) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+        old.copy_(new)

@@ -1,0 +1,89 @@
+"""From problems to scored groups: sample G completions for each prompt, and score them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from groupwise.config.schema import RolloutConfig
+from groupwise.data.answers import AnswerStyle, grade
+from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.metrics import Max, Mean, Metric, Sum
+from groupwise.rewards.compose import RewardFailure, RewardSuite
+from groupwise.rewards.functions.format import strict_xml
+from groupwise.types import Completion, Group, Prompt
+
+__all__ = ["Rollout", "collect", "rollout_settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One step's batch: whole groups, scored, and those that could not be."""
+
+    groups: list[Group]
+    failures: list[RewardFailure]
+    sampling_s: float
+    scoring_s: float
+
+    def metrics(self, style: AnswerStyle) -> dict[str, Metric]:
+        """What the completions and their scores look like; names as in ``tracking.metric_table``."""
+        completions = [c for group in self.groups for c in group.completions]
+        lengths = [len(c.token_ids) for c in completions]
+        found: dict[str, Metric] = {
+            "reward/mean": Mean.of(r for g in self.groups for r in g.rewards),
+            "reward/std": Mean.of(statistics.stdev(g.rewards) for g in self.groups),
+            "groups/zero_variance": Mean.of(not g.has_variance for g in self.groups),
+            "groups/failed": Sum(len(self.failures)),
+            "completions/tokens_mean": Mean.of(lengths),
+            "completions/tokens_max": Max(max(lengths, default=0)),
+            "completions/truncated": Mean.of(not c.stopped for c in completions),
+            "completions/stop_rate": Mean.of(c.stopped for c in completions),
+            "accuracy/strict": Mean.of(
+                grade(c.text, g.prompt.problem.answer, style).strict for g in self.groups for c in g.completions
+            ),
+            "time/sample_s": Sum(self.sampling_s),
+            "time/score_s": Sum(self.scoring_s),
+            "speed/sampled_tokens_per_s": Mean(sum(lengths), self.sampling_s),
+        }
+        if style == "xml":
+            found["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.text for c in completions], score=1.0))
+        names = self.groups[0].components if self.groups else ()
+        for name in names:
+            found[f"reward/{name}"] = Mean.of(s for g in self.groups for s in g.components[name] if s is not None)
+        return found
+
+
+def rollout_settings(config: RolloutConfig) -> SamplingSettings:
+    return SamplingSettings(
+        max_tokens=config.max_completion_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+    )
+
+
+def collect(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    rewards: RewardSuite,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Rollout:
+    """Sample ``completions_per_prompt`` completions for each prompt and score every group.
+
+    Raises RewardError where a reward function fails and the config says to stop.
+    """
+    started = time.perf_counter()
+    sampled: list[tuple[Completion, ...]] = engine.sample(
+        prompts,
+        config.completions_per_prompt,
+        rollout_settings(config),
+        seed=seed,
+        scope=f"rollout/step={step}",
+        on_progress=on_progress,
+    )
+    done = time.perf_counter()
+    groups, failures = rewards.score_all(zip(prompts, sampled, strict=True))
+    return Rollout(groups, failures, sampling_s=done - started, scoring_s=time.perf_counter() - done)

@@ -1,0 +1,68 @@
+"""The training loop: GRPO on one screen.
+
+collect G completions a prompt -> score -> group-relative advantages -> pack -> update -> record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from groupwise.config.schema import Config
+from groupwise.rewards.load import RewardFunction
+from groupwise.training.run import StepReport, start
+
+__all__ = ["RunResult", "StepReport", "train"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run leaves: its folder, and the figures of ``summary.json``."""
+
+    folder: Path
+    summary: dict[str, Any]
+
+
+def train(
+    config: Config,
+    *,
+    recipe: str = "run",
+    run_folder: Path | None = None,
+    on_step: Callable[[StepReport], Any] | None = None,
+    rewards: Mapping[str, RewardFunction] | None = None,
+    console: Console | None = None,
+) -> RunResult:
+    """Train a policy as ``config`` says.
+
+    Args:
+        recipe: a name for the run's folder.
+        run_folder: where to write; by default ``runs/<recipe>-<date>-<time>``.
+        on_step: called after each step with a ``StepReport``; returning False ends training early, with evaluation and saving.
+        rewards: your own reward functions by name, beside those of the config.
+        console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
+
+    Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible.
+    """
+    run = start(config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console())
+    with closing(run.trackers):
+        if config.evaluation.at_start:
+            run.evaluate("base")
+        run.warm_start()
+        run.begin_learning()
+        with run.trackers.phase("GRPO", config.training.steps, "steps") as bar:
+            for step in range(config.training.steps):
+                run.renew_reference_if_due(step)
+                rollout = run.collect(step, bar)
+                advantages = run.learn(rollout)
+                bar.advance()
+                if not run.record(step, rollout, advantages, on_step):
+                    break
+                run.evaluate_if_due(step)
+                run.checkpoint_if_due(step)
+        summary = run.finish()
+    return RunResult(run.folder.path, summary)

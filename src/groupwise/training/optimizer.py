@@ -1,0 +1,122 @@
+"""AdamW with fp32 master weights, a global gradient norm, and learning-rate schedules.
+
+bf16 weights have 8 bits of precision: an update below about 1/256 of a weight is rounded away, and at learning rates near 1e-6 most
+are. So the optimiser keeps fp32 masters, adds gradients up in fp32, steps there, and hands the weights a rounded copy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.config.schema import OptimizerConfig
+
+__all__ = ["MasterAdamW", "learning_rate_at"]
+
+
+def learning_rate_at(config: OptimizerConfig, update: int, updates: int) -> float:
+    """Learning rate of optimiser step ``update`` (from 0) of ``updates``: linear warmup, then the schedule."""
+    if update < config.warmup_steps:
+        return config.learning_rate * (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    done = (update - config.warmup_steps) / max(1, updates - config.warmup_steps)
+    share = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)
+
+
+class MasterAdamW:
+    """Owns the masters, the fp32 gradients and AdamW's moments for ``parameters``.
+
+    After each backward pass a parameter's gradient is moved into its fp32 sum and freed, so gradients of several micro-batches add
+    up in fp32 whatever the weights' dtype. For fp32 weights, or with ``master_weights`` off, the weights are their own masters.
+    """
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.names = [name for name, p in parameters if p.requires_grad]
+        self.parameters = [p for _, p in parameters if p.requires_grad]
+        self._hooks: list[Any] = []
+        self.masters: list[Tensor] = [self._master(p) for p in self.parameters]
+        self.adamw = torch.optim.AdamW(
+            self.masters, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay,
+            fused=True,
+        )  # fmt: skip
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype == torch.float32 or not self.config.master_weights:
+            return parameter
+        master = parameter.detach().float()
+        master.grad = torch.zeros_like(master)
+
+        def collect(p: Tensor) -> None:
+            assert master.grad is not None
+            master.grad.add_(p.grad)  # type: ignore[arg-type]
+            p.grad = None
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(collect))
+        return master
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """Clip to the global norm, update masters and weights, and clear gradients.
+
+        Returns the norm before clipping, and whether the update was made: a gradient that is not finite is dropped.
+        """
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))  # type: ignore[arg-type]
+        value = float(norm)
+        finite = math.isfinite(value)
+        if finite:
+            limit = self.config.max_grad_norm
+            if limit is not None and value > limit:
+                torch._foreach_mul_(grads, limit / (value + 1e-6))
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate
+            self.adamw.step()
+            self.publish()
+        self.clear()
+        return value, finite
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the weights, in place."""
+        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def clear(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is master:
+                parameter.grad = None
+            elif master.grad is not None:
+                master.grad.zero_()
+
+    def close(self) -> None:
+        """Let go of the parameters: another optimiser may take them over."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name, for a checkpoint; the tensors are not copies."""
+        out: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                out[f"master.{name}"] = master
+            for key, value in self.adamw.state[master].items():
+                out[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return out
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what ``state`` gave, exactly."""
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                master.copy_(state[f"master.{name}"])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if f"{key}.{name}" in state:
+                    self.adamw.state[master][key] = state[f"{key}.{name}"].clone()
+        self.publish()

@@ -1,0 +1,206 @@
+"""One run's parts, put together: policy, engine, learner, run folder and trackers. The loop's verbs live here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from groupwise.config.schema import Config
+from groupwise.data.order import problems_for_step
+from groupwise.engines import Engine, make_engine
+from groupwise.errors import TrainingError
+from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
+from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.metrics import Max, Mean, Metric, Sum, values
+from groupwise.models.load import Policy, load_policy, save_model
+from groupwise.models.scorer import Scorer, make_scorer
+from groupwise.rewards.load import RewardFunction
+from groupwise.rollout import Rollout, collect
+from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
+from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.learner import Advantages, Learner
+from groupwise.training.setup import Prepared, prepare
+from groupwise.training.warm_start import warm_start
+from groupwise.types import Group, Prompt
+
+__all__ = ["Run", "StepReport", "start"]
+
+_MOST_DROPPED = 5
+"""Updates dropped in a row, for gradients that are not finite, after which a run stops."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a callback is told after each step."""
+
+    step: int
+    """From 1."""
+    metrics: Mapping[str, float]
+    groups: Sequence[Group]
+    advantages: Advantages
+
+
+@dataclass
+class Run:
+    """Everything a training run consists of while it lasts."""
+
+    config: Config
+    recipe: str
+    prepared: Prepared
+    folder: RunFolder
+    trackers: Trackers
+    policy: Policy
+    scorer: Scorer
+    engine: Engine
+    started: float
+    learner: Learner | None = None
+    evaluations: list[Evaluation] = field(default_factory=list)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    step_started: float = 0.0
+
+    @property
+    def style(self) -> Any:
+        return self.prepared.answer_style
+
+    def evaluate(self, stage: str) -> None:
+        """Judge the policy on the held-out problems in every mode, if there are any."""
+        if not self.prepared.held_out_prompts:
+            return
+        results = evaluate_stage(
+            self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style, trackers=self.trackers
+        )
+        for result in results:
+            self.folder.write_records(stage, result.mode, result.records)
+        self.evaluations.extend(results)
+
+    def warm_start(self) -> None:
+        settings = self.config.warm_start
+        if settings.steps == 0:
+            return
+        with self.trackers.phase("warm start", settings.steps, "steps") as bar:
+            warm_start(
+                self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
+                on_step=lambda _, loss: bar.advance(loss=loss),
+            )  # fmt: skip
+        self.engine.refresh(0)
+        if self.config.evaluation.at_start:
+            self.evaluate("warm_start")
+
+    def begin_learning(self) -> Learner:
+        """The optimiser and the reference, which is the policy as GRPO finds it."""
+        self.learner = Learner(self.scorer, self.config)
+        return self.learner
+
+    def renew_reference_if_due(self, step: int) -> None:
+        """Outer iterations: ``reference_updates`` of them, equally long, each starting with a reference that is the policy."""
+        outer, steps = self.config.algorithm.reference_updates, self.config.training.steps
+        if self.learner and step > 0 and step * outer // steps != (step - 1) * outer // steps:
+            self.learner.renew_reference()
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """The step's problems; a function of seed and step alone."""
+        available = self.prepared.train_prompts
+        indices = problems_for_step(
+            len(available), self.config.rollout.prompts_per_step, step, self.config.training.seed, self.config.data.shuffle
+        )
+        return [available[i] for i in indices]
+
+    def collect(self, step: int, bar: Phase) -> Rollout:
+        """Sample and score the step's groups."""
+        self.step_started = time.perf_counter()
+        rollout = collect(
+            self.engine, self.prompts(step), self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
+            on_progress=lambda finished, tokens: bar.advance(0, completions=finished),
+        )  # fmt: skip
+        for failure in rollout.failures:
+            self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
+        self.metrics = rollout.metrics(self.style)
+        return rollout
+
+    def learn(self, rollout: Rollout) -> Advantages:
+        """Update the policy, and tell the engine."""
+        assert self.learner is not None
+        if not rollout.groups:
+            return []
+        advantages, found = self.learner.learn(rollout.groups)
+        self.metrics |= found
+        self.engine.refresh(self.learner.updates)
+        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
+            raise TrainingError(
+                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
+                "optimizer.learning_rate, or look at the last completions and rewards in the run's folder"
+            )
+        return advantages
+
+    def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
+        """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
+        assert self.learner is not None
+        learnt = self.metrics.pop("speed/learnt_tokens", None)
+        if learnt is not None:
+            passes = learnt.value * self.config.algorithm.updates_per_batch
+            self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
+        self.metrics |= {
+            "time/step_s": Sum(time.perf_counter() - self.step_started),
+            "memory/peak_gib": Max(peak_memory_bytes(self.scorer.device.type) / 2**30),
+            "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
+            "progress/policy_version": Max(self.learner.updates),
+        }
+        numbers = values(self.metrics)
+        self.trackers.step(step + 1, numbers)
+        self.trackers.completions(step + 1, rollout.groups, advantages)
+        return on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages)) is not False
+
+    def checkpoint_if_due(self, step: int) -> None:
+        every = self.config.output.checkpoint_every
+        if self.learner and every and (step + 1) % every == 0:
+            save_checkpoint(
+                self.folder.checkpoints, step + 1, self.policy, self.learner, keep=self.config.output.keep_checkpoints
+            )
+
+    def evaluate_if_due(self, step: int) -> None:
+        every = self.config.evaluation.every
+        if every and (step + 1) % every == 0 and step + 1 < self.config.training.steps:
+            self.evaluate(f"step-{step + 1}")
+
+    def finish(self) -> dict[str, Any]:
+        """Judge and save the trained model, and write what the run came to."""
+        self.evaluate("final")
+        save_model(self.policy, self.folder.final_model)
+        summary = build_summary(
+            self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
+            folder=self.folder.path, final_model=self.folder.final_model,
+            extra={"peak_memory_gib": round(peak_memory_bytes(self.scorer.device.type) / 2**30, 3)},
+        )  # fmt: skip
+        self.folder.write_summary(summary)
+        self.trackers.show_summary(summary)
+        return summary
+
+
+def start(
+    config: Config,
+    *,
+    recipe: str = "run",
+    run_folder: Path | None = None,
+    rewards: Mapping[str, RewardFunction] | None = None,
+    console: Console | None = None,
+) -> Run:
+    """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
+    keep_freed_memory()
+    started = time.perf_counter()
+    if config.training.threads:
+        torch.set_num_threads(config.training.threads)
+    prepared = prepare(config, rewards)
+    folder = RunFolder.create(config, run_folder, recipe)
+    trackers = make_trackers(config, folder, console)
+    for note in prepared.notes:
+        trackers.say(f"Note: {note}", "dim")
+    policy = load_policy(config.model)
+    scorer = make_scorer(policy, config.model)
+    engine = make_engine(policy, config.rollout, scorer)
+    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started)
