@@ -212,3 +212,9 @@ def test_prepare_writes_a_folder_that_train_takes(groupwise, small, problems, tm
         groupwise("eval", small[0].partition("=")[2], "--data", out, "rollout.max_completion_tokens=4", "--json").stdout
     )
     assert found["evaluations"][0]["n"] == 3
+
+
+def test_a_line_knows_nothing_of_the_line_before(speaker):
+    answer_lines(speaker, ["one", " ", "two"], io.StringIO())
+    assert len(speaker.engine.prompts) == 2
+    assert "one" not in speaker.engine.prompts[1].casefold()
