@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,19 +50,18 @@ def train(
     """
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
+    from groupwise.config.load import find_source
 
     config = load_config(source, overrides or ())
     fetch_model(config)
     if dry_run:
         _dry_run(config, as_json)
         return
+    from groupwise.cli.show import console, print_json
     from groupwise.training.loop import train as run_training
 
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = run_training(config, recipe=Path(source).stem, run_folder=run_folder)
+    result = run_training(config, recipe=find_source(source).stem, run_folder=run_folder, console=console(stderr=as_json))
     if as_json:
-        from groupwise.cli.show import print_json
-
         print_json({"folder": str(result.folder), "summary": result.summary})
 
 

@@ -21,7 +21,7 @@ from groupwise.config.problems import explain_failure, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["Recipe", "build_config", "dump_config", "load_config", "parse_value", "recipes"]
+__all__ = ["Recipe", "build_config", "dump_config", "find_source", "load_config", "recipes"]
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -146,7 +146,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"{override!r} is not an override, which is written key=value, such as training.steps=10")
     path = _resolve(re.sub(r"\[(\d+)\]", r".\1", key.strip()))
-    return path, parse_value(path, text)
+    return path, _parse_value(path, text)
 
 
 def _resolve(key: str) -> str:
@@ -166,7 +166,7 @@ def _resolve(key: str) -> str:
     raise ConfigError(unknown_key(schema_key))
 
 
-def parse_value(path: str, text: str) -> Any:
+def _parse_value(path: str, text: str) -> Any:
     """The value that ``text`` means for the setting at ``path``: YAML, or the text itself where the setting holds text."""
     if _holds_text(path):
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""

@@ -147,7 +147,7 @@ def make_named(path: Path) -> Path:
 
 def make_default(recipe_name: str) -> Path:
     """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
-    base = f"{slug(Path(recipe_name).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = f"{slug(re.sub(r"[.]ya?ml$", "", Path(recipe_name).name))}-{time.strftime('%Y%m%d-%H%M%S')}"
     attempt = 1
     while True:
         path = Path("runs") / (base if attempt == 1 else f"{base}-{attempt}")
