@@ -147,7 +147,8 @@ def make_named(path: Path) -> Path:
 
 def make_default(recipe_name: str) -> Path:
     """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
-    base = f"{slug(re.sub(r"[.]ya?ml$", "", Path(recipe_name).name))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe = re.sub(r"\.ya?ml$", "", Path(recipe_name).name)  # not .stem: gsm8k-1.5b-24gb has a dot of its own
+    base = f"{slug(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
     attempt = 1
     while True:
         path = Path("runs") / (base if attempt == 1 else f"{base}-{attempt}")
