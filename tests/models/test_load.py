@@ -1,0 +1,302 @@
+"""Loading: what is refused before weights are read, what stops a model, and folders that survive a round trip."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import ModelError
+from groupwise.models import hub
+from groupwise.models.embedded import EMBEDDED_NAME
+from groupwise.models.folder import mend_folder
+from groupwise.models.load import (
+    Policy,
+    check_model,
+    context_length,
+    end_token_ids,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    resolve_device,
+    save_model,
+)
+
+QWEN_ROWS = 151_936  # embedding rows of the real Qwen2.5 models
+IM_END, ENDOFTEXT = 151_645, 151_643
+
+
+@pytest.fixture(scope="session")
+def qwen_folder_source(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
+    """A very small Qwen2 with the real tokenizer and the real, opinionated generation config."""
+    folder = tmp_path_factory.mktemp("qwen")
+    source = shared_data / "qwen2.5-tokenizer"
+    config = AutoConfig.from_pretrained(source)
+    config.update({"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2})
+    config.update({"num_key_value_heads": 1, "layer_types": ["full_attention"] * 2})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def qwen_folder(qwen_folder_source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(qwen_folder_source, tmp_path / "qwen"))
+
+
+def model_config(name: str | Path, **settings: Any) -> ModelConfig:
+    return ModelConfig(name=str(name), device="cpu", **{"dtype": "float32", **settings})
+
+
+def logits(policy: Policy, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return policy.model(torch.tensor([ids])).logits[0].float()
+
+
+# --- checks before weights -------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_folder_and_the_embedded_name_pass(qwen_folder: Path) -> None:
+    check_model(model_config(qwen_folder))
+    check_model(ModelConfig(name=EMBEDDED_NAME))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def as_lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def with_half_an_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (shutil.rmtree, "does not exist"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "LoRA adapter"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (cut_short, "was cut short"),
+        (as_lfs_pointer, "Git LFS pointer"),
+        (with_half_an_index, r"lacks 1 of the 2 weight files .*model-00002-of-00002"),
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "has no tokenizer"),
+        (lambda folder: change_config(folder, model_type="t5"), "no causal language model"),
+        (lambda folder: change_config(folder, model_type="nonesuch"), "cannot be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_sentence(
+    qwen_folder: Path, damage: Callable[[Path], object], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(qwen_folder)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ModelError, match=complaint) as caught:
+        load_policy(model_config(qwen_folder))
+    assert "\n" not in str(caught.value)
+    assert ": " in str(caught.value)  # a remedy follows
+
+
+def test_a_file_is_not_a_folder(qwen_folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file, not a folder"):
+        check_model(model_config(qwen_folder / "config.json"))
+
+
+@pytest.mark.parametrize("settings", [{"device": "cuda:99"}, {"device": "nonsense"}])
+def test_a_device_that_is_not_there_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ModelError, match=r"model\.device is"):
+        check_model(ModelConfig(**settings))
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_flash_attention_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="flash-attn is not installed"):
+        check_model(ModelConfig(attention="flash_attention_2"))
+
+
+def test_a_hub_name_without_network_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
+    hub.only_from_cache.cache_clear()
+    with pytest.raises(ModelError, match=r"'nobody/nothing' is neither .* nor in the local Hub cache.*cannot be reached"):
+        check_model(model_config("nobody/nothing"))
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "somewhere/config.json")
+    assert hub.only_from_cache("nobody/nothing", None) is True
+
+
+def test_weights_that_do_not_cover_the_architecture_are_refused(qwen_folder: Path) -> None:
+    change_config(qwen_folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match=r"lack 12 tensors of its architecture \(such as model\.layers\.2\."):
+        load_policy(model_config(qwen_folder))
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused(qwen_folder: Path, tiny_qwen2: Callable[..., Any]) -> None:
+    tiny_qwen2().save_pretrained(qwen_folder)
+    with pytest.raises(ModelError, match=r"knows 151665 tokens, but the model embeds only 128"):
+        load_policy(model_config(qwen_folder))
+
+
+# --- what is loaded --------------------------------------------------------------------------------------------------------
+
+
+def test_policy_of_a_folder(qwen_folder: Path) -> None:
+    policy = load_policy(model_config(qwen_folder, dtype="bfloat16", gradient_checkpointing=True))
+    assert policy.end_token_ids == (ENDOFTEXT, IM_END)
+    assert policy.context_length == 32_768
+    assert policy.name == str(qwen_folder)
+    assert policy.device == torch.device("cpu")
+    assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
+    assert policy.model.is_gradient_checkpointing
+    assert not policy.model.training
+    assert all(parameter.requires_grad for parameter in policy.model.parameters())
+    assert policy.model.config._attn_implementation == "sdpa"
+
+
+def test_sampling_settings_of_the_checkpoint_are_dropped(qwen_folder: Path, tmp_path: Path) -> None:
+    theirs = GenerationConfig.from_pretrained(qwen_folder)
+    assert (theirs.top_k, theirs.repetition_penalty) == (20, 1.1)
+    policy = load_policy(model_config(qwen_folder))
+    saved = json.loads((save_model(policy, tmp_path / "saved") / "generation_config.json").read_text())
+    for ours in (policy.model.generation_config.to_diff_dict(), saved):
+        assert not {"temperature", "top_k", "top_p", "repetition_penalty", "do_sample"} & set(ours)
+        assert sorted(ours["eos_token_id"]) == [ENDOFTEXT, IM_END]
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(qwen_folder: Path) -> None:
+    path = qwen_folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": None}))
+    tokenizer = load_tokenizer(model_config(qwen_folder))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == IM_END
+
+
+class TestEndTokens:
+    def test_union_of_all_that_name_one(self) -> None:
+        tokenizer = SimpleNamespace(eos_token_id=5, chat_template=None)
+        config = LlamaConfig(eos_token_id=[7, 5])
+        assert end_token_ids(tokenizer, config, SimpleNamespace(eos_token_id=[2, 9])) == (2, 5, 7, 9)
+        assert end_token_ids(tokenizer, config, SimpleNamespace(eos_token_id=0)) == (0, 5, 7)
+
+    def test_none_at_all(self) -> None:
+        tokenizer = SimpleNamespace(eos_token_id=None, chat_template=None)
+        assert end_token_ids(tokenizer, LlamaConfig(eos_token_id=None), None) == ()
+
+    def test_the_templates_turn_end_counts_although_nothing_declares_it(self, qwen_folder: Path) -> None:
+        path = qwen_folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": "<|endoftext|>"}))
+        tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+        assert tokenizer.eos_token_id == ENDOFTEXT
+        assert end_token_ids(tokenizer, LlamaConfig(eos_token_id=ENDOFTEXT)) == (ENDOFTEXT, IM_END)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+            "{{ raise_exception('only one turn') }}",
+            "{% for m in messages %}{{ m['content'] }} and <|im_end|>{% endfor %}",
+        ],
+    )
+    def test_a_template_that_ends_turns_with_ordinary_text_adds_none(self, qwen_folder: Path, template: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(qwen_folder, eos_token="<|endoftext|>")
+        tokenizer.chat_template = template
+        assert end_token_ids(tokenizer, LlamaConfig(eos_token_id=None)) == (ENDOFTEXT,)
+
+    @pytest.mark.slow
+    def test_of_the_embedded_model(self, embedded_model_folder: Path) -> None:
+        policy = load_policy(ModelConfig(device="cpu"))
+        assert policy.end_token_ids == (2,)
+        assert policy.context_length == 8192
+        assert policy.model.dtype == torch.bfloat16
+
+
+def test_context_length_falls_back_to_the_tokenizers_limit() -> None:
+    bounded, unbounded = SimpleNamespace(model_max_length=700), SimpleNamespace(model_max_length=10**30)
+    none = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+    assert context_length(LlamaConfig(max_position_embeddings=300), bounded) == 300
+    assert context_length(none, bounded) == 700
+    assert context_length(none, unbounded) > 10**6
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_policy_loads_to_the_same_logits_and_the_same_tokens(qwen_folder: Path, tmp_path: Path, dtype: str) -> None:
+    policy = load_policy(model_config(qwen_folder, dtype=dtype))
+    again = load_policy(model_config(save_model(policy, tmp_path / "deep" / "saved"), dtype=dtype))
+    ids = policy.tokenizer("Janet has 1,234 apples.")["input_ids"]
+    assert again.tokenizer("Janet has 1,234 apples.")["input_ids"] == ids
+    torch.testing.assert_close(logits(again, ids), logits(policy, ids), rtol=0, atol=0)
+    turns = [{"role": "user", "content": "2 + 2?"}]
+    rendered = [p.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for p in (policy, again)]
+    assert rendered[0] == rendered[1]
+    assert again.end_token_ids == policy.end_token_ids
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["saved"]  # nothing left aside
+
+
+def test_saving_replaces_a_model_and_spares_other_files(qwen_folder: Path, tmp_path: Path) -> None:
+    policy, target = load_policy(model_config(qwen_folder)), tmp_path / "saved"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    (target / "model-00001-of-00002.safetensors").write_text("of an older save")
+    (target / "model.safetensors.index.json").write_text("{}")
+    save_model(policy, target)
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.mul_(2)
+    save_model(policy, target)
+    assert (target / "notes.txt").read_text() == "mine"
+    assert not list(target.glob("*-of-*")) + list(target.glob("*.index.json"))
+    torch.testing.assert_close(logits(load_policy(model_config(target)), [1, 2, 3]), logits(policy, [1, 2, 3]), rtol=0, atol=0)
+
+
+def test_saving_where_nothing_can_be_written(qwen_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be written"):
+        save_model(load_policy(model_config(qwen_folder)), tmp_path / "file" / "saved")
+
+
+def test_saved_json_is_readable_by_transformers_4_and_5(qwen_folder: Path, tmp_path: Path) -> None:
+    folder = save_model(load_policy(model_config(qwen_folder)), tmp_path / "saved")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == 1_000_000
+    assert config["torch_dtype"] == "float32"
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] not in ("TokenizersBackend", "TokenizersBackendFast")
+    assert not isinstance(tokenizer.get("extra_special_tokens"), list)
+    assert "im_start" in tokenizer["chat_template"]
+    assert load_model_config(model_config(folder)).rope_parameters["rope_theta"] == 1_000_000
+
+
+def test_scaled_rotary_embeddings_are_written_both_ways(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "rope_parameters": {"rope_theta": 500_000.0, **llama3}, "dtype": "bfloat16"})
+    )
+    mend_folder(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == 500_000
+    assert written["rope_scaling"] == llama3
