@@ -246,3 +246,14 @@ def test_importing_the_config_or_the_package_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_s_rewards_exist_and_fit_the_answers_it_asks_for(name):
+    from groupwise.data.prompts import resolve_system
+    from groupwise.rewards.compose import RewardSuite
+
+    config = load_config(name)
+    _, style = resolve_system(config.prompt, config.data)
+    assert style == ("boxed" if name == "polaris-3b" else "xml")
+    assert RewardSuite.from_config(config.rewards, style).notes() == []
