@@ -80,12 +80,12 @@ class Draw:
             scaled.div_(self.settings.temperature)
         if not self.settings.greedy:
             _restrict(scaled, self.settings)
-        top, best = scaled.max(1, keepdim=True)
-        scaled.sub_(top).exp_()
+        greedy = scaled.argmax(1) if self.settings.greedy else None
+        scaled.sub_(scaled.amax(1, keepdim=True)).exp_()
         blocks = weights.view(len(weights), self._blocks, _BLOCK)
         mass = blocks.sum(-1).double().cumsum_(1)
         total = mass[:, -1:]
-        tokens = best[:, 0] if self.settings.greedy else self._invert(blocks, mass, uniforms(keys, positions)[:, None] * total)
+        tokens = self._invert(blocks, mass, uniforms(keys, positions)[:, None] * total) if greedy is None else greedy
         chosen = scaled.gather(1, tokens[:, None])
         return tokens, (chosen.double() / total).log_()[:, 0].float()
 
