@@ -80,6 +80,16 @@ def test_k3_keeps_its_digits_near_the_reference():
     assert kl_per_token(lp, lp + 1e-6, "k3").item() == pytest.approx(5e-13, rel=1e-3)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_survives_fp32(estimator: str):
+    """Training computes in fp32. Near the reference the pull is small, and must not drown in the tangent's slope of 5e8."""
+    d = torch.tensor([-8.0, -1.0, -1e-2, 1e-3, 0.3, 2.0, 19.0])
+    logprobs = torch.full_like(d, -20.0).requires_grad_()
+    found = torch.autograd.grad(kl_per_token(logprobs, d - 20, estimator).sum(), logprobs)[0]
+    expected = {"k1": torch.ones_like(d), "k2": -d, "k3": -torch.expm1(d.double()).float()}[estimator]
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)
+
+
 def test_k3_goes_on_along_its_tangent():
     at = torch.tensor([-MAX_LOG_DIFFERENCE, -MAX_LOG_DIFFERENCE - 1, -2000.0], dtype=torch.float64)
     value = kl_per_token(at, torch.zeros(3, dtype=torch.float64), "k3")

@@ -45,11 +45,12 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """exp(d) - 1 - d with d = log reference - log policy, by ``expm1`` so that it stays exact near the reference.
 
     For d above ``MAX_LOG_DIFFERENCE`` it continues linearly with the slope reached there: large, but finite in value and in
-    gradient, and still pulling the policy back (a clamp would let go of it).
+    gradient, and still pulling the policy back (a clamp would let go of it). The two pieces must not share a gradient path: near
+    the reference the slopes would have to cancel, which fp32 cannot do beside 5e8.
     """
     d_T = reference_logprobs_T - logprobs_T
     near_T = d_T.clamp(max=MAX_LOG_DIFFERENCE)
-    beyond_T = d_T - near_T
+    beyond_T = torch.relu(d_T - MAX_LOG_DIFFERENCE)
     slope = torch.expm1(torch.tensor(MAX_LOG_DIFFERENCE, dtype=torch.float64)).item()
     return torch.expm1(near_T) - near_T + slope * beyond_T
 
