@@ -60,12 +60,13 @@ class Learner:
     def learn(self, groups: Sequence[Group]) -> tuple[Advantages, dict[str, Metric]]:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
-        Advantages and denominators are those of all ``groups``. Groups without variance then take no part in the passes: their
-        advantages are 0. A batch in which no group varies makes no optimiser step.
+        Advantages and denominators are those of all ``groups``. Groups whose advantages are all 0 (under a group baseline: those
+        without variance) then take no part in the passes, unless there is a reference: its KL counts every completion. A batch
+        that has nothing to teach makes no optimiser step.
         """
         rewards = [list(group.rewards) for group in groups]
         advantages = self.objective.advantages(rewards)
-        taught = [i for i, group in enumerate(groups) if group.has_variance or self._penalises_in_reward]
+        taught = [i for i, group in enumerate(advantages) if self.objective.needs_reference or _teaches(group)]
         if not taught:
             return advantages, {}
         micro_batches = self._cut(groups, taught)
@@ -73,15 +74,10 @@ class Learner:
         advantages = self._assign_advantages(micro_batches, rewards, advantages)
         for update in range(self.config.algorithm.updates_per_batch):
             started = time.perf_counter()
-            for micro_batch in micro_batches:
-                found.append(self._backward(micro_batch, first=update == 0))
-            found.append({"time/learn_s": Sum(time.perf_counter() - started)})
-            found.append(self._step())
-        return advantages, merge(found)
-
-    @property
-    def _penalises_in_reward(self) -> bool:
-        return self.objective.kl_in_reward or self.objective.kl_in_token_reward
+            passes = merge(self._backward(micro_batch, first=update == 0) for micro_batch in micro_batches)
+            passes["policy/loss"] = Mean(passes["policy/loss"].value, 1)  # summed over micro-batches, averaged over updates
+            found += [passes, {"time/learn_s": Sum(time.perf_counter() - started)}, self._step()]
+        return advantages, merge(found) | {"optimizer/learning_rate": found[-1]["optimizer/learning_rate"]}
 
     def _cut(self, groups: Sequence[Group], taught: Sequence[int]) -> list[_MicroBatch]:
         everything = [c for group in groups for c in group.completions]
@@ -188,6 +184,10 @@ class Learner:
             "optimizer/dropped_updates": Sum(not made),
             "time/optimizer_s": Sum(time.perf_counter() - started),
         }
+
+
+def _teaches(advantages: Sequence[float]) -> bool:
+    return any(abs(a) > 1e-9 for a in advantages)
 
 
 def _members(micro_batch: _MicroBatch) -> list[tuple[int, int]]:

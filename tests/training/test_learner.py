@@ -1,0 +1,237 @@
+"""One update against a slow loop over single completions, and the invariances that make batch sizes mean one thing."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from slow_grpo import (
+    END,
+    config_of,
+    distance,
+    learner_of,
+    make_groups,
+    present_model,
+    slow_advantages,
+    slow_gradient,
+    slow_logprobs,
+    slow_loss,
+    watch_gradients,
+)
+
+from groupwise.config.schema import Config
+
+REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
+
+
+@pytest.fixture(params=["llama", "qwen2"])
+def model(request, tiny_llama, tiny_qwen2):
+    return {"llama": tiny_llama, "qwen2": tiny_qwen2}[request.param](seed=3)
+
+
+def gradient_of(model, groups, config):
+    learner, _ = learner_of(copy.deepcopy(model), config)
+    seen = watch_gradients(learner)
+    learner.learn(groups)
+    (gradient,) = seen
+    return gradient
+
+
+def test_the_gradient_is_the_slow_loop_s(model):
+    learner, before = learner_of(model, config_of())
+    groups = make_groups(before, REWARDS)
+    seen = watch_gradients(learner)
+    advantages, metrics = learner.learn(groups)
+    loss, _ = slow_loss(before, groups)
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+    assert metrics["policy/loss"].value == pytest.approx(loss.item(), abs=1e-6)
+    for found, rewards in zip(advantages, REWARDS, strict=True):
+        assert found == pytest.approx(slow_advantages(rewards), abs=1e-12)
+
+
+def test_temperature_is_part_of_the_logprobs_that_are_trained(tiny_llama):
+    learner, before = learner_of(tiny_llama(), config_of(rollout={"temperature": 0.7}))
+    groups = make_groups(before, REWARDS, temperature=0.7)
+    seen = watch_gradients(learner)
+    _, metrics = learner.learn(groups)
+    loss, _ = slow_loss(before, groups, temperature=0.7)
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+    assert metrics["policy/sampler_mismatch"].value < 1e-5
+
+
+def test_at_ratio_one_the_gradient_is_reinforce_s(model):
+    learner, before = learner_of(model, config_of())
+    groups = make_groups(before, REWARDS)
+    seen = watch_gradients(learner)
+    learner.learn(groups)
+    loss = 0.0
+    for group in groups:
+        for completion, advantage in zip(group.completions, slow_advantages(group.rewards), strict=True):
+            loss = loss - advantage * slow_logprobs(before, group.prompt.token_ids, completion.token_ids).mean() / 12
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+
+
+def test_later_updates_measure_ratio_clip_and_kl_from_the_policy_that_sampled(tiny_qwen2):
+    """mu = 3 with a rate so high that the clip bites, and a KL to the reference: all of eq. 3 and 4 at once."""
+    settings = {"updates_per_batch": 3, "beta": 0.3, "epsilon": 0.05}
+    config = config_of(algorithm=settings, optimizer={"learning_rate": 3e-3, "max_grad_norm": None})
+    learner, before = learner_of(tiny_qwen2(), config)
+    groups = make_groups(before, REWARDS)
+    models, seen, step = [], watch_gradients(learner), learner.optimizer.step
+
+    def watched(rate):
+        models.append(present_model(learner, before))
+        return step(rate)
+
+    learner.optimizer.step = watched
+    _, metrics = learner.learn(groups)
+    assert len(seen) == 3
+    assert learner.updates == 3
+    shares, losses = [], []
+    for gradient, model in zip(seen, models, strict=True):
+        loss, share = slow_loss(model, groups, old=before, reference=before, beta=0.3, epsilon=0.05)
+        assert distance(gradient, slow_gradient(loss, model)) < 1e-5
+        shares.append(share)
+        losses.append(loss.item())
+    assert shares[0] == 0
+    assert shares[-1] > 0.1, "the clip was to bite"
+    assert metrics["policy/clip_share"].value == pytest.approx(sum(shares) / 3, abs=1e-9)
+    assert metrics["policy/loss"].value == pytest.approx(sum(losses) / 3, abs=1e-6), "the mean over updates, not their sum"
+    assert metrics["policy/sampler_mismatch"].value < 1e-5, "measured at the first update, before the weights moved"
+    with torch.no_grad():
+        deviations = [
+            float((slow_logprobs(models[-1], *ids) - slow_logprobs(before, *ids)).expm1().abs().max())
+            for ids in ((g.prompt.token_ids, c.token_ids) for g in groups for c in g.completions)
+        ]
+    assert metrics["policy/ratio_deviation"].value >= max(deviations) * 0.999 > 0.05
+
+
+def test_the_first_update_is_on_policy_whatever_the_sampler_s_rounding(tiny_llama):
+    """Sampling logprobs that are off by rounding do not enter the ratio; they are measured instead."""
+    learner, before = learner_of(tiny_llama(), config_of())
+    _, metrics = learner.learn([shifted(group) for group in make_groups(before, REWARDS)])
+    assert metrics["policy/ratio_deviation"].value == 0
+    assert metrics["policy/sampler_mismatch"].value == pytest.approx(0.01, abs=1e-5)
+
+
+def shifted(group):
+    completions = tuple(replace(c, logprobs=tuple(x + 0.01 for x in c.logprobs)) for c in group.completions)
+    return replace(group, completions=completions)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("budget", [1, 17, 40, 100])
+def test_the_token_budget_changes_nothing(tiny_qwen2, budget, beta):
+    """A budget of 1 puts every completion into a pass of its own, and 17 and 40 cut groups in the middle."""
+    model = tiny_qwen2(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    whole = gradient_of(model, groups, config_of(algorithm={"beta": beta}))
+    cut = gradient_of(model, groups, config_of(algorithm={"beta": beta}, training={"micro_batch_tokens": budget}))
+    assert distance(cut, whole) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum", "fixed"])
+def test_nor_does_it_under_other_aggregations(tiny_llama, aggregation):
+    model = tiny_llama(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    whole, cut = (
+        gradient_of(model, groups, config_of(algorithm={"aggregation": aggregation}, training={"micro_batch_tokens": budget}))
+        for budget in (8192, 20)
+    )
+    assert distance(cut, whole) < 1e-6
+
+
+def test_the_order_of_groups_changes_nothing(tiny_llama):
+    model = tiny_llama(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    config = config_of(training={"micro_batch_tokens": 30})
+    assert distance(gradient_of(model, groups[::-1], config), gradient_of(model, groups, config)) < 1e-6
+
+
+def test_advantages_are_those_of_whole_groups_even_where_the_budget_cuts_one(tiny_llama):
+    config = config_of(training={"micro_batch_tokens": 1})
+    learner, before = learner_of(tiny_llama(), config)
+    advantages, _ = learner.learn(make_groups(before, REWARDS))
+    assert advantages == [pytest.approx(slow_advantages(rewards)) for rewards in REWARDS]
+
+
+def test_groups_without_variance_count_in_the_denominator_and_are_not_computed(tiny_llama):
+    model = tiny_llama(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    varied = [groups[0], groups[2]]
+    with_flat, without = gradient_of(model, groups, config_of()), gradient_of(model, varied, config_of())
+    assert distance(with_flat, {name: g * 2 / 3 for name, g in without.items()}) < 1e-6
+    learner, _ = learner_of(copy.deepcopy(model), config_of())
+    _, metrics = learner.learn(groups)
+    assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for g in varied for c in g.completions)
+
+
+def test_groups_without_variance_still_feel_the_leash(tiny_llama):
+    """Their advantages are 0, but eq. 3 sums the KL over every completion: with beta above 0 none is left out."""
+    config = config_of(algorithm={"beta": 0.5}, optimizer={"learning_rate": 3e-3})
+    learner, before = learner_of(tiny_llama(), config)
+    groups = make_groups(before, REWARDS)
+    learner.learn(groups)
+    moved = present_model(learner, before)
+    seen = watch_gradients(learner)
+    learner.learn(groups)
+    loss, _ = slow_loss(moved, groups, reference=before, beta=0.5)
+    assert distance(seen[0], slow_gradient(loss, moved)) < 1e-5
+
+
+def test_a_batch_baseline_teaches_from_groups_without_variance(tiny_llama):
+    """Under a baseline over the batch, a group that scored the same throughout still scored better or worse than others."""
+    config = config_of(algorithm={"baseline": "batch_mean", "scale": "none"})
+    learner, before = learner_of(tiny_llama(), config)
+    groups = make_groups(before, [[1.0, 1.0], [0.0, 0.0]])
+    seen = watch_gradients(learner)
+    learner.learn(groups)
+    loss = 0.0
+    for group, advantage in zip(groups, (0.5, -0.5), strict=True):
+        for c in group.completions:
+            loss = loss - advantage * slow_logprobs(before, group.prompt.token_ids, c.token_ids).mean() / 4
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+
+
+def test_a_batch_in_which_no_group_varies_makes_no_update(tiny_llama):
+    learner, before = learner_of(tiny_llama(), config_of())
+    weights = {n: p.detach().clone() for n, p in learner.scorer.named_parameters()}
+    advantages, metrics = learner.learn(make_groups(before, [[1.0, 1.0], [0.0, 0.0]]))
+    assert advantages == [[0.0, 0.0], [0.0, 0.0]]
+    assert metrics == {}
+    assert learner.updates == 0
+    assert all(torch.equal(weights[n], p) for n, p in learner.scorer.named_parameters())
+
+
+def test_the_stop_token_is_trained_though_it_is_the_padding(tiny_llama):
+    """Pad and end are the same id here, as in SmolLM2. A completion that is nothing but its end token is all gradient."""
+    model = tiny_llama()
+    assert model.config.pad_token_id == model.config.eos_token_id == END
+    learner, before = learner_of(model, config_of(optimizer={"learning_rate": 1e-3}))
+    groups = make_groups(before, [[1.0, 0.0]])
+    short, long = groups[0].completions
+    only_end = replace(short, token_ids=(END,), logprobs=(math.log(0.5),), finish_reason="stop")
+    groups = [replace(groups[0], completions=(only_end, long))]
+    prompt = groups[0].prompt.token_ids
+    with torch.no_grad():
+        chance = slow_logprobs(before, prompt, (END,)).item()
+    head = watch_gradients(learner)
+    learner.learn(groups)
+    assert float(head[0]["lm_head.weight"][END].abs().sum()) > 0
+    with torch.no_grad():
+        after = slow_logprobs(present_model(learner, before), prompt, (END,)).item()
+    assert after > chance + 0.01
+
+
+def test_the_learning_rate_follows_the_schedule_and_the_last_is_logged(tiny_llama):
+    config = Config(
+        model={"dtype": "float32"},
+        algorithm={"beta": 0.0, "updates_per_batch": 2},
+        training={"steps": 3},
+        optimizer={"learning_rate": 6e-4, "schedule": "linear"},
+    )
+    learner, before = learner_of(tiny_llama(), config)
+    groups = make_groups(before, REWARDS)
+    logged = [learner.learn(groups)[1]["optimizer/learning_rate"].value for _ in range(3)]
+    assert logged == pytest.approx([5e-4, 3e-4, 1e-4]), "optimiser steps 2, 4 and 6 of 6"
