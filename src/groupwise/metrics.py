@@ -109,4 +109,5 @@ def wilson_interval(successes: float, trials: int, z: float = 1.959963984540054)
     p = successes / trials
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
-    return (max(0.0, centre - half), min(1.0, centre + half))
+    # At 0 and n the bound is 0 and 1 exactly; rounding would leave it a hair beside.
+    return (0.0 if successes == 0 else max(0.0, centre - half), 1.0 if successes == trials else min(1.0, centre + half))

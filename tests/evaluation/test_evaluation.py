@@ -87,6 +87,14 @@ def test_wilson_against_published_values():
         assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
+@pytest.mark.parametrize("trials", range(1, 400, 7))
+def test_wilson_reaches_0_and_1_exactly(trials):
+    low, high = wilson_interval(0, trials)
+    assert low == 0.0
+    assert 0 < high < 1
+    assert wilson_interval(trials, trials) == (pytest.approx(1 - high), 1.0)
+
+
 def test_records_hold_the_whole_case():
     records = {record["problem"]: record for record in judged().records}
     assert list(records) == list(SAID)
