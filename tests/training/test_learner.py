@@ -25,8 +25,11 @@ from groupwise.config.schema import Config
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 
 
-@pytest.fixture(params=["llama", "qwen2"])
+@pytest.fixture(params=["llama", "qwen2", "module"])
 def model(request, tiny_llama, tiny_qwen2):
+    """The last has biases that the lean decoder does not know, so it is computed by its own module."""
+    if request.param == "module":
+        return tiny_llama(seed=3, mlp_bias=True)
     return {"llama": tiny_llama, "qwen2": tiny_qwen2}[request.param](seed=3)
 
 

@@ -16,6 +16,9 @@ from groupwise.config.schema import OptimizerConfig
 
 __all__ = ["MasterAdamW", "learning_rate_at"]
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
+
 
 def learning_rate_at(config: OptimizerConfig, update: int, updates: int) -> float:
     """Learning rate of optimiser step ``update`` (from 0) of ``updates``: linear warmup, then the schedule."""
@@ -112,11 +115,23 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what ``state`` gave, exactly."""
+        """Restore what ``state`` gave, exactly. Weights that are their own masters are the model's to restore.
+
+        Raises ValueError for the state of another model, before anything is changed.
+        """
+        self._check(state)
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if parameter is not master:
                 master.copy_(state[f"master.{name}"])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in state:
-                    self.adamw.state[master][key] = state[f"{key}.{name}"].clone()
+            self.adamw.state[master].update({k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state})
         self.publish()
+
+    def _check(self, state: dict[str, Tensor]) -> None:
+        wanted = {f"master.{n}": p for n, p, m in zip(self.names, self.parameters, self.masters, strict=True) if p is not m}
+        if any(key.startswith("exp_avg.") for key in state):  # before the first update there are no moments yet
+            wanted |= {f"{k}.{n}": p for n, p in zip(self.names, self.parameters, strict=True) for k in _MOMENTS}
+        for key in sorted(wanted.keys() ^ state.keys()):
+            raise ValueError(f"the optimiser's state {'lacks' if key in wanted else 'has an unknown'} {key}")
+        for key, parameter in wanted.items():
+            if not key.startswith("step.") and state[key].shape != parameter.shape:
+                raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(parameter.shape)}")

@@ -1,0 +1,153 @@
+"""The leash: a reference that stays put, is renewed when it should be, and a KL that acts where the config places it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from slow_grpo import config_of, distance, learner_of, make_groups, present_model, slow_gradient, slow_logprobs, watch_gradients
+
+from groupwise.training.run import Run
+
+REWARDS = [[2.0, 0.0, 1.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.0]]
+
+
+def weights_of(scorer):
+    return {name: p.detach().clone() for name, p in scorer.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_beta_0_copies_nothing(tiny_llama, monkeypatch):
+    monkeypatch.setattr("groupwise.training.learner.make_reference", lambda scorer: pytest.fail("a reference was made"))
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.0}))
+    assert learner.reference is None
+    learner.renew_reference()
+    _, metrics = learner.learn(make_groups(before, REWARDS))
+    assert "policy/kl" not in metrics
+    assert "time/reference_s" not in metrics
+
+
+def test_the_reference_stays_while_the_policy_moves_and_is_renewed_exactly(tiny_qwen2):
+    learner, before = learner_of(tiny_qwen2(), config_of(algorithm={"beta": 0.1}, optimizer={"learning_rate": 1e-3}))
+    groups = make_groups(before, REWARDS)
+    start = weights_of(learner.scorer)
+    assert same(weights_of(learner.reference), start)
+    assert not any(p.requires_grad for _, p in learner.reference.named_parameters())
+    first = learner.learn(groups)[1]["policy/kl"].value
+    second = learner.learn(groups)[1]["policy/kl"].value
+    assert first == 0
+    assert second > 1e-4
+    assert same(weights_of(learner.reference), start)
+    assert not same(weights_of(learner.scorer), start)
+    learner.renew_reference()
+    moved = weights_of(learner.scorer)
+    assert same(weights_of(learner.reference), moved)
+    assert learner.learn(groups)[1]["policy/kl"].value == 0
+    assert same(weights_of(learner.reference), moved), "the copy shares no memory with the policy"
+
+
+def test_the_kl_metric_is_the_mean_of_k3_over_tokens(tiny_llama):
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.1}, optimizer={"learning_rate": 3e-3}))
+    groups = make_groups(before, REWARDS)
+    learner.learn(groups)
+    moved = present_model(learner, before)
+    found = learner.learn(groups)[1]["policy/kl"].value
+    with torch.no_grad():
+        pairs = [(g.prompt.token_ids, c.token_ids) for g in groups for c in g.completions]
+        d = torch.cat([slow_logprobs(before, *ids) - slow_logprobs(moved, *ids) for ids in pairs])
+    assert found == pytest.approx(float((d.exp() - d - 1).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("outer", "steps", "due"),
+    [(1, 6, []), (2, 6, [3]), (3, 6, [2, 4]), (6, 6, [1, 2, 3, 4, 5]), (3, 7, [3, 5]), (2, 5, [3]), (4, 100, [25, 50, 75])],
+)
+def test_the_reference_is_renewed_at_the_start_of_each_outer_iteration(outer, steps, due):
+    """Steps from 0; the first iteration begins with the reference that was just made."""
+    renewed = []
+    config = config_of(algorithm={"beta": 0.1, "reference_updates": outer}, training={"steps": steps})
+    run = SimpleNamespace(config=config, learner=SimpleNamespace(renew_reference=lambda: renewed.append(step)))
+    for step in range(steps):
+        Run.renew_reference_if_due(run, step)
+    assert renewed == due
+
+
+def off_reference(model, algorithm, rewards):
+    """A learner whose reference is not its policy, and groups sampled from the policy; the slow policy and reference too."""
+    learner, policy = learner_of(model, config_of(algorithm=algorithm, optimizer={"max_grad_norm": None}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, parameter in learner.reference.named_parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    reference = present_model(SimpleNamespace(scorer=learner.reference), policy)
+    return learner, policy, reference, make_groups(policy, rewards)
+
+
+def slow_k1(policy, reference, groups):
+    """log policy - log reference by group and completion, ``[T]`` each."""
+    with torch.no_grad():
+        return [
+            [
+                slow_logprobs(policy, g.prompt.token_ids, c.token_ids) - slow_logprobs(reference, g.prompt.token_ids, c.token_ids)
+                for c in g.completions
+            ]
+            for g in groups
+        ]
+
+
+@pytest.mark.parametrize("budget", [8192, 25])
+def test_rloo_takes_the_kl_off_the_reward_and_judges_by_the_others(tiny_llama, budget):
+    """arXiv 2402.14740: R = r - beta log(policy / reference), less the mean of the others' R; tokens summed, completions averaged."""
+    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "rloo", "beta": 0.3}, REWARDS)
+    learner.config.training.micro_batch_tokens = budget
+    seen = watch_gradients(learner)
+    advantages, _ = learner.learn(groups)
+    kl, expected, loss = slow_k1(policy, reference, groups), [], 0.0
+    for group, kls in zip(groups, kl, strict=True):
+        returns = [r - 0.3 * float(k.sum()) for r, k in zip(group.rewards, kls, strict=True)]
+        expected.append([r - (sum(returns) - r) / 2 for r in returns])
+        for completion, advantage in zip(group.completions, expected[-1], strict=True):
+            loss = loss - advantage * slow_logprobs(policy, group.prompt.token_ids, completion.token_ids).sum() / 9
+    for found, wanted in zip(advantages, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert max(map(abs, advantages[1])) > 0.01, "a group of equal rewards is told apart by its KL"
+    assert distance(seen[0], slow_gradient(loss, policy)) < 1e-4
+
+
+@pytest.mark.parametrize("budget", [8192, 25])
+def test_reinforce_plus_plus_gives_every_token_the_kl_still_to_come(tiny_llama, budget):
+    """arXiv 2501.03262: A_t = r - beta sum_{i >= t} KL_i, normalised over all tokens of the batch, which weigh the same."""
+    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "reinforce++", "beta": 0.3}, REWARDS)
+    learner.config.training.micro_batch_tokens = budget
+    seen = watch_gradients(learner)
+    advantages, _ = learner.learn(groups)
+    kl = slow_k1(policy, reference, groups)
+    returns = [
+        [r - 0.3 * torch.flip(torch.cumsum(torch.flip(k, [0]), 0), [0]) for r, k in zip(g.rewards, kls, strict=True)]
+        for g, kls in zip(groups, kl, strict=True)
+    ]
+    everything = torch.cat([x for group in returns for x in group])
+    mean, std = everything.mean(), everything.std()
+    loss = 0.0
+    for group, group_returns, found in zip(groups, returns, advantages, strict=True):
+        for completion, x, shown in zip(group.completions, group_returns, found, strict=True):
+            advantage_T = (x - mean) / (std + 1e-4)
+            assert shown == pytest.approx(float(advantage_T.mean()), abs=1e-4)
+            logprobs = slow_logprobs(policy, group.prompt.token_ids, completion.token_ids)
+            loss = loss - (advantage_T * logprobs).sum() / len(everything)
+    assert distance(seen[0], slow_gradient(loss, policy)) < 1e-4
+
+
+def test_kl_in_the_reward_is_measured_from_the_policy_that_sampled(tiny_llama):
+    """The penalty uses the sampling logprobs, so what the sampler recorded shows in the advantages."""
+    learner, _, _, groups = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
+    (group,) = groups
+    first, other = group.completions
+    raised = replace(first, logprobs=tuple(x + 0.5 / len(first.logprobs) for x in first.logprobs))
+    plain, _ = learner.learn([group])
+    learner, _, _, _ = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
+    changed, _ = learner.learn([replace(group, completions=(raised, other))])
+    assert changed[0][0] == pytest.approx(plain[0][0] - 0.5, abs=1e-4)
