@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,8 +20,10 @@ from groupwise.errors import CheckpointError
 from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
 
-__all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["MODEL", "find_checkpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
+MODEL = "model"
+"""The policy's folder inside a checkpoint."""
 _STATE, _OPTIMIZER, _REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
 
 
@@ -30,7 +33,7 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, k
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_model(policy, aside / "model")
+        save_model(policy, aside / MODEL)
         save_file(_own(learner.optimizer.state()), aside / _OPTIMIZER)
         if learner.reference is not None:
             save_file(_own({n: p.data for n, p in learner.reference.named_parameters()}), aside / _REFERENCE)
@@ -56,24 +59,39 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(_complete(folder), key=_step_of, default=None)
 
 
-def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
-    """Restore weights, masters, moments, reference and counters, exactly. Returns the number of steps that are done.
+def find_checkpoint(path: Path) -> Path:
+    """``path`` if it is a checkpoint, else the newest whole one in it or in the ``checkpoints`` of the run's folder that it is.
 
-    Raises CheckpointError when files are missing or belong to another model.
+    Raises CheckpointError where there is none.
+    """
+    found = path if (path / _STATE).is_file() else latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no whole checkpoint: name a run's folder or its checkpoints/step-N, written with output.checkpoint_every"
+        )
+    return found
+
+
+def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
+    """Restore masters, moments, reference and counters, exactly, into a learner whose policy was loaded from the checkpoint's
+    ``MODEL`` folder. Returns the number of steps that are done.
+
+    Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     try:
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+        step, updates = int(state["step"]), int(state["updates"])
         learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
         if learner.reference is not None:
             saved = load_file(checkpoint / _REFERENCE)
             for name, parameter in learner.reference.named_parameters():
                 parameter.data.copy_(saved[name])
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {checkpoint} cannot be read ({error}): it is damaged or belongs to another model; use an earlier one"
         ) from error
-    learner.updates = state["updates"]
-    return int(state["step"])
+    learner.updates = updates
+    return step
 
 
 def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -81,7 +99,7 @@ def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _complete(folder: Path) -> list[Path]:
-    return [p for p in folder.glob("step-*") if (p / _STATE).is_file()]
+    return [p for p in folder.glob("step-*") if (p / _STATE).is_file() and p.name.removeprefix("step-").isdigit()]
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -36,6 +36,7 @@ def train(
     on_step: Callable[[StepReport], Any] | None = None,
     rewards: Mapping[str, RewardFunction] | None = None,
     console: Console | None = None,
+    resume_from: Path | None = None,
 ) -> RunResult:
     """Train a policy as ``config`` says.
 
@@ -45,17 +46,21 @@ def train(
         on_step: called after each step with a ``StepReport``; returning False ends training early, with evaluation and saving.
         rewards: your own reward functions by name, beside those of the config.
         console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
+        resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
+            one that the run would have had. The new run has a folder of its own.
 
     Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible.
     """
-    run = start(config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console())
+    run = start(
+        config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from
+    )
     with closing(run.trackers):
-        if config.evaluation.at_start:
-            run.evaluate("base")
-        run.warm_start()
-        run.begin_learning()
-        with run.trackers.phase("GRPO", config.training.steps, "steps") as bar:
-            for step in range(config.training.steps):
+        if not run.checkpoint:
+            run.evaluate_at_start("base")
+            run.warm_start()
+        done = run.begin_learning()
+        with run.trackers.phase("GRPO", max(0, config.training.steps - done), "steps") as bar:
+            for step in range(done, config.training.steps):
                 run.renew_reference_if_due(step)
                 rollout = run.collect(step, bar)
                 advantages = run.learn(rollout)

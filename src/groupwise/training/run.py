@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import RewardFunction
 from groupwise.rollout import Rollout, collect
 from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
-from groupwise.training.checkpoint import save_checkpoint
+from groupwise.training.checkpoint import MODEL, find_checkpoint, load_checkpoint, save_checkpoint
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.warm_start import warm_start
@@ -59,6 +59,8 @@ class Run:
     scorer: Scorer
     engine: Engine
     started: float
+    checkpoint: Path | None = None
+    """What the run carries on from."""
     learner: Learner | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -79,6 +81,10 @@ class Run:
             self.folder.write_records(stage, result.mode, result.records)
         self.evaluations.extend(results)
 
+    def evaluate_at_start(self, stage: str) -> None:
+        if self.config.evaluation.at_start:
+            self.evaluate(stage)
+
     def warm_start(self) -> None:
         settings = self.config.warm_start
         if settings.steps == 0:
@@ -89,13 +95,20 @@ class Run:
                 on_step=lambda _, loss: bar.advance(loss=loss),
             )  # fmt: skip
         self.engine.refresh(0)
-        if self.config.evaluation.at_start:
-            self.evaluate("warm_start")
+        self.evaluate_at_start("warm_start")
 
-    def begin_learning(self) -> Learner:
-        """The optimiser and the reference, which is the policy as GRPO finds it."""
+    def begin_learning(self) -> int:
+        """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them.
+
+        Returns how many steps are done already.
+        """
         self.learner = Learner(self.scorer, self.config)
-        return self.learner
+        if self.checkpoint is None:
+            return 0
+        done = load_checkpoint(self.checkpoint, self.learner)
+        self.engine.refresh(self.learner.updates)
+        self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}.")
+        return done
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations: ``reference_updates`` of them, equally long, each starting with a reference that is the policy."""
@@ -189,8 +202,10 @@ def start(
     run_folder: Path | None = None,
     rewards: Mapping[str, RewardFunction] | None = None,
     console: Console | None = None,
+    resume_from: Path | None = None,
 ) -> Run:
     """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
+    checkpoint = find_checkpoint(resume_from) if resume_from else None
     keep_freed_memory()
     started = time.perf_counter()
     if config.training.threads:
@@ -200,7 +215,8 @@ def start(
     trackers = make_trackers(config, folder, console)
     for note in prepared.notes:
         trackers.say(f"Note: {note}", "dim")
-    policy = load_policy(config.model)
+    policy = load_policy(config.model.model_copy(update={"name": str(checkpoint / MODEL)} if checkpoint else {}))
+    policy = replace(policy, name=config.model.name)
     scorer = make_scorer(policy, config.model)
     engine = make_engine(policy, config.rollout, scorer)
-    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started)
+    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started, checkpoint)

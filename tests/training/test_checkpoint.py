@@ -1,0 +1,162 @@
+"""What is saved is what is needed: a run that carries on from a checkpoint is the run that was never stopped."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise import train
+from groupwise.errors import CheckpointError
+from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from groupwise.training.run import start
+
+ALGORITHM = {"beta": 0.1, "updates_per_batch": 2, "reference_updates": 2, "epsilon": 0.01}
+TIMES = ("time", "speed", "memory")
+
+
+def metrics_of(folder, first=0):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows[first:]]
+
+
+def completions_of(folder, first_step):
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["step"] >= first_step]
+
+
+def final_weights(folder):
+    return load_file(folder / "final_model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_steps_are_two_and_two_more_bit_for_bit(small_config, letters, quiet, tmp_path, dtype):
+    """With everything that has a state: masters, moments, schedule, a reference that was renewed, two updates a batch. The
+    checkpoint of step 3 is there too; the one asked for is taken."""
+    config = small_config(
+        algorithm=ALGORITHM, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 3},
+        optimizer={"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1},
+    )  # fmt: skip
+    config.model.dtype = dtype
+    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    resumed = train(
+        config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=whole / "checkpoints" / "step-2"
+    ).folder
+    assert [row["step"] for row in metrics_of(resumed)] == [3, 4]
+    assert metrics_of(resumed) == metrics_of(whole, first=2)
+    assert completions_of(resumed, 3) == completions_of(whole, 3)
+    one, other = final_weights(whole), final_weights(resumed)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    same_step = [load_file(f / "checkpoints" / "step-4" / "optimizer.safetensors") for f in (whole, resumed)]
+    assert all(torch.equal(same_step[0][name], same_step[1][name]) for name in same_step[0])
+
+
+def begun(config, letters, quiet, folder, steps=1):
+    """A run, by the loop's own verbs, after ``steps`` steps."""
+    run = start(config, rewards=letters, console=quiet, run_folder=folder)
+    run.begin_learning()
+    with run.trackers.phase("GRPO", steps, "steps") as bar:
+        for step in range(steps):
+            run.learn(run.collect(step, bar))
+    return run
+
+
+def test_a_checkpoint_brings_back_optimiser_reference_and_counters(small_config, letters, quiet, tmp_path):
+    config = small_config(algorithm=ALGORITHM)
+    run = begun(config, letters, quiet, tmp_path / "a")
+    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    fresh = begun(config, letters, quiet, tmp_path / "b", steps=0)
+    assert load_checkpoint(saved, fresh.learner) == 1
+    assert fresh.learner.updates == run.learner.updates == 2
+    one, other = run.learner.optimizer.state(), fresh.learner.optimizer.state()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    pairs = zip(run.learner.reference.named_parameters(), fresh.learner.reference.named_parameters(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def test_nothing_is_pickled_and_the_policy_is_a_model_folder(small_config, letters, quiet, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "run")
+    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}
+    for path in files:
+        load_file(path) if path.suffix == ".safetensors" else path.read_text(encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(saved / "model", dtype=torch.float32)
+    mine = dict(run.policy.model.named_parameters())
+    assert all(torch.equal(p, mine[name]) for name, p in model.named_parameters())
+
+
+def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(small_config, letters, quiet, tmp_path):
+    run = begun(small_config(), letters, quiet, tmp_path / "run")
+    kept = tmp_path / "kept"
+    for step in (2, 9, 10, 11):
+        save_checkpoint(kept, step, run.policy, run.learner, keep=2)
+    assert sorted(path.name for path in kept.iterdir()) == ["step-10", "step-11"], "by number, not by name"
+    (kept / "step-12" / "model").mkdir(parents=True)
+    (kept / ".step-13.partial").mkdir()
+    (kept / "step-final").mkdir()
+    (kept / "step-final" / "state.json").write_text("{}")
+    assert latest_checkpoint(kept) == kept / "step-11"
+    assert find_checkpoint(kept) == kept / "step-11"
+    assert find_checkpoint(kept / "step-10") == kept / "step-10"
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_save_that_was_killed_leaves_the_one_before_and_can_be_repeated(small_config, letters, quiet, tmp_path, monkeypatch):
+    run = begun(small_config(), letters, quiet, tmp_path / "run")
+    kept = tmp_path / "kept"
+    save_checkpoint(kept, 1, run.policy, run.learner, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.training.checkpoint.save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(kept, 2, run.policy, run.learner, keep=1)
+    assert latest_checkpoint(kept).name == "step-1"
+    assert save_checkpoint(kept, 2, run.policy, run.learner, keep=1) == latest_checkpoint(kept)
+    assert [path.name for path in kept.iterdir()] == ["step-2"]
+
+
+def killed(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "optimizer.safetensors").write_bytes(b"x" * 100),
+        lambda folder: (folder / "optimizer.safetensors").write_bytes((folder / "optimizer.safetensors").read_bytes()[:-8]),
+        lambda folder: (folder / "reference.safetensors").unlink(),
+        lambda folder: (folder / "state.json").write_text("{"),
+        lambda folder: (folder / "state.json").write_text('{"step": 1}'),
+        lambda folder: (folder / "state.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_in_one_sentence(small_config, letters, quiet, tmp_path, harm):
+    run = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "run")
+    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    harm(saved)
+    with pytest.raises(CheckpointError, match=r"step-1 cannot be read .*use an earlier one"):
+        load_checkpoint(saved, run.learner)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_any_weights_are_loaded(
+    small_config, letters, quiet, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("groupwise.training.run.load_policy", lambda config: pytest.fail("weights were loaded"))
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume_from=tmp_path / "gone")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_refuses_is_told(small_config, letters, quiet, tmp_path, monkeypatch):
+    run = begun(small_config(), letters, quiet, tmp_path / "run")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("groupwise.training.checkpoint.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
