@@ -1,0 +1,292 @@
+"""Whole runs over a tiny model: what they leave, what they log, what repeats, and what stops them."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from groupwise import train
+from groupwise.config import load_config
+from groupwise.errors import RewardError, TrainingError
+from groupwise.tracking.metric_table import METRICS, describe_metric
+from groupwise.training import run as run_module
+
+UNTIMED = ("time", "speed", "memory")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def repeatable(folder):
+    """Metrics without clocks, and the final weights."""
+    rows = [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in lines_of(folder / "metrics.jsonl")]
+    return rows, load_file(folder / "final_model" / "model.safetensors")
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.fixture
+def go(small_config, letters, quiet, tmp_path):
+    """``go("name", on_step=..., **sections)`` trains into ``tmp_path / name``."""
+
+    def run(name="run", *, functions=letters, console=quiet, on_step=None, recipe="run", **sections):
+        config = small_config(**sections)
+        return train(config, recipe=recipe, rewards=functions, console=console, on_step=on_step, run_folder=tmp_path / name)
+
+    return run
+
+
+def test_a_seed_repeats_a_run_and_another_does_not(go):
+    warm = {"warm_start": {"steps": 2, "examples_per_step": 2}}
+    first = repeatable(go("first", **warm).folder)
+    assert same(repeatable(go("again", **warm).folder), first)
+    other = repeatable(go("other", training={"steps": 2, "seed": 1}, **warm).folder)
+    assert other[0] != first[0]
+    assert not all(torch.equal(other[1][name], first[1][name]) for name in first[1])
+
+
+def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):
+    """The first step's completions are those of the seed whatever the budget and the concurrency."""
+    whole = go("whole")
+    cut = go("cut", training={"steps": 2, "micro_batch_tokens": 40}, rollout={"max_concurrent_sequences": 3})
+    told = [[row["completion"] for row in lines_of(r.folder / "completions.jsonl") if row["step"] == 1] for r in (whole, cut)]
+    assert told[0] == told[1]
+    losses = [lines_of(r.folder / "metrics.jsonl")[0]["optimizer/grad_norm"] for r in (whole, cut)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_folder_holds_the_whole_run(go, small_config, tiny_folder):
+    evaluation = {"modes": ["sampled", "greedy"], "at_start": True, "every": 2}
+    sections = {"training": {"steps": 3}, "evaluation": evaluation, "output": {"checkpoint_every": 2, "log_completions": 2}}
+    result = go(recipe="mine", warm_start={"steps": 1, "examples_per_step": 2}, **sections)
+    folder = result.folder
+    stages = [f"{stage}-{mode}.jsonl" for stage in ("base", "warm_start", "step-2", "final") for mode in ("sampled", "greedy")]
+    assert sorted(path.name for path in (folder / "evaluations").iterdir()) == sorted(stages)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "environment.json", "metrics.jsonl", "completions.jsonl", "evaluations", "checkpoints", "final_model",
+        "summary.json",
+    }  # fmt: skip
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    assert (
+        load_config(folder / "config.yaml").model_dump()
+        == small_config(warm_start={"steps": 1, "examples_per_step": 2}, **sections).model_dump()
+    )
+    assert json.loads((folder / "environment.json").read_text(encoding="utf-8"))["seeds"]["training.seed"] == 0
+    assert [row["step"] for row in lines_of(folder / "metrics.jsonl")] == [1, 2, 3]
+    rows = lines_of(folder / "completions.jsonl")
+    assert len(rows) == 3 * 2 * 4, "two groups a step"
+    assert all(row["reward"] == row["components"]["letters"] for row in rows)
+    assert [row["policy_version"] for row in rows[::8]] == [0, 1, 2]
+    for first in range(0, len(rows), 4):
+        assert sum(row["advantage"] for row in rows[first : first + 4]) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_summary_says_what_the_issue_asks_for(go, tiny_folder):
+    result = go(
+        recipe="mine",
+        warm_start={"steps": 1, "examples_per_step": 2},
+        evaluation={"modes": ["sampled", "greedy"], "at_start": True},
+    )
+    summary = json.loads((result.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary == json.loads(json.dumps(result.summary))
+    assert [row["stage"] for row in summary["evaluations"]] == ["base", "warm_start", "final"]
+    for row in summary["evaluations"] + summary["greedy_evaluations"]:
+        assert row["n"] == 4
+        for name in ("strict_accuracy", "lenient_accuracy", "format_rate", "stop_rate"):
+            assert 0 <= row[name] <= 1
+    assert summary["seconds"] > 0
+    assert summary["recipe"] == "mine"
+    assert summary["model"] == str(tiny_folder)
+    assert summary["comparison"]["before"] == "warm_start"
+    assert summary["comparison"]["n"] == 4
+
+
+def test_the_final_model_is_a_folder_that_transformers_loads(go, tiny_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = go().folder / "final_model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, dict(base.named_parameters())[name])}
+    assert moved == {name for name, _ in base.named_parameters()}, "every tensor was trained"
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True)
+    assert said == "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
+    assert not list(folder.glob("*.bin"))
+
+
+def test_a_callback_sees_every_step_and_may_end_the_run(go):
+    seen = []
+
+    def watch(report):
+        seen.append(report)
+        return report.step < 2
+
+    result = go(on_step=watch, training={"steps": 5}, output={"checkpoint_every": 1})
+    assert [report.step for report in seen] == [1, 2]
+    assert len(seen[0].groups) == len(seen[0].advantages) == 3
+    assert [len(row) for row in seen[0].advantages] == [4, 4, 4]
+    assert seen[0].metrics["reward/mean"] == lines_of(result.folder / "metrics.jsonl")[0]["reward/mean"]
+    assert [row["stage"] for row in result.summary["evaluations"]] == ["final"]
+    assert (result.folder / "final_model" / "model.safetensors").is_file()
+
+
+def test_a_callback_that_returns_nothing_goes_on(go):
+    seen = []
+    go(on_step=seen.append, training={"steps": 3})
+    assert len(seen) == 3
+
+
+def fussy(completions, answer, **columns):
+    """Cannot score problems whose answer ends in 1 or 5, about two in five of the sums."""
+    if answer[0][-1] in "15":
+        raise ValueError("I do not like it")
+    return [float(len(completion[-1]["content"])) for completion in completions]
+
+
+def test_a_failing_reward_is_counted_and_shown_and_its_group_left_out(go, capsys):
+    seen = []
+    result = go(
+        functions={"fussy": fussy},
+        console=Console(width=200, force_terminal=False),
+        on_step=seen.append,
+        training={"steps": 4},
+        rewards={"functions": [{"function": "fussy"}], "on_error": "skip"},
+    )
+    failed = [int(report.metrics["groups/failed"]) for report in seen]
+    assert [len(report.groups) for report in seen] == [3 - count for count in failed]
+    assert 0 < sum(failed) < 12
+    shown = capsys.readouterr().out
+    assert shown.count("I do not like it") == sum(failed)
+    assert "its group is left out" in shown
+    assert [row["groups/failed"] for row in lines_of(result.folder / "metrics.jsonl")] == failed
+
+
+def test_a_step_without_any_group_is_survived(go):
+    def never(completions, **columns):
+        raise ValueError("no")
+
+    sections = {"rewards": {"functions": [{"function": "never"}], "on_error": "skip"}, "algorithm": {"beta": 0.1}}
+    result = go(functions={"never": never}, **sections)
+    rows = lines_of(result.folder / "metrics.jsonl")
+    assert [row["groups/failed"] for row in rows] == [3, 3]
+    assert rows[0]["reward/mean"] is None
+    assert rows[-1]["progress/policy_version"] == 0
+
+
+def test_a_failing_reward_stops_the_run_by_default(go):
+    with pytest.raises(RewardError, match=r"I do not like it.*rewards\.on_error=skip"):
+        go(functions={"fussy": fussy}, training={"steps": 4}, rewards={"functions": [{"function": "fussy"}]})
+
+
+def poison(monkeypatch, bad):
+    """Make the gradient of the updates whose number (from 0) is in ``bad`` not a number."""
+    made, loss = [0], run_module.Learner._backward
+
+    def backward(self, micro_batch, first):
+        found = loss(self, micro_batch, first)
+        if made[0] in bad:
+            self.optimizer.parameters[0].grad.fill_(float("nan"))
+        made[0] += 1
+        return found
+
+    monkeypatch.setattr(run_module.Learner, "_backward", backward)
+
+
+def test_five_updates_in_a_row_that_are_not_finite_stop_the_run(go, monkeypatch, tmp_path):
+    poison(monkeypatch, bad=range(2, 100))
+    with pytest.raises(TrainingError, match="not finite in 5 updates in a row") as caught:
+        go(training={"steps": 20})
+    assert caught.value.exit_code == 1
+    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["optimizer/dropped_updates"] for row in rows] == [0, 0, 1, 1, 1, 1], "the seventh ended it"
+
+
+def test_four_in_a_row_do_not(go, monkeypatch):
+    poison(monkeypatch, bad={0, 1, 2, 3, 5, 6, 7, 8})
+    rows = lines_of(go(training={"steps": 10}).folder / "metrics.jsonl")
+    assert [row["optimizer/dropped_updates"] for row in rows] == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+
+
+def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go, letters):
+    """Over runs that between them use everything: a reference, several updates a batch, several rewards, both answer styles."""
+    logged = set()
+    plain = go("plain").folder
+    full = go(
+        "full",
+        algorithm={"beta": 0.1, "updates_per_batch": 2},
+        rewards={"functions": [{"function": "correctness"}, {"function": "format"}, {"function": "letters", "weight": 2.0}]},
+        prompt={"system": "xml"},
+        rollout={"max_completion_tokens": 4},
+        data={"limit": 8},
+    ).folder
+    for folder in (plain, full):
+        for row in lines_of(folder / "metrics.jsonl"):
+            logged |= row.keys() - {"step", "time_s"}
+    assert [name for name in sorted(logged) if describe_metric(name) is None] == []
+    components = {"reward/correctness", "reward/format", "reward/letters"}
+    assert components <= logged
+    assert (METRICS.keys() - {"reward/<component>"}) - logged == set()
+    assert logged - components == METRICS.keys() - {"reward/<component>"}
+
+
+def test_the_reported_numbers_are_those_of_the_groups(go):
+    seen = []
+    go(on_step=seen.append, rollout={"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 6})
+    for report in seen:
+        completions = [c for g in report.groups for c in g.completions]
+        rewards = [r for g in report.groups for r in g.rewards]
+        m = report.metrics
+        assert m["reward/mean"] == pytest.approx(sum(rewards) / 12)
+        stds = [torch.tensor(g.rewards, dtype=torch.float64).std().item() for g in report.groups]
+        assert m["reward/std"] == pytest.approx(sum(stds) / 3)
+        assert m["completions/tokens_mean"] == sum(len(c.token_ids) for c in completions) / 12
+        assert m["completions/tokens_max"] == max(len(c.token_ids) for c in completions)
+        assert m["completions/stop_rate"] + m["completions/truncated"] == 1
+        assert m["completions/truncated"] == sum(c.finish_reason == "length" for c in completions) / 12
+        assert m["policy/sampler_mismatch"] < 1e-5, "fp32: the sampler and the trainer are one"
+        assert m["policy/ratio_deviation"] == 0
+        logprobs = [x for c in completions for x in c.logprobs]
+        assert m["policy/entropy"] == pytest.approx(-sum(logprobs) / len(logprobs), abs=1e-4)
+    assert [r.metrics["progress/epoch"] for r in seen] == [3 / 18, 6 / 18]
+    assert [r.metrics["progress/policy_version"] for r in seen] == [1, 2]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo"])
+def test_every_preset_runs(go, preset):
+    rows = lines_of(
+        go(algorithm={"preset": preset, "beta": 0.05} if preset == "grpo" else {"preset": preset}).folder / "metrics.jsonl"
+    )
+    assert rows[-1]["progress/policy_version"] == 2
+    assert rows[-1]["optimizer/grad_norm"] > 0
+    assert all(value is not None for row in rows for value in row.values())
+
+
+@pytest.mark.parametrize("engine", ["builtin", "transformers"])
+def test_either_engine_trains_and_they_agree_on_the_numbers(go, engine):
+    rows = lines_of(
+        go(rollout={"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 8, "engine": engine}).folder
+        / "metrics.jsonl"
+    )
+    assert max(row["policy/sampler_mismatch"] for row in rows) < 1e-5
+    assert rows[-1]["progress/policy_version"] == 2
+
+
+def test_bf16_with_gradient_checkpointing_trains(go, small_config, tiny_folder):
+    model = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    result = go(model={"name": str(tiny_folder), "device": "cpu", **model})
+    rows = lines_of(result.folder / "metrics.jsonl")
+    assert rows[-1]["progress/policy_version"] == 2
+    assert rows[0]["policy/sampler_mismatch"] < 0.05, "rounding of bf16 and no more"
+    assert load_file(result.folder / "final_model" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_zero_steps_judge_and_save_the_model_as_it_is(go, tiny_folder):
+    result = go(training={"steps": 0})
+    final, base = (load_file(f / "model.safetensors") for f in (result.folder / "final_model", tiny_folder))
+    assert all(torch.equal(final[name], base[name]) for name in base)
+    assert [row["stage"] for row in result.summary["evaluations"]] == ["final"]

@@ -1,0 +1,90 @@
+"""The warm start: plain supervised steps on worked answers, their end token included."""
+
+import copy
+
+import pytest
+import torch
+from slow_grpo import slow_logprobs
+
+from groupwise.models.load import load_policy
+from groupwise.models.scorer import make_scorer
+from groupwise.training.setup import prepare
+from groupwise.training.warm_start import warm_start, worked_tokens
+
+
+@pytest.fixture
+def begin(small_config):
+    """``begin(**warm_start settings)`` -> config, prompts, policy, scorer."""
+
+    def make(**settings):
+        config = small_config(warm_start=settings, rewards={"functions": [{"function": "correctness"}]})
+        prepared = prepare(config)
+        policy = load_policy(config.model)
+        return config, prepared, policy, make_scorer(policy, config.model)
+
+    return make
+
+
+def run(begin, **settings):
+    config, prepared, policy, scorer = begin(**{"steps": 4, "examples_per_step": 4, "learning_rate": 3e-3, **settings})
+    seen = []
+    warm_start(scorer, prepared.train_prompts, policy.tokenizer, prepared.answer_style, config, lambda *told: seen.append(told))
+    return seen, {name: p.detach().clone() for name, p in scorer.named_parameters()}
+
+
+def test_the_loss_falls_and_is_told_after_each_step(begin):
+    seen, _ = run(begin, steps=30)
+    assert [step for step, _ in seen] == list(range(1, 31))
+    assert seen[0][1] == pytest.approx(torch.tensor(264.0).log().item(), abs=0.2), "a model of small weights is near uniform"
+    assert seen[-1][1] < seen[0][1] - 1
+
+
+def test_the_first_loss_is_the_mean_over_the_step_s_tokens(begin, monkeypatch):
+    """Also when the budget cuts the step into many passes."""
+    config, prepared, policy, scorer = begin(steps=1, examples_per_step=4)
+    before = copy.deepcopy(policy.model).double()
+    config.training.micro_batch_tokens = 1
+    used, losses = [], []
+    monkeypatch.setattr("groupwise.training.warm_start.worked_tokens", lambda *a: used.append(a[0]) or worked_tokens(*a))
+    warm_start(scorer, prepared.train_prompts, policy.tokenizer, "xml", config, lambda step, loss: losses.append(loss))
+    with torch.no_grad():
+        logprobs = [slow_logprobs(before, p.token_ids, worked_tokens(p, "xml", policy.tokenizer)) for p in used]
+    assert len(used) == 4
+    assert losses == [pytest.approx(-torch.cat(logprobs).mean().item(), abs=1e-5)]
+
+
+def test_the_end_token_is_a_target(begin):
+    """The worked answer ends with the end token, and the model becomes likelier to give it there."""
+    config, prepared, policy, scorer = begin(steps=60, examples_per_step=4, learning_rate=1e-2)
+    prompt, tokenizer = prepared.train_prompts[0], policy.tokenizer
+    worked = worked_tokens(prompt, "xml", tokenizer)
+    assert worked[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id
+    assert tokenizer.decode(worked[:-1]) == f"<answer>\n{prompt.problem.answer}\n</answer>"
+
+    def chance():
+        with torch.no_grad():
+            return scorer.logprobs(scorer.prepare([(prompt.token_ids, [worked])]))[-1].exp().item()
+
+    before = chance()
+    warm_start(scorer, prepared.train_prompts, tokenizer, "xml", config)
+    assert before < 0.02
+    assert chance() > 0.2
+
+
+def test_the_seed_decides(begin, small_config):
+    one, weights = run(begin)
+    again, same = run(begin)
+    assert one == again
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    config, prepared, policy, scorer = begin(steps=4, examples_per_step=4, learning_rate=3e-3)
+    config.training.seed = 1
+    losses = []
+    warm_start(scorer, prepared.train_prompts, policy.tokenizer, "xml", config, lambda step, loss: losses.append((step, loss)))
+    assert losses != one
+
+
+def test_no_gradient_and_no_hook_is_left_behind(begin):
+    config, prepared, policy, scorer = begin(steps=1, examples_per_step=2)
+    warm_start(scorer, prepared.train_prompts, policy.tokenizer, "xml", config)
+    assert all(p.grad is None for _, p in scorer.named_parameters())
+    assert not any(p._post_accumulate_grad_hooks for _, p in scorer.named_parameters())
