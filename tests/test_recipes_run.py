@@ -1,0 +1,126 @@
+"""Every recipe shipped runs: two real steps with its own settings on real rows, by a tiny random model of the same architecture.
+
+Only what a small machine cannot do is changed: the weights, the length of completions, and how much is evaluated.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from groupwise import train
+from groupwise.config import load_config
+from groupwise.config.load import recipes
+
+GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu"]
+LESS = {"rollout.max_completion_tokens": 3, "training.steps": 2, "evaluation.problems": 2, "model.device": "cpu"}
+
+
+def varied(completion_ids, **columns):
+    """Something for the groups to differ in: a random model is never right."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_folder(qwen_tokenizer, tmp_path_factory):
+    """``tiny_qwen_folder(tied)``: Qwen2.5 with its real tokenizer and vocabulary, two layers deep and 16 wide."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    def make(tied: bool) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"tiny-qwen-{'tied' if tied else 'untied'}"
+        if not folder.exists():
+            config = Qwen2Config(
+                vocab_size=151936,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=32768,
+                rms_norm_eps=1e-6,
+                bos_token_id=151643,
+                eos_token_id=151645,
+                tie_word_embeddings=tied,
+            )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+            qwen_tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def run(name, changes, folder):
+    """The recipe with ``changes``, and the steps' reports."""
+    config = load_config(name, [f"{key}={'null' if value is None else value}" for key, value in {**LESS, **changes}.items()])
+    seen = []
+    result = train(
+        config, recipe=name, run_folder=folder, rewards={"varied": varied}, on_step=seen.append, console=Console(quiet=True)
+    )
+    return config, result, seen
+
+
+def check(config, result, seen):
+    """Two full batches were sampled, scored by the recipe's own rewards, and learnt from."""
+    assert [report.step for report in seen] == [1, 2]
+    functions = {entry.function for entry in config.rewards.functions}
+    for report in seen:
+        assert len(report.groups) == config.rollout.prompts_per_step
+        assert {len(group.completions) for group in report.groups} == {config.rollout.completions_per_prompt}
+        assert {f"reward/{name}" for name in functions} <= report.metrics.keys()
+        assert report.metrics["optimizer/grad_norm"] > 0
+        assert report.metrics["optimizer/dropped_updates"] == 0
+        assert report.metrics["policy/sampler_mismatch"] < 0.02, "bf16 rounding"
+        assert ("policy/kl" in report.metrics) == (config.algorithm.beta > 0)
+    assert seen[0].metrics.get("policy/kl", 0) == 0
+    assert seen[-1].metrics["progress/policy_version"] == 2 * config.algorithm.updates_per_batch
+    summary = json.loads((result.folder / "summary.json").read_text(encoding="utf-8"))
+    assert [row["stage"] for row in summary["evaluations"]][-1] == "final"
+    assert (result.folder / "final_model" / "model.safetensors").is_file()
+
+
+def test_every_recipe_is_here():
+    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "quickstart"}
+
+
+@pytest.mark.parametrize("name", GSM8K)
+def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, shared_data, tmp_path):
+    changes = {
+        "model.name": tiny_qwen_folder(tied="7b" not in name),
+        "data.source": shared_data / "gsm8k" / "train.jsonl",
+        "data.eval_source": shared_data / "gsm8k" / "test.jsonl",
+        "data.eval_split": None,
+        "data.limit": 600,
+    }
+    config, result, seen = run(name, changes, tmp_path / "run")
+    check(config, result, seen)
+    group = seen[0].groups[0]
+    assert group.prompt.text.startswith("<|im_start|>system\n")
+    assert "<reasoning>" in group.prompt.text
+    assert group.prompt.problem.question in group.prompt.text
+    assert group.prompt.problem.answer.lstrip("-").isdigit()
+
+
+def test_the_polaris_recipe_runs_on_competition_rows(tiny_qwen_folder, shared_data, tmp_path):
+    changes = {
+        "model.name": tiny_qwen_folder(tied=True),
+        "data.source": shared_data / "competition-math" / "train_math.json",
+        "data.limit": 600,
+        "data.holdout": 20,
+        "optimizer.warmup_steps": 1,
+    }
+    config, result, seen = run("polaris-3b", changes, tmp_path / "run")
+    check(config, result, seen)
+    assert "\\boxed{" in seen[0].groups[0].prompt.text
+    assert result.summary["format"] == "boxed"
+
+
+def test_the_quickstart_recipe_runs(tiny_qwen_folder, tmp_path):
+    """On the generator's problems, its warm start included."""
+    changes = {"model.name": tiny_qwen_folder(tied=True), "warm_start.steps": 2, "warm_start.examples_per_step": 2}
+    config, result, seen = run("quickstart", changes, tmp_path / "run")
+    check(config, result, seen)
+    assert [row["stage"] for row in result.summary["evaluations"]] == ["base", "warm_start", "final"]
