@@ -1,0 +1,127 @@
+"""On a GPU at the shapes of Qwen2.5 (random weights, equal lengths): sampling in tokens/s against transformers' `generate`, and
+learning in tokens/s, model FLOPs utilisation and peak memory.
+
+Without CUDA it runs in miniature on the CPU, which shows that it works and nothing more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks.common import Result, finish, median, parser, print_table, quotient
+from benchmarks.shapes import SHAPES
+from benchmarks.workers import Worker, WorkerDied
+
+__all__ = ["main", "run"]
+
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0}
+"""Dense bf16 products with fp32 sums, from the makers' data sheets; boards with lower limits (PCIe) reach less."""
+ROOM = {
+    "0.5b": {"micro_batch_tokens": 32768, "master_weights": True},
+    "1.5b": {"micro_batch_tokens": 16384, "master_weights": True},
+    "7b": {"micro_batch_tokens": 8192, "master_weights": False},
+    "tiny": {"micro_batch_tokens": 256, "master_weights": True},
+}
+"""What one 140 GB device has room for without gradient checkpointing. With fp32 masters, moments and gradients a 7B model would
+take 137 GB before the first activation, so there AdamW works on the bf16 weights."""
+_ROLES = ("ours", "transformers", "learning")
+
+
+def options() -> argparse.ArgumentParser:
+    out = parser("gpu", __doc__)
+    out.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    out.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="by default 0.5b 1.5b 7b on CUDA, tiny elsewhere")
+    out.add_argument("--sequences", type=int, default=256, help="completions at once")
+    out.add_argument("--samples", type=int, default=8, help="completions of each prompt")
+    out.add_argument("--prompt-tokens", type=int, default=256)
+    out.add_argument(
+        "--completion-tokens", type=int, default=256, help="sampled; learnt from are ragged ones, a quarter to all of it"
+    )
+    out.add_argument("--repeats", type=int, default=3, help="measurements of each, after one to warm up")
+    out.add_argument("--micro-batch-tokens", type=int, help="by default what the shape has room for")
+    out.add_argument("--gradient-checkpointing", action="store_true")
+    out.add_argument("--peak-tflops", type=float, help="the device's dense bf16 peak, for utilisation; known for common ones")
+    out.add_argument("--roles", nargs="+", choices=_ROLES, default=list(_ROLES), help="what to measure")
+    return out
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure, print the tables, and return the result (not yet finished)."""
+    on_gpu = args.device.startswith("cuda")
+    if not on_gpu:
+        print("No CUDA here: this is a miniature on the CPU, which shows that the benchmark runs and nothing about speed.")
+        if args.shapes is None:
+            args.sequences, args.samples, args.prompt_tokens, args.completion_tokens = 8, 4, 8, 8
+    shapes = args.shapes or (["0.5b", "1.5b", "7b"] if on_gpu else ["tiny"])
+    peak = args.peak_tflops or _known_peak(on_gpu)
+    details = {shape: {role: _measure(args, shape, role, peak) for role in args.roles} for shape in shapes}
+    _print(details)
+    headline = details["1.5b" if "1.5b" in details else shapes[0]]
+    ours, theirs = (headline.get(role, {}).get("tokens_per_s") for role in ("ours", "transformers"))
+    settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+    return Result("gpu", quotient(ours, theirs), ours, theirs, "tokens/s", {**settings, "peak_tflops": peak}, details)
+
+
+def _known_peak(on_gpu: bool) -> float | None:
+    name = torch.cuda.get_device_name() if on_gpu else ""
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
+def _measure(args: argparse.Namespace, shape: str, role: str, peak: float | None) -> dict[str, Any]:
+    """Medians of one side at one shape, or the reason why there are none (such as too little memory)."""
+    settings = {
+        "role": role, "shape": shape, "device": args.device, "sequences": args.sequences, "samples": args.samples,
+        "prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens,
+        "gradient_checkpointing": args.gradient_checkpointing, **ROOM[shape],
+    }  # fmt: skip
+    if args.micro_batch_tokens:
+        settings["micro_batch_tokens"] = args.micro_batch_tokens
+    try:
+        with Worker("benchmarks.gpu_worker", settings, threads=args.threads) as worker:
+            answers = [worker.ask() for _ in range(1 + args.repeats)][1:]
+    except WorkerDied as error:
+        print(f"{shape}, {role}: not measured. {error}")
+        return {"failed": str(error).splitlines()[-1]}
+    taken = median([a["seconds"] for a in answers])
+    found = {
+        "seconds": taken,
+        "tokens_per_s": answers[0]["tokens"] / taken,
+        "peak_memory_gib": max(a["peak_memory"] for a in answers) / 2**30,
+    }
+    if role == "learning":
+        passes = median([a["forward_backward_s"] for a in answers])
+        found |= {"forward_backward_s": passes, "tflops": answers[0]["flops"] / passes / 1e12, **ROOM[shape]}
+        if peak:
+            found |= {
+                "utilisation": answers[0]["flops"] / passes / peak / 1e12,
+                "utilisation_with_optimiser": answers[0]["flops"] / taken / peak / 1e12,
+            }
+    return found
+
+
+def _print(details: dict[str, Any]) -> None:
+    rows = []
+    for shape, sides in details.items():
+        ours, theirs = sides.get("ours", {}), sides.get("transformers", {})
+        speeds = [ours.get("tokens_per_s"), theirs.get("tokens_per_s")]
+        rows.append([shape, *speeds, quotient(*speeds), ours.get("peak_memory_gib"), theirs.get("peak_memory_gib")])
+    print_table("Sampling, medians", ("shape", "groupwise, tokens/s", "transformers", "ratio", "GiB", "theirs, GiB"), rows)
+    keys = ("tokens_per_s", "forward_backward_s", "tflops", "utilisation", "utilisation_with_optimiser", "peak_memory_gib")
+    rows = [[shape, *(sides.get("learning", {}).get(key) for key in keys)] for shape, sides in details.items()]
+    print_table(
+        "One update (forward, backward, optimiser), medians",
+        ("shape", "tokens/s", "forward + backward, s", "TFLOP/s", "MFU", "MFU with optimiser", "GiB"),
+        rows,
+    )
+
+
+def main() -> None:
+    args = options().parse_args()
+    finish(run(args), args.output)
+
+
+if __name__ == "__main__":
+    main()

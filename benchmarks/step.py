@@ -1,0 +1,141 @@
+"""A whole GRPO step on workload W against TRL: seconds by phase, and peak memory.
+
+Each side lives in a process of its own with the same threads and the same memory settings; they take turns, and change who goes
+first. Two regimes: `natural`, where each side samples its own completions, and `forced`, where TRL's completions are given the very
+lengths that ours have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+from typing import Any
+
+from benchmarks.common import Result, finish, median, parser, print_table, quotient
+from benchmarks.workers import Worker
+from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
+
+__all__ = ["main", "run"]
+
+PHASES = ("sampling", "reference", "forward_backward", "optimiser", "rest")
+_WARM_UP = 1
+
+
+def options() -> argparse.ArgumentParser:
+    out = parser("step", __doc__)
+    out.add_argument("--pairs", type=int, default=5, help="steps of each side in each regime, after one to warm up")
+    out.add_argument("--regimes", nargs="+", choices=("natural", "forced"), default=["natural", "forced"])
+    out.add_argument("--model", default=EMBEDDED_NAME, help="the embedded model, or a folder")
+    out.add_argument("--groups", type=int, default=4, help="prompts")
+    out.add_argument("--completions", type=int, default=8, help="completions of each prompt")
+    out.add_argument("--max-tokens", type=int, default=128, help="longest completion")
+    out.add_argument(
+        "--malloc", choices=("keep", "default"), default="keep", help="glibc told to keep freed memory, or left alone"
+    )
+    out.add_argument("--ours-only", action="store_true", help="leave TRL out")
+    return out
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure, print the table, and return the result (not yet finished)."""
+    model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "role": "step",
+            "model": model,
+            "folder": folder,
+            "workload": {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens},
+        }
+        sides = {"ours": "benchmarks.ours_worker"}
+        if not args.ours_only:
+            sides["trl"] = "benchmarks.trl_worker"
+        workers: dict[str, Worker] = {}
+        try:
+            for side, module in sides.items():
+                workers[side] = Worker(module, settings, threads=args.threads, keep_memory=args.malloc == "keep")
+            measured = {regime: _take_turns(workers, args.pairs, regime == "forced") for regime in args.regimes}
+        finally:
+            for worker in workers.values():
+                worker.close()
+    details = {regime: {side: _summary(steps) for side, steps in sides.items()} for regime, sides in measured.items()}
+    for regime, by_side in details.items():
+        _print(regime, by_side)
+    return _result(args, details)
+
+
+def _take_turns(workers: dict[str, Worker], pairs: int, forced: bool) -> dict[str, list[dict[str, Any]]]:
+    """Steps of every side, in pairs. With ``forced`` ours repeats one seed, whose lengths the other side is given."""
+    steps: dict[str, list[dict[str, Any]]] = {side: [] for side in workers}
+    lengths = None
+    for pair in range(-_WARM_UP, pairs):
+        order = list(workers) if pair % 2 == 0 or lengths is None else list(reversed(workers))
+        for side in order:
+            if side == "ours":
+                step = workers[side].ask(seed=0 if forced else pair + _WARM_UP)
+                lengths = step["lengths"]
+            else:
+                step = workers[side].ask(lengths=lengths if forced else None)
+                if forced and step["lengths"] != lengths:
+                    raise AssertionError(f"{side} was told to sample lengths {lengths} and sampled {step['lengths']}")
+            if pair >= 0:
+                steps[side].append(step)
+    return steps
+
+
+def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    tokens = [sum(sum(group) for group in step["lengths"]) for step in steps]
+    count = sum(len(group) for group in steps[0]["lengths"])
+    return {
+        "step_s": median([step["total"] for step in steps]),
+        "all_s": [step["total"] for step in steps],
+        "phases_s": {phase: median([step["phases"].get(phase, 0.0) for step in steps]) for phase in PHASES},
+        "mean_completion_tokens": median(tokens) / count,
+        "tokens_per_s": median([n / step["total"] for n, step in zip(tokens, steps, strict=True)]),
+        "peak_memory_gib": max(step["peak_memory"] for step in steps) / 2**30,
+    }
+
+
+def _print(regime: str, by_side: dict[str, dict[str, Any]]) -> None:
+    ours, theirs = by_side["ours"], by_side.get("trl")
+    rows: list[list[Any]] = []
+    for label, pick in (
+        ("whole step, s", lambda s: s["step_s"]),
+        *((f"  {phase.replace('_', ' + ')}, s", lambda s, p=phase: s["phases_s"][p]) for phase in PHASES),
+        ("peak memory, GiB", lambda s: s["peak_memory_gib"]),
+        ("mean completion, tokens", lambda s: s["mean_completion_tokens"]),
+    ):
+        other = pick(theirs) if theirs else None
+        compared = None if "tokens" in label or "rest" in label else quotient(other, pick(ours))
+        rows.append([label, float(pick(ours)), other, compared])
+    print_table(f"Workload W, {regime} lengths, medians", ("", "groupwise", "TRL", "ratio"), rows)
+
+
+def _result(args: argparse.Namespace, details: dict[str, Any]) -> Result:
+    regime = "forced" if "forced" in details else next(iter(details))
+    ours = details[regime]["ours"]["step_s"]
+    theirs = details[regime].get("trl", {}).get("step_s")
+    ratios = {}
+    for name, sides in details.items():
+        if "trl" not in sides:
+            continue
+        mine, other = sides["ours"], sides["trl"]
+        ratios[name] = {
+            "step": quotient(other["step_s"], mine["step_s"]),
+            "peak_memory": quotient(other["peak_memory_gib"], mine["peak_memory_gib"]),
+            **{phase: quotient(other["phases_s"][phase], mine["phases_s"][phase]) for phase in PHASES[:-1]},
+        }
+    settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+    return Result("step", quotient(theirs, ours), ours, theirs, "s/step", settings, {"ratios": ratios, **details})
+
+
+def main() -> None:
+    args = options().parse_args()
+    if not args.ours_only and importlib.util.find_spec("trl") is None:
+        print("TRL is not installed (pip install '.[bench]'): only groupwise is measured.")
+        args.ours_only = True
+    finish(run(args), args.output)
+
+
+if __name__ == "__main__":
+    main()
