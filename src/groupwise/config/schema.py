@@ -62,6 +62,8 @@ class ArithmeticConfig(Section):
 
     largest_number: int = Field(default=50, ge=3, le=100_000)
     """Upper end of the numbers that appear in a problem: larger is harder."""
+    operations: list[Literal["+", "-", "x"]] = Field(default=["+", "-", "x"], min_length=1)
+    """Which operations problems are made of. Small models add better than they multiply, and subtract worst."""
     steps: int = Field(default=2, ge=1, le=4)
     """Operations that an answer takes: more is harder."""
     problems: int = Field(default=20_000, ge=1)

@@ -217,8 +217,8 @@ def generate(config: ArithmeticConfig, count: int, seed: int, split: Split) -> l
     idle = 0
     while len(problems) < count:
         arithmetic = _draw_sum(rng, config)
-        question = _tell(arithmetic, rng)
-        if arithmetic.split() != split or question in seen:
+        question = _tell(arithmetic, rng) if arithmetic else ""
+        if arithmetic is None or arithmetic.split() != split or question in seen:
             idle += 1
             if idle > ATTEMPTS_PER_PROBLEM:
                 raise DataError(_used_up(config, count, len(problems), split))
@@ -234,7 +234,8 @@ def generate(config: ArithmeticConfig, count: int, seed: int, split: Split) -> l
 def _used_up(config: ArithmeticConfig, count: int, made: int, split: Split) -> str:
     return (
         f"{count} different {split} problems were asked for, but data.arithmetic.largest_number {config.largest_number} with "
-        f"data.arithmetic.steps {config.steps} gives only about {made}: raise largest_number or ask for fewer problems"
+        f"data.arithmetic.steps {config.steps} and operations {' '.join(config.operations)} gives only about {made}: raise "
+        "largest_number or ask for fewer problems"
     )
 
 
@@ -255,21 +256,28 @@ def _choose(rng: random.Random, items: Sequence[T]) -> T:
     return items[_below(rng, len(items))]
 
 
-def _draw_sum(rng: random.Random, config: ArithmeticConfig) -> Sum:
+def _draw_sum(rng: random.Random, config: ArithmeticConfig) -> Sum | None:
+    """A start and its operations; None where the allowed operations cannot go on from what was drawn."""
     largest = config.largest_number
     start = value = _between(rng, 2, largest)
     operations: list[tuple[str, int]] = []
     for _ in range(config.steps):
-        sign, number = _draw_operation(rng, value, largest)
+        operation = _draw_operation(rng, value, largest, config.operations)
+        if operation is None:
+            return None
+        sign, number = operation
         operations.append((sign, number))
         value = value + number if sign == "+" else value - number if sign == "-" else value * number
     return Sum(start, tuple(operations))
 
 
-def _draw_operation(rng: random.Random, value: int, largest: int) -> tuple[str, int]:
+def _draw_operation(rng: random.Random, value: int, largest: int, allowed: Sequence[str]) -> tuple[str, int] | None:
     """One operation that is possible on ``value``: at least 1 is left by -, and x does not run away (at most 4 x largest)."""
     factors = [k for k in range(2, min(LARGEST_FACTOR, largest) + 1) if value * k <= 4 * largest]
-    signs = ["+"] + (["-"] if value >= 3 else []) + (["x"] if factors else [])
+    possible = {"+": True, "-": value >= 3, "x": bool(factors)}
+    signs = [sign for sign, can in possible.items() if can and sign in allowed]
+    if not signs:
+        return None
     sign = _choose(rng, signs)
     if sign == "x":
         return sign, _choose(rng, factors)
