@@ -1,0 +1,92 @@
+"""Every benchmark from its command line, on a tiny model: both sides run, and the last line is the JSON that was promised."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu, sampling, scaling, step
+from benchmarks.gpu_worker import ROLES, prepare
+
+KEYS = {"name", "ratio", "ours", "theirs", "unit", "versions"}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """``run(module, arguments ...)``: its JSON line, which the output file must repeat."""
+
+    def call(module: Any, *arguments: str) -> dict[str, Any]:
+        output = tmp_path / "result.json"
+        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--threads", "1", "--output", str(output)])
+        module.main()
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result == json.loads(output.read_text())
+        assert result.keys() >= KEYS
+        assert result["versions"].keys() >= {"groupwise", "torch", "transformers"}
+        return result
+
+    return call
+
+
+@pytest.mark.slow
+def test_step(run: Any, tiny_folder: Path) -> None:
+    with_trl = importlib.util.find_spec("trl") is not None
+    size = ["--groups", "2", "--completions", "2", "--max-tokens", "6", "--pairs", "2"]
+    result = run(step, "--model", str(tiny_folder), *size)
+    forced = result["details"]["forced"]
+    assert len(forced["ours"]["all_s"]) == 2
+    phases = forced["ours"]["phases_s"]
+    assert all(phases[phase] > 0 for phase in ("sampling", "reference", "forward_backward", "optimiser"))
+    assert sum(phases.values()) == pytest.approx(forced["ours"]["step_s"], rel=0.3)
+    assert (result["ratio"] is not None) == with_trl
+    if with_trl:
+        theirs = forced["trl"]
+        assert theirs["mean_completion_tokens"] == forced["ours"]["mean_completion_tokens"]
+        assert all(theirs["phases_s"][phase] > 0 for phase in ("sampling", "reference", "forward_backward", "optimiser"))
+        assert result["ratio"] == pytest.approx(theirs["step_s"] / forced["ours"]["step_s"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_sampling(run: Any, tiny_folder: Path) -> None:
+    result = run(sampling, "--model", str(tiny_folder), "--sequences", "1", "3", "--max-tokens", "6", "--repeats", "1")
+    speeds = result["details"]["tokens_per_s"]
+    assert speeds.keys() == {"1", "3"}
+    assert all(side > 0 for sides in speeds.values() for side in (sides["ours"], sides["transformers"]))
+    assert result["ratio"] == pytest.approx(speeds["3"]["ours"] / speeds["3"]["transformers"], rel=1e-3)
+
+
+def test_scaling(run: Any) -> None:
+    result = run(scaling, "--tiny", "--repeats", "1", "--axes", "group size", "model width")
+    growth = result["details"]["group size"]["growth"]
+    assert growth.keys() == {"sampling", "learning"}
+    assert 1 < growth["learning"]["work"] < 2  # twice the completions, but the prompt once
+    assert result["ratio"] == min(g["work_over_time"] for a in result["details"].values() for g in a["growth"].values())
+
+
+@pytest.mark.slow
+def test_gpu_in_miniature(run: Any) -> None:
+    result = run(gpu, "--device", "cpu", "--roles", "ours", "learning", "--repeats", "1")
+    assert result["details"].keys() == {"tiny"}
+    assert result["ratio"] is None  # nothing to compare with
+    assert result["ours"] == result["details"]["tiny"]["ours"]["tokens_per_s"] > 0
+    assert result["details"]["tiny"]["learning"]["tflops"] > 0
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
+    settings = {
+        "role": role, "shape": "tiny", "device": "cpu", "sequences": 4, "samples": 2, "prompt_tokens": 6, "completion_tokens": 5,
+        "gradient_checkpointing": False, "micro_batch_tokens": 64, "master_weights": True,
+    }  # fmt: skip
+    found = prepare(settings)()
+    assert found["seconds"] > 0
+    if role == "learning":
+        assert found["flops"] > 0
+        assert 4 <= found["tokens"] <= 20
+    else:
+        assert found["tokens"] == 20

@@ -1,0 +1,66 @@
+"""The benchmarks' own arithmetic: counted work, forced lengths, fitted exponents, and workers that die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.flops import forward_flops, learning_flops
+from benchmarks.generate_worker import generate_forced
+from benchmarks.scaling import _growth
+from benchmarks.workers import Worker, WorkerDied
+from benchmarks.workload import even_tokens, problems, step_config
+
+
+def test_work_of_one_sequence_is_what_pytorch_counts(tiny_llama: Callable[..., Any]) -> None:
+    model = tiny_llama(attn_implementation="eager")
+    config, prompt, completion = model.config, 7, 5
+    rows = prompt + completion - 1  # the last token is predicted, never fed
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        hidden = model.model(torch.zeros(1, rows, dtype=torch.long)).last_hidden_state
+        model.lm_head(hidden[:, -completion:])
+    pair = 4 * config.num_hidden_layers * config.hidden_size  # eager attention computes the whole square
+    angles = 2 * rows * config.hidden_size // config.num_attention_heads // 2  # positions times frequencies: not counted by us
+    expected = counter.get_total_flops() - angles - pair * rows * rows + pair * rows * (rows + 1) / 2
+    assert forward_flops(config, [(prompt, [completion])]) == expected
+
+
+def test_a_group_pays_for_its_prompt_once(tiny_llama: Callable[..., Any]) -> None:
+    config = tiny_llama().config
+    alone = forward_flops(config, [(50, [1])])
+    head = 2 * config.hidden_size * config.vocab_size
+    assert forward_flops(config, [(50, [1, 1, 1])]) == alone + 2 * head
+    assert learning_flops(config, [(50, [1])]) == 3 * alone
+
+
+def test_generate_stops_each_sequence_where_told(tiny_llama: Callable[..., Any]) -> None:
+    model = tiny_llama(pad_token_id=2)
+    ends = list(range(2, 60))  # half of what it would like to say would end it
+    _, lengths = generate_forced(model, [[1, 3, 4], [1]], [[4, 1, 7], [2, 7, 3]], ends)
+    assert lengths == [4, 1, 7, 2, 7, 3]
+
+
+def test_growth_against_work() -> None:
+    x = (1, 10, 100)
+    found = _growth(x, [(2.0 * v**1.5, 3.0 * v) for v in x])
+    assert found["time_exponent"] == pytest.approx(1.5)
+    assert found["work_exponent"] == pytest.approx(1.0)
+    assert found["work_over_time"] == pytest.approx(100 / 1000)
+
+
+def test_a_worker_that_dies_says_why() -> None:
+    with pytest.raises(WorkerDied, match=r"No module named benchmarks\.nothing"):
+        Worker("benchmarks.nothing", {}, threads=1)
+
+
+def test_workload() -> None:
+    eight = problems(8)
+    assert len({p.question for p in eight}) == len({p.id for p in eight}) == 8
+    assert even_tokens([[2, 4, 5, 7], [1]], prompts=[]) == [0.5, 0.0]
+    config = step_config("")
+    assert config.completions_per_step == 32
+    assert (config.algorithm.beta, config.algorithm.updates_per_batch, config.rollout.max_completion_tokens) == (0.04, 1, 128)
