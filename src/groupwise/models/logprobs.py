@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["TILE_ROWS", "token_logprobs"]
+__all__ = ["TILE_ELEMENTS", "token_logprobs"]
 
-TILE_ROWS = 128
-"""Rows of a tile: 128 x 49,152 fp32 logits are 25 MB, what the last-level cache of a small server CPU holds."""
+TILE_ELEMENTS = 24 * 2**20
+"""fp32 logits of one tile on a CPU: 512 rows of a vocabulary of 49,152. Fewer rows make the weight's gradient, a product over the
+tile's rows, slow; more only take memory."""
+GPU_TILE_ELEMENTS = 2**28
 
 
-def _tile_rows(hidden: Tensor) -> int:
-    return TILE_ROWS if hidden.device.type == "cpu" else 2048
+def _tile_rows(hidden: Tensor, weight: Tensor) -> int:
+    elements = TILE_ELEMENTS if hidden.device.type == "cpu" else GPU_TILE_ELEMENTS
+    return max(1, elements // len(weight))
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
@@ -29,7 +32,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tens
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    rows = _tile_rows(hidden)
+    rows = _tile_rows(hidden, weight)
     chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     normaliser = torch.empty_like(chosen)
     buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=torch.float32, device=hidden.device)
@@ -54,7 +57,7 @@ class _TokenLogprobs(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, normaliser = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        rows = _tile_rows(hidden)
+        rows = _tile_rows(hidden, weight)
         grad = grad.float() / ctx.temperature
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
