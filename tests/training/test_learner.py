@@ -77,7 +77,7 @@ def test_at_ratio_one_the_gradient_is_reinforce_s(model):
 
 def test_later_updates_measure_ratio_clip_and_kl_from_the_policy_that_sampled(tiny_qwen2):
     """mu = 3 with a rate so high that the clip bites, and a KL to the reference: all of eq. 3 and 4 at once."""
-    settings = {"updates_per_batch": 3, "beta": 0.3, "epsilon": 0.05}
+    settings = {"updates_per_batch": 3, "beta": 0.3, "epsilon": 0.05, "skip_zero_variance": False}
     config = config_of(algorithm=settings, optimizer={"learning_rate": 3e-3, "max_grad_norm": None})
     learner, before = learner_of(tiny_qwen2(), config)
     groups = make_groups(before, REWARDS)
@@ -170,9 +170,9 @@ def test_groups_without_variance_count_in_the_denominator_and_are_not_computed(t
     assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for g in varied for c in g.completions)
 
 
-def test_groups_without_variance_still_feel_the_leash(tiny_llama):
-    """Their advantages are 0, but eq. 3 sums the KL over every completion: with beta above 0 none is left out."""
-    config = config_of(algorithm={"beta": 0.5}, optimizer={"learning_rate": 3e-3})
+def test_groups_without_variance_feel_the_leash_if_they_are_not_skipped(tiny_llama):
+    """Their advantages are 0, but eq. 3 sums the KL over every completion: with skipping off none is left out."""
+    config = config_of(algorithm={"beta": 0.5, "skip_zero_variance": False}, optimizer={"learning_rate": 3e-3})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, REWARDS)
     learner.learn(groups)
@@ -181,6 +181,16 @@ def test_groups_without_variance_still_feel_the_leash(tiny_llama):
     learner.learn(groups)
     loss, _ = slow_loss(moved, groups, reference=before, beta=0.5)
     assert distance(seen[0], slow_gradient(loss, moved)) < 1e-5
+
+
+def test_groups_without_variance_are_skipped_with_a_reference_too(tiny_llama):
+    """By default their compute is saved, and their completions still count in the denominator."""
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.5}))
+    groups = make_groups(before, REWARDS)
+    _, metrics = learner.learn(groups)
+    varied = [group for group in groups if group.has_variance]
+    assert len(varied) < len(groups)
+    assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for g in varied for c in g.completions)
 
 
 def test_a_batch_baseline_teaches_from_groups_without_variance(tiny_llama):

@@ -178,6 +178,9 @@ class AlgorithmConfig(Section):
     alive in long runs. Null takes `epsilon`."""
     beta: float = Field(default=0.04, ge=0)
     """Weight of the KL leash to the reference. 0 keeps no reference at all, which saves its memory and time."""
+    skip_zero_variance: bool = True
+    """Leave groups whose completions all scored the same out of the passes: their advantages are 0. It is exact at beta 0; above, it
+    also spares them the KL pull, which saves their compute. Turn it off for eq. 3 to the letter."""
     updates_per_batch: int = Field(default=1, ge=1)
     """mu: optimiser steps on each batch of completions. Above 1 the later ones are off-policy, and clipping begins to act."""
     reference_updates: int = Field(default=1, ge=1)

@@ -61,12 +61,12 @@ class Learner:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
         Advantages and denominators are those of all ``groups``. Groups whose advantages are all 0 (under a group baseline: those
-        without variance) then take no part in the passes, unless there is a reference: its KL counts every completion. A batch
-        that has nothing to teach makes no optimiser step.
+        without variance) then take no part in the passes, unless the config wants their KL. A batch that has nothing to teach
+        makes no optimiser step.
         """
         rewards = [list(group.rewards) for group in groups]
         advantages = self.objective.advantages(rewards)
-        taught = [i for i, group in enumerate(advantages) if self.objective.needs_reference or _teaches(group)]
+        taught = [i for i, group in enumerate(advantages) if _teaches(group) or self._keeps_all]
         if not taught:
             return advantages, {}
         micro_batches = self._cut(groups, taught)
@@ -78,6 +78,12 @@ class Learner:
             passes["policy/loss"] = Mean(passes["policy/loss"].value, 1)  # summed over micro-batches, averaged over updates
             found += [passes, {"time/learn_s": Sum(time.perf_counter() - started)}, self._step()]
         return advantages, merge(found) | {"optimizer/learning_rate": found[-1]["optimizer/learning_rate"]}
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Groups without variance still matter to a KL: always where it is part of the reward, in the loss if the config says so."""
+        in_loss = self.objective.kl_in_loss and self.config.algorithm.skip_zero_variance
+        return self.objective.needs_reference and not in_loss
 
     def _cut(self, groups: Sequence[Group], taught: Sequence[int]) -> list[_MicroBatch]:
         everything = [c for group in groups for c in group.completions]
