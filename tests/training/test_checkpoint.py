@@ -29,22 +29,26 @@ def final_weights(folder):
     return load_file(folder / "final_model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_steps_are_two_and_two_more_bit_for_bit(small_config, letters, quiet, tmp_path, dtype):
-    """With everything that has a state: masters, moments, schedule, a reference that was renewed, two updates a batch. The
-    checkpoint of step 3 is there too; the one asked for is taken."""
+@pytest.mark.parametrize(("dtype", "done"), [("float32", 1), ("float32", 2), ("float32", 3), ("bfloat16", 3)])
+def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters, quiet, tmp_path, dtype, done):
+    """With everything that has a state: masters, moments, schedule, a reference (renewed at step 3, so that after step 3 it is
+    neither the first policy nor the last), two updates a batch. There are later checkpoints; the one asked for is taken."""
     config = small_config(
-        algorithm=ALGORITHM, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 3},
+        algorithm=ALGORITHM, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 4},
         optimizer={"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1},
     )  # fmt: skip
     config.model.dtype = dtype
     whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
     resumed = train(
-        config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=whole / "checkpoints" / "step-2"
+        config,
+        rewards=letters,
+        console=quiet,
+        run_folder=tmp_path / "resumed",
+        resume_from=whole / "checkpoints" / f"step-{done}",
     ).folder
-    assert [row["step"] for row in metrics_of(resumed)] == [3, 4]
-    assert metrics_of(resumed) == metrics_of(whole, first=2)
-    assert completions_of(resumed, 3) == completions_of(whole, 3)
+    assert [row["step"] for row in metrics_of(resumed)] == list(range(done + 1, 5))
+    assert metrics_of(resumed) == metrics_of(whole, first=done)
+    assert completions_of(resumed, done + 1) == completions_of(whole, done + 1)
     one, other = final_weights(whole), final_weights(resumed)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -50,6 +50,21 @@ def test_a_seed_repeats_a_run_and_another_does_not(go):
     assert not all(torch.equal(other[1][name], first[1][name]) for name in first[1])
 
 
+def test_the_seed_decides_the_order_of_problems_and_the_samples_and_each_step_draws_afresh(go, letters):
+    """With equal rewards nothing is learnt, so that only the draws can differ. Three problems make every step the same three."""
+    equal = {"letters": lambda completions, **columns: [1.0] * len(completions)}
+    seen = {}
+    for name, seed, limit in (("few", 0, 3), ("few, another seed", 1, 3), ("all", 0, None), ("all, another seed", 1, None)):
+        steps = []
+        go(name, functions=equal, on_step=steps.append, data={"limit": limit}, training={"seed": seed, "steps": 2})
+        seen[name] = [{g.prompt.problem.id: [c.token_ids for c in g.completions] for g in report.groups} for report in steps]
+    first, second = seen["few"]
+    assert first.keys() == second.keys() == seen["few, another seed"][0].keys()
+    assert all(first[problem] != second[problem] for problem in first), "each step draws afresh"
+    assert all(first[problem] != seen["few, another seed"][0][problem] for problem in first), "the seed decides the samples"
+    assert seen["all"][0].keys() != seen["all, another seed"][0].keys(), "and the order of problems"
+
+
 def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):
     """The first step's completions are those of the seed whatever the budget and the concurrency."""
     whole = go("whole")
