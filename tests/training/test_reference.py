@@ -50,7 +50,8 @@ def test_the_reference_stays_while_the_policy_moves_and_is_renewed_exactly(tiny_
 
 
 def test_the_kl_metric_is_the_mean_of_k3_over_tokens(tiny_llama):
-    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.1}, optimizer={"learning_rate": 3e-3}))
+    settings = {"beta": 0.1, "skip_zero_variance": False}
+    learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 3e-3}))
     groups = make_groups(before, REWARDS)
     learner.learn(groups)
     moved = present_model(learner, before)
