@@ -33,13 +33,15 @@ class Padded:
 
 
 class ModuleScorer:
-    """The same interface as ``Decoder`` for scoring, over any causal LM of transformers."""
+    """The same interface as ``Decoder`` for scoring, over any causal LM of transformers, which stays in evaluation mode."""
 
     def __init__(self, model: Any, *, trainable: bool = True) -> None:
         self.module = model
         self.device: torch.device = next(model.parameters()).device
         for parameter in model.parameters():
             parameter.requires_grad_(trainable)
+        # With a padding index, torch drops that row's gradient; the pad token is often the end of a turn, and then stands in prompts.
+        model.get_input_embeddings().padding_idx = None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
@@ -66,10 +68,7 @@ class ModuleScorer:
     def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
         inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
-        training = self.module.training
-        # Gradient checkpointing acts in training mode alone; dropout, which would too, has no place in a policy ratio.
-        self.module.train(torch.is_grad_enabled() and getattr(self.module, "is_gradient_checkpointing", False))
-        _silence_dropout(self.module)
+        _set_modes(self.module, checkpointing=torch.is_grad_enabled())
         try:
             head = _plain_head(self.module)
             if head is None:
@@ -79,13 +78,17 @@ class ModuleScorer:
             hidden = self.module.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.predict_rows_T)
             return token_logprobs(hidden, head, batch.targets_T, temperature)
         finally:
-            self.module.train(training)
+            self.module.eval()  # and so it is when the backward pass recomputes
 
 
-def _silence_dropout(module: nn.Module) -> None:
+def _set_modes(module: nn.Module, checkpointing: bool) -> None:
+    """Evaluation mode, as dropout has no place in a policy ratio; but gradient checkpointing acts only in parts that are training.
+
+    Attention drops out by its own ``training`` flag, so it does not do to silence ``nn.Dropout`` modules.
+    """
+    module.eval()
     for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.eval()
+        part.training = checkpointing and bool(getattr(part, "gradient_checkpointing", False))
 
 
 def _plain_head(model: Any) -> Tensor | None:
