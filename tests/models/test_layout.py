@@ -1,0 +1,104 @@
+"""Group packing: every token in its place, and every causal pair of tokens in exactly one block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.models import layout
+from groupwise.models.layout import Packed, pack, pack_prompts
+
+from .slow import SHAPES, Groups, random_groups
+
+
+def counted_pairs(packed: Packed) -> Tensor:
+    """``[R, R]``: how many times the blocks let row i attend to row j."""
+    rows = len(packed.token_ids_R)
+    counts = torch.zeros(rows, rows, dtype=torch.long)
+    for block in packed.blocks:
+        queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
+        valid = torch.ones_like(queries, dtype=torch.bool) if block.query_valid is None else block.query_valid.view_as(queries)
+        for a in range(block.sequences):
+            for i in range(block.queries):
+                if valid[a, i]:
+                    for j in keys[a, : block.offset + i + 1].tolist():
+                        counts[queries[a, i], j] += 1
+                    if block.prefix:
+                        counts[queries[a, i], block.prefix[0] : sum(block.prefix)] += 1
+    return counts
+
+
+def causal_pairs(groups: Groups) -> Tensor:
+    """``[R, R]`` by definition: a row sees itself, the earlier rows of its own sequence, and its group's whole prompt."""
+    owner: list[tuple[int, int]] = []  # (group, completion), -1 for the prompt
+    for g, (prompt, completions) in enumerate(groups):
+        owner += [(g, -1)] * len(prompt)
+        for c, completion in enumerate(completions):
+            owner += [(g, c)] * (len(completion) - 1)
+    sees = [[j <= i and (a == b or b == (a[0], -1)) for j, b in enumerate(owner)] for i, a in enumerate(owner)]
+    return torch.tensor(sees)
+
+
+@pytest.mark.parametrize(("query_block", "budget"), [(256, 262_144), (8, 600), (8, 1), (1, 40), (7, 10_000)])
+@pytest.mark.parametrize("shapes", [SHAPES, ((1, (1,)), (1, (2, 1)), (16, (9, 8, 17))), ((17, ()), (8, ()))])
+def test_blocks_cover_each_causal_pair_once(
+    shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(layout, "SCORE_BUDGET", budget)
+    groups = random_groups(shapes)
+    packed = pack(groups)
+    assert torch.equal(counted_pairs(packed), causal_pairs(groups).long())
+    for block in packed.blocks:
+        width = block.keys + (block.prefix[1] if block.prefix else 0)
+        assert block.queries <= query_block
+        assert block.sequences == 1 or block.sequences * block.queries * width <= budget
+
+
+def test_each_token_is_predicted_from_the_one_before_it() -> None:
+    groups = random_groups()
+    packed = pack(groups)
+    sequences = [(prompt, completion) for prompt, completions in groups for completion in completions]
+    expected_before, expected_positions, expected_sequence, expected_targets = [], [], [], []
+    for n, (prompt, completion) in enumerate(sequences):
+        expected_before += (prompt + completion)[len(prompt) - 1 : -1]
+        expected_positions += range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        expected_sequence += [n] * len(completion)
+        expected_targets += completion
+    assert packed.targets_T.tolist() == expected_targets
+    assert packed.token_ids_R[packed.predict_rows_T].tolist() == expected_before
+    assert packed.positions_R[packed.predict_rows_T].tolist() == expected_positions
+    assert packed.sequence_T.tolist() == expected_sequence
+    assert packed.lengths_N.tolist() == [len(completion) for _, completion in sequences]
+    assert packed.longest == max(len(prompt) + len(completion) - 1 for prompt, completion in sequences)
+
+
+def test_a_prompt_lies_there_once_and_last_tokens_are_no_inputs() -> None:
+    groups = random_groups()
+    packed = pack(groups)
+    rows, positions, last = [], [], []
+    for prompt, completions in groups:
+        rows += prompt
+        positions += range(len(prompt))
+        last.append(len(rows) - 1)
+        for completion in completions:
+            rows += completion[:-1]
+            positions += range(len(prompt), len(prompt) + len(completion) - 1)
+    assert packed.token_ids_R.tolist() == rows
+    assert packed.positions_R.tolist() == positions
+    assert packed.last_rows.tolist() == last
+
+
+def test_prompts_alone() -> None:
+    packed = pack_prompts([[4, 5, 6], [7]])
+    assert packed.token_ids_R.tolist() == [4, 5, 6, 7]
+    assert packed.positions_R.tolist() == [0, 1, 2, 0]
+    assert packed.last_rows.tolist() == [2, 3]
+    assert len(packed.targets_T) == 0
+
+
+@pytest.mark.parametrize("group", [([], [[1]]), ([1], [[2], []])])
+def test_empty_sequences_are_refused(group: tuple[list[int], list[list[int]]]) -> None:
+    with pytest.raises(AssertionError, match="at least one token"):
+        pack([group])

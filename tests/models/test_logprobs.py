@@ -1,0 +1,93 @@
+"""The tiled output head against log_softmax and gather, forward and backward, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from groupwise.models import logprobs
+from groupwise.models.logprobs import token_logprobs
+
+VOCABULARY, WIDTH, ROWS = 53, 12, 5
+"""A vocabulary, a model width, and the rows of one tile."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", ROWS * VOCABULARY + 7)
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden ``[T, D]``, weight ``[V, D]``, targets ``[T]`` and the gradient that reaches the logprobs ``[T]``."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, WIDTH, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    return hidden, weight, targets, torch.randn(tokens, generator=generator)
+
+
+def plain_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    scores = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, dim=-1)
+    return scores.gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tokens", [1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS])
+def test_tiles_equal_the_whole(tokens: int, temperature: float) -> None:
+    hidden, weight, targets, grad = inputs(tokens)
+    ours, expected = token_logprobs(hidden, weight, targets, temperature), plain_logprobs(hidden, weight, targets, temperature)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(hidden, weight, targets, temperature), ours)
+    wanted = torch.autograd.grad(expected, (hidden, weight), grad.double())
+    for gradient, want in zip(torch.autograd.grad(ours, (hidden, weight), grad), wanted, strict=True):
+        assert (gradient - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("needed", ["hidden", "weight"])
+def test_only_the_gradient_that_is_asked_for(needed: str) -> None:
+    hidden, weight, targets, grad = inputs(3 * ROWS + 2)
+    both = torch.autograd.grad(token_logprobs(hidden, weight, targets), (hidden, weight), grad)
+    (weight if needed == "hidden" else hidden).requires_grad_(False)
+    token_logprobs(hidden, weight, targets).backward(grad)
+    assert (weight.grad if needed == "hidden" else hidden.grad) is None
+    one, wanted = (hidden.grad, both[0]) if needed == "hidden" else (weight.grad, both[1])
+    assert one is not None
+    assert torch.equal(one, wanted)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, targets, grad = inputs(2 * ROWS)
+    ours, expected = token_logprobs(hidden * 100, weight, targets), plain_logprobs(hidden * 100, weight, targets, 1.0)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-3)
+    assert torch.autograd.grad(ours, weight, grad)[0].isfinite().all()
+
+
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_nothing_of_tokens_times_vocabulary_is_made() -> None:
+    tokens = 20 * ROWS
+    hidden, weight, targets, grad = inputs(tokens)
+    with Largest() as seen:
+        token_logprobs(hidden, weight, targets, 0.9).backward(grad)
+    assert seen.elements >= VOCABULARY * WIDTH  # the backward pass was watched too: it makes the weight's gradient
+    assert seen.elements <= max(ROWS * VOCABULARY, VOCABULARY * WIDTH, tokens * WIDTH)
+    with Largest() as whole:
+        plain_logprobs(hidden, weight, targets, 0.9)
+    assert whole.elements >= tokens * VOCABULARY
