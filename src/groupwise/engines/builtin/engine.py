@@ -141,9 +141,10 @@ class _Batch:
 
     def advance(self) -> bool:
         """Admit what fits, then sample one token for every row. False when nothing is left."""
+        before = self.finished
         self._admit()
         if not self.rows:
-            return False
+            return self.finished > before  # all that was admitted ended with its first token; others may still be waiting
         if self.step is None:
             self.step = DecodeStep.plan(
                 self.decoder.device,
