@@ -1,0 +1,67 @@
+"""Writes docs/configuration.md from the schema: ``python scripts/write_config_docs.py``. A test says when that is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import Config, FieldDoc, explain
+from groupwise.config.problems import shown
+
+__all__ = ["PAGE", "render"]
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+<!-- Written by scripts/write_config_docs.py from src/groupwise/config/schema.py: change the docstrings there, then run it. -->
+
+# Settings
+
+A run is a YAML file with the sections below; what it does not say keeps its default. On the command line a setting is written
+`section.name=value`, or `name=value` where only one setting is called so: `groupwise train quickstart training.steps=10`. Values are
+read as YAML; `null` unsets. `groupwise config NAME` shows a section or a setting of this page in the terminal.
+
+Unset fields of `algorithm` follow `algorithm.preset` ([the table of presets](algorithms.md#presets)); defaults here are those of
+`grpo`.
+"""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    by_section: dict[str, list[FieldDoc]] = {}
+    for doc in explain():
+        by_section.setdefault(_section(doc), []).append(doc)
+    pieces = [INTRODUCTION]
+    for section, fields in by_section.items():
+        pieces.append(f"## {section}\n\n{_about(section)}")
+        pieces.append("| setting | what it may be | default | |\n|---|---|---|---|")
+        pieces += [*map(_row, fields), ""]
+    return "\n".join(pieces).rstrip() + "\n"
+
+
+def _section(doc: FieldDoc) -> str:
+    return doc.path.rpartition(".")[0].removesuffix("[]")
+
+
+def _about(section: str) -> str:
+    """The section class's own sentence; empty for one inside a list, which has no place of its own in ``Config``."""
+    model: Any = Config
+    for name in section.split("."):
+        field = model.model_fields.get(name)
+        model = field.annotation if field else None
+        if not hasattr(model, "model_fields"):
+            return "Entries of the list; a name alone stands for `{function: NAME}`.\n" if section == "rewards.functions" else ""
+    return " ".join((model.__doc__ or "").split()) + "\n"
+
+
+def _row(doc: FieldDoc) -> str:
+    default = doc.default if doc.default == "(required)" else f"`{shown(doc.default)}`"
+    return f"| `{doc.leaf}` | {_cell(doc.type)} | {_cell(default)} | {_cell(doc.description)} |"
+
+
+def _cell(text: str) -> str:
+    outside = [part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(text.split("`"))]
+    return "`".join(outside).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
