@@ -1,0 +1,209 @@
+"""The lean decoder against transformers' own module, in fp32: log-probabilities and every parameter's gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from groupwise.config.schema import ModelConfig
+from groupwise.models import layout
+from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.load import Policy, save_model
+from groupwise.models.scorer import copy_weights, make_reference, make_scorer
+
+from .slow import SHAPES, Groups, assert_equal_gradients, module_gradients, random_groups, slow_logprobs, token_weights
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``tiny("llama", **config)``: one of the tiny models by its family."""
+    return lambda family, **config: request.getfixturevalue(f"tiny_{family}")(**config)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 8 queries, few sequences each, so that these short texts are cut the way long ones are."""
+    monkeypatch.setattr(layout, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(layout, "SCORE_BUDGET", 600)
+
+
+def gradients_of(decoder: Decoder, groups: Groups, weights: Tensor) -> dict[str, Tensor]:
+    """The summed gradient of one micro-batch, on top of what earlier ones left."""
+    (decoder.logprobs(decoder.prepare(groups)) * weights).sum().backward()
+    return {name: tensor.grad.clone() for name, tensor in decoder.named_parameters() if tensor.grad is not None}
+
+
+def check_parity(model: Any, temperature: float = 1.0, **options: Any) -> None:
+    """Packed against slow: the logprobs, and the gradient of a weighted sum of them for every parameter of the module."""
+    reference, groups = copy.deepcopy(model), random_groups()
+    decoder = Decoder(model, **options)
+    ours, expected = decoder.logprobs(decoder.prepare(groups), temperature), slow_logprobs(reference, groups, temperature)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    weights = token_weights(len(ours))
+    (ours * weights).sum().backward()
+    (expected * weights).sum().backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert_equal_gradients(module_gradients(decoder), wanted, relative=1e-5)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.usefixtures("small_blocks")
+def test_packed_equals_one_completion_at_a_time(
+    family: str, tied: bool, attention: str, gradient_checkpointing: bool, tiny: Callable[..., Any]
+) -> None:
+    model = tiny(family, tie_word_embeddings=tied)
+    check_parity(model, temperature=0.8, attention=attention, gradient_checkpointing=gradient_checkpointing)
+
+
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+def test_whole_sequences_in_one_block(attention: str, tiny_llama: Callable[..., Any]) -> None:
+    check_parity(tiny_llama(), attention=attention)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN, LINEAR], ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.usefixtures("small_blocks")
+def test_scaled_rotary_embeddings(scaling: dict[str, Any], tiny_llama: Callable[..., Any]) -> None:
+    model = tiny_llama(rope_scaling=dict(scaling))
+    assert model.model.rotary_emb.rope_type == scaling["rope_type"]
+    check_parity(model, attention="blocked")
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_attention_biases_of_llama(tiny_llama: Callable[..., Any]) -> None:
+    check_parity(tiny_llama(attention_bias=True), attention="blocked")
+
+
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.usefixtures("small_blocks")
+def test_splits_and_orders_leave_the_gradient(attention: str, tiny_qwen3: Callable[..., Any]) -> None:
+    groups, generator = random_groups(), torch.Generator().manual_seed(3)
+    weights = [[torch.randn(n, generator=generator) for n in lengths] for _, lengths in SHAPES]
+
+    def summed(parts: list[list[tuple[int, list[int]]]]) -> dict[str, Tensor]:
+        """``parts``: micro-batches of (group, its completions)."""
+        decoder = Decoder(tiny_qwen3(), attention=attention)
+        for part in parts:
+            chosen = [(groups[g][0], [groups[g][1][c] for c in members]) for g, members in part]
+            total = gradients_of(decoder, chosen, torch.cat([weights[g][c] for g, members in part for c in members]))
+        return total
+
+    at_once = summed([[(0, [0, 1, 2]), (1, [0, 1]), (2, [0]), (3, [0, 1, 2])]])
+    size = torch.cat([g.flatten() for g in at_once.values()]).norm()
+    for parts in (
+        [[(3, [0, 1, 2]), (1, [0, 1]), (0, [0, 1, 2]), (2, [0])]],
+        [[(0, [2, 0, 1]), (1, [1, 0]), (2, [0]), (3, [1, 2, 0])]],
+        [[(0, [0, 1]), (1, [1])], [(0, [2]), (3, [1])], [(1, [0]), (2, [0]), (3, [0, 2])]],
+    ):
+        other = summed(parts)
+        difference = torch.cat([(other[name] - at_once[name]).flatten() for name in at_once]).norm()
+        assert difference <= 1e-6 * size
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_completion_does_not_see_its_siblings(tiny_llama: Callable[..., Any]) -> None:
+    decoder, (prompt, (first, *_, last)) = Decoder(tiny_llama()), random_groups()[0]
+    alone = decoder.logprobs(decoder.prepare([(prompt, [last])]))
+    beside = decoder.logprobs(decoder.prepare([(prompt, [first, last])]))
+    torch.testing.assert_close(beside[len(first) :], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradients_the_logprobs_are_the_same(tiny_qwen3: Callable[..., Any]) -> None:
+    decoder = Decoder(tiny_qwen3())
+    batch = decoder.prepare(random_groups())
+    learning = decoder.logprobs(batch, 0.7)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.logprobs(batch, 0.7), learning.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_module_sees_every_update_of_the_fused_tensors(family: str, tiny: Callable[..., Any]) -> None:
+    decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
+    with torch.no_grad():
+        before = decoder.module(ids).logits
+        for name, tensor in decoder.named_parameters():
+            generator = torch.Generator().manual_seed(len(name))
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+            after = decoder.module(ids).logits
+            assert (after - before).abs().max() > 1e-6, f"the module does not see {name}"
+            before = after
+    groups = random_groups()
+    torch.testing.assert_close(
+        decoder.logprobs(decoder.prepare(groups)), slow_logprobs(decoder.module, groups), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_what_was_trained_is_what_is_saved(family: str, tiny: Callable[..., Any], tmp_path: Path) -> None:
+    decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
+    with torch.no_grad():
+        for _, tensor in decoder.named_parameters():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    no_tokenizer: Any = SimpleNamespace(save_pretrained=lambda *_, **__: None)
+    folder = save_model(Policy(decoder.module, no_tokenizer, (2,), 256, "tiny"), tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(again(ids).logits, decoder.module(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_reference_shares_no_memory_and_is_renewed_exactly(tied: bool, tiny_qwen3: Callable[..., Any]) -> None:
+    policy: Any = SimpleNamespace(model=tiny_qwen3(tie_word_embeddings=tied))
+    scorer, groups = make_scorer(policy, ModelConfig()), random_groups()
+    assert isinstance(scorer, Decoder)
+    reference = make_reference(scorer)
+    batch, as_it_was = scorer.prepare(groups), scorer.logprobs(scorer.prepare(groups)).detach()
+    ours = {t.untyped_storage().data_ptr() for _, t in scorer.named_parameters()}
+    theirs = {t.untyped_storage().data_ptr() for _, t in [*reference.named_parameters(), *reference.module.named_parameters()]}
+    assert ours.isdisjoint(theirs)
+    assert not any(t.requires_grad for _, t in reference.named_parameters())
+    with torch.no_grad():
+        for _, tensor in scorer.named_parameters():
+            tensor.mul_(1.1)
+    assert torch.equal(reference.logprobs(batch), as_it_was)
+    assert not torch.allclose(scorer.logprobs(batch), as_it_was, atol=1e-3)
+    copy_weights(scorer, reference)
+    renewed = dict(reference.named_parameters())
+    assert all(torch.equal(tensor, renewed[name]) for name, tensor in scorer.named_parameters())
+    assert ours.isdisjoint({t.untyped_storage().data_ptr() for t in renewed.values()})
+    assert torch.equal(reference.logprobs(batch), scorer.logprobs(batch))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "biases"),
+        ({"attention_dropout": 0.1}, "dropout"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+    ids=["activation", "mlp_bias", "attention_dropout", "dynamic_rope"],
+)
+def test_variants_it_does_not_compute_are_told(config: dict[str, Any], reason: str, tiny_llama: Callable[..., Any]) -> None:
+    assert why_unsupported(tiny_llama()) is None
+    assert reason in (why_unsupported(tiny_llama(**config)) or "")
+
+
+def test_sliding_windows_are_told(tiny_qwen2: Callable[..., Any]) -> None:
+    model = tiny_qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    assert "sliding-window" in (why_unsupported(model) or "")
