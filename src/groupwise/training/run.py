@@ -77,8 +77,6 @@ class Run:
         results = evaluate_stage(
             self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style, trackers=self.trackers
         )
-        for result in results:
-            self.folder.write_records(stage, result.mode, result.records)
         self.evaluations.extend(results)
 
     def evaluate_at_start(self, stage: str) -> None:
