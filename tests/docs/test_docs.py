@@ -1,0 +1,225 @@
+"""What the pages say is so: commands parse, settings and metrics exist, snippets load and import, links and files resolve."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from groupwise.cli import app
+from groupwise.config import build_config, dump_config, explain, load_config, recipes
+from groupwise.config.presets import PRESETS
+from groupwise.rewards import builtin_rewards
+from groupwise.rewards.load import OFFERED
+from groupwise.tracking import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EXPECTED = {"README.md", "CONTRIBUTING.md", "architecture.md", "algorithms.md", "configuration.md", "data.md", "rewards.md"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"(?<![\w/])(?:src|tests|docs|scripts|benchmarks)/[\w./-]+\.(?:py|md|yaml)\b")
+TABLE_NAME = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+SETTING = re.compile(r"`((?:[a-z_]+\.)+[a-z_]+)(?:: [^`]*|=[^`]*)?`")
+
+
+def page(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def snippets(language):
+    found = [(p.name, text) for p in PAGES for kind, text in FENCE.findall(p.read_text(encoding="utf-8")) if kind == language]
+    return [pytest.param(text, id=f"{name}-{i}") for i, (name, text) in enumerate(found)]
+
+
+def command_lines():
+    """Every ``groupwise ...`` line of a shell block and every one in backticks that is longer than the bare word."""
+    found = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        shell = [line for kind, block in FENCE.findall(text) if kind == "sh" for line in block.splitlines()]
+        inline = re.findall(r"`(groupwise [^`]+)`", FENCE.sub("", text))
+        found += [(path.name, line) for line in [*shell, *inline] if line.startswith("groupwise ")]
+    return [pytest.param(line, id=f"{name}: {line[:60]}") for name, line in dict.fromkeys(found)]
+
+
+def section_of(text, heading):
+    return re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def anchor(heading):
+    """As code hosts make it: lower case, punctuation gone, spaces become hyphens."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_pages_are_there():
+    assert {p.name for p in PAGES} >= EXPECTED
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_parse_and_their_settings_are_real(line):
+    words = shlex.split(line, comments=True)[1:]
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name = words.pop(0)
+        assert name in command.commands, f"no command {name}"
+        command = command.commands[name]
+    if not words:  # a mention, not a line to type
+        return
+    made = command.make_context("groupwise", list(words))
+    overrides = made.params.get("overrides") or ()
+    assert all("=" in word for word in overrides), overrides
+    source = made.params.get("source")
+    shipped = {recipe.name for recipe in recipes()}
+    if command.name == "train":
+        assert source in shipped or source.endswith(".yaml"), source
+    if command.name == "config" and made.params["field"] not in (None, "NAME"):
+        assert any(made.params["field"] in doc.path for doc in explain())
+    load_config(source if source in shipped else None, overrides)
+
+
+@pytest.mark.parametrize("text", snippets("yaml"))
+def test_settings_in_snippets_load(text):
+    config = build_config(yaml.safe_load(text))
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("text", snippets("python"))
+def test_python_snippets_compile_and_import_what_exists(text):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "groupwise":
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            assert all(importlib.util.find_spec(alias.name) for alias in node.names)
+
+
+def snippet_functions(name):
+    space = {}
+    for kind, text in FENCE.findall(page(name)):
+        tree = ast.parse(text) if kind == "python" else ast.Module([], [])
+        kept = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ImportFrom | ast.Assert | ast.Assign)]
+        tree.body = [n for n in kept if not any(isinstance(x, ast.Name) and x.id == "train" for x in ast.walk(n))]
+        exec(compile(tree, name, "exec"), space)
+    return space
+
+
+def test_reward_functions_of_the_pages_work_and_assertions_hold():
+    chat = [[{"role": "assistant", "content": "please " * 100}], [{"role": "assistant", "content": ""}]]
+    assert snippet_functions("docs/rewards.md")["polite"](prompts=["?", "?"], completions=chat) == [0.5, 0.0]
+    assert snippet_functions("README.md")["brief"](completions=chat) == [-0.7, 0.0]
+
+
+def test_the_keywords_and_fields_that_python_snippets_use_exist():
+    from groupwise import train
+    from groupwise.training.loop import RunResult, StepReport
+
+    used = set(re.findall(r"(?:train\([^()]*?|, )(rewards|on_step|resume_from)=", page("README.md")))
+    assert used == {"rewards", "on_step", "resume_from"}
+    assert used <= set(inspect.signature(train).parameters)
+    assert set(re.findall(r"report\.(\w+)", page("README.md"))) <= {f.name for f in fields(StepReport)}
+    assert set(re.findall(r"result\.(\w+)", page("README.md"))) <= {f.name for f in fields(RunResult)}
+    assert set(re.findall(r'metrics\.get\("([^"]+)"', page("README.md"))) <= set(METRICS)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_links_and_named_files_resolve(path):
+    text = path.read_text(encoding="utf-8")
+    for link in LINK.findall(FENCE.sub("", text)):
+        target, _, fragment = link.partition("#")
+        if re.match(r"https?:", link):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        if fragment:
+            assert fragment in [anchor(h) for h in re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)], link
+    for name in NAMED.findall(text):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_settings_in_backticks_exist(path):
+    known = {doc.path for doc in explain()}
+    sections = {doc.path.split(".")[0] for doc in explain()}
+    suffixes = ("py", "yaml", "json", "jsonl", "md", "toml", "name", "safetensors")
+    for setting in SETTING.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
+        if setting.split(".")[0] in sections and not setting.endswith(tuple("." + s for s in suffixes)):
+            assert setting in known or any(one.startswith(setting + ".") for one in known), setting
+
+
+def test_make_targets_and_recipes_that_pages_name_exist():
+    targets = set(re.findall(r"^([a-z]+):", page("Makefile"), flags=re.MULTILINE))
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= targets, path.name
+    assert set(TABLE_NAME.findall(page("docs/recipes.md"))) == {recipe.name for recipe in recipes()}
+
+
+def test_the_table_of_recipes_has_their_batches():
+    for name, batch in re.findall(r"^\| `([^`]+)` \|.*\| (\d+ x \d+) \|", page("docs/recipes.md"), flags=re.MULTILINE):
+        rollout = load_config(name).rollout
+        assert batch == f"{rollout.prompts_per_step} x {rollout.completions_per_prompt}", name
+
+
+def test_the_quickstart_is_what_the_readme_says():
+    config, text = load_config("quickstart"), page("README.md")
+    assert f"{config.warm_start.steps} supervised steps" in text
+    rollout = config.rollout
+    said = f"{config.training.steps} steps of {rollout.prompts_per_step} problems x {rollout.completions_per_prompt} completions"
+    assert said in text
+    assert f"{config.evaluation.problems} held-out problems" in text
+    assert config.data.arithmetic.operations == ["+", "x"]
+    assert config.data.arithmetic.steps == 1
+    assert f"numbers up to {config.data.arithmetic.largest_number}" in text
+    assert config.evaluation.temperature == 1.0
+    assert config.evaluation.modes[0] == "sampled"
+    assert re.search(r"<!-- quickstart-output -->\n```text\n.+?\n```\n<!-- /quickstart-output -->", text, re.DOTALL)
+
+
+def test_every_metric_is_explained_as_the_table_has_it():
+    section = section_of(page("docs/algorithms.md"), "Metrics")
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, flags=re.MULTILINE))
+    assert rows == {name: f"{unit} | {meaning.replace('|', chr(92) + '|')}" for name, (unit, meaning) in METRICS.items()}
+
+
+def test_metrics_that_pages_name_exist():
+    rooms = "|".join(sorted({name.split("/")[0] for name in METRICS}))
+    for path in PAGES:
+        text = FENCE.sub("", path.read_text(encoding="utf-8"))
+        named = set(re.findall(rf"`((?:{rooms})/[a-z_0-9]+)`", text))
+        assert named <= set(METRICS), path.name
+
+
+def test_presets_are_those_of_the_config():
+    rows = re.findall(r"^\| `([^`]+)` \| (\d{4}\.\d{5}) \|", page("docs/algorithms.md"), flags=re.MULTILINE)
+    assert rows == [(name, preset.paper) for name, preset in PRESETS.items()]
+
+
+def test_rewards_and_their_keywords_are_those_of_the_code():
+    text = page("docs/rewards.md")
+    assert set(TABLE_NAME.findall(section_of(text, "Built in"))) == set(builtin_rewards())
+    assert set(TABLE_NAME.findall(section_of(text, "Your own"))) == set(OFFERED)
+
+
+def test_words_of_the_architecture_are_settings():
+    leaves = {doc.leaf for doc in explain()}
+    words = section_of(page("docs/architecture.md"), "Words")
+    named = [word for cell in re.findall(r"^\| (`.*?) \|", words, flags=re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)]
+    assert set(named) <= leaves
+    assert len(named) >= 7
+
+
+def test_the_page_of_settings_is_current():
+    spec = importlib.util.spec_from_file_location("write_config_docs", ROOT / "scripts" / "write_config_docs.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert page("docs/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
+    for doc in explain():
+        assert f"| `{doc.leaf}` |" in script.render()
