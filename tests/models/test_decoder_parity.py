@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models import layout
+from groupwise.models.attention import packed_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import copy_weights, make_reference, make_scorer
@@ -207,3 +208,11 @@ def test_variants_it_does_not_compute_are_told(config: dict[str, Any], reason: s
 def test_sliding_windows_are_told(tiny_qwen2: Callable[..., Any]) -> None:
     model = tiny_qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert "sliding-window" in (why_unsupported(model) or "")
+
+
+def test_scores_far_above_a_querys_own_keys_do_not_overflow() -> None:
+    qkv = torch.randn(14, 4, 8, generator=torch.Generator().manual_seed(0))
+    qkv[:10, 2] = 200 * qkv[:10, 2]  # the prompt's keys
+    packed, cos, sin = layout.pack([(list(range(10)), [[1, 2, 3, 4, 5]])]), torch.ones(14, 1, 4), torch.zeros(14, 1, 4)
+    blocked, sdpa = (packed_attention(qkv, cos, sin, packed.blocks, 2, 1, name)[0] for name in ("blocked", "sdpa"))
+    torch.testing.assert_close(blocked, sdpa, rtol=1e-4, atol=1e-4)
