@@ -180,7 +180,9 @@ def test_the_quickstart_is_what_the_readme_says():
     assert f"numbers up to {config.data.arithmetic.largest_number}" in text
     assert config.evaluation.temperature == 1.0
     assert config.evaluation.modes[0] == "sampled"
-    assert re.search(r"<!-- quickstart-output -->\n```text\n.+?\n```\n<!-- /quickstart-output -->", text, re.DOTALL)
+    shown = re.search(r"<!-- quickstart-output -->\n```text\n(.+?)\n```\n(.+)<!-- /quickstart-output -->", text, re.DOTALL)
+    assert shown
+    assert f"{config.evaluation.problems} held-out problems" in shown[1], "the output is that of the recipe as it is"
 
 
 def test_every_metric_is_explained_as_the_table_has_it():
