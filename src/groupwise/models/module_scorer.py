@@ -16,6 +16,9 @@ from groupwise.models.logprobs import token_logprobs
 
 __all__ = ["ModuleScorer", "Padded"]
 
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Settings by which architectures (Gemma 2, Cohere, Granite, Falcon-H1 ...) change what the output head gives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Padded:
@@ -95,7 +98,11 @@ def _plain_head(model: Any) -> Tensor | None:
     """The output head's weight if logits are just ``hidden @ weight.T``; None if they are scaled, capped or shifted."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    altered = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
-    if altered or type(head) is not nn.Linear or head.bias is not None or model.base_model is model:
+    if (
+        any(getattr(config, name, None) for name in _LOGIT_CHANGES)
+        or type(head) is not nn.Linear
+        or head.bias is not None
+        or model.base_model is model
+    ):
         return None
     return head.weight
