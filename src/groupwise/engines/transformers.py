@@ -6,6 +6,7 @@ and log-probabilities are as in the built-in engine.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,14 +58,12 @@ class TransformersEngine:
                 _Sequence(prompts[i], sample, seed_key(seed, scope, prompts[i].problem.id, sample)) for i, sample in part
             ]
             for _ in self._decode(sequences, settings):
-                tokens += sum(not s.ended for s in sequences)
                 if on_progress:
-                    on_progress(finished + sum(s.ended for s in sequences), tokens)
+                    on_progress(finished + sum(s.ended for s in sequences), tokens + sum(len(s.tokens) for s in sequences))
             finished += len(part)
+            tokens += sum(len(s.tokens) for s in sequences)
             for (index, sample), sequence in zip(part, sequences, strict=True):
                 done[index][sample] = self._completion(sequence)
-        if on_progress:
-            on_progress(finished, tokens)
         return [tuple(group[k] for k in sorted(group)) for group in done]
 
     @torch.no_grad()
@@ -100,6 +99,8 @@ class TransformersEngine:
         training = self.model.training
         self.model.eval()  # gradient checkpointing, which takes the cache away, acts in training mode alone
         try:
+            # Logits of a whole prompt times the vocabulary would be by far the largest tensor, and only the last row is used.
+            last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
             alive = list(sequences)
             inputs, mask = _left_padded([s.prompt.token_ids for s in alive], device)
             keys = torch.tensor([s.key for s in alive], device=device)
@@ -113,6 +114,7 @@ class TransformersEngine:
                     position_ids=(mask.cumsum(1) - 1).clamp_(min=0)[:, -inputs.shape[1] :],
                     past_key_values=cache,
                     use_cache=True,
+                    **last_only,
                 )
                 logits, cache = out.logits[:, -1], out.past_key_values
                 draw = draw or Draw(settings, logits.shape[1], device)
