@@ -91,6 +91,13 @@ def test_scaled_rotary_embeddings(scaling: dict[str, Any], tiny_llama: Callable[
     check_parity(model, attention="blocked")
 
 
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (1, 1)])
+@pytest.mark.usefixtures("small_blocks")
+def test_any_number_of_queries_per_key_head(heads: int, kv_heads: int, attention: str, tiny_llama: Callable[..., Any]) -> None:
+    check_parity(tiny_llama(num_attention_heads=heads, num_key_value_heads=kv_heads), attention=attention)
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_attention_biases_of_llama(tiny_llama: Callable[..., Any]) -> None:
     check_parity(tiny_llama(attention_bias=True), attention="blocked")

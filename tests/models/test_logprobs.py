@@ -68,6 +68,26 @@ def test_large_logits_do_not_overflow() -> None:
     assert torch.autograd.grad(ours, weight, grad)[0].isfinite().all()
 
 
+def test_narrow_weights_give_wide_logprobs_and_narrow_gradients() -> None:
+    hidden, weight, targets, grad = inputs(3 * ROWS + 2)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    exact = [x.detach().double().requires_grad_() for x in narrow]
+    ours, expected = token_logprobs(*narrow, targets), plain_logprobs(*exact, targets, 1.0)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-2, atol=3e-2)
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for gradient, want in zip(torch.autograd.grad(ours, narrow, grad), wanted, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - want).norm() <= 0.02 * want.norm()
+
+
+def test_no_tokens_no_gradient() -> None:
+    hidden, weight, targets, _ = inputs(0)
+    ours = token_logprobs(hidden, weight, targets)
+    assert ours.shape == (0,)
+    assert torch.equal(torch.autograd.grad(ours.sum(), weight)[0], torch.zeros_like(weight))
+
+
 class Largest(TorchDispatchMode):
     """Records the elements of the largest tensor that any operation returns."""
 

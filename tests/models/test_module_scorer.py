@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GraniteConfig, PhiConfig
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models.decoder import Decoder, why_unsupported
@@ -50,6 +50,29 @@ def tiny_gemma2() -> Any:
     )
 
 
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_granite() -> Any:
+    """Divides its logits by 4."""
+    return random_model(GraniteConfig(**SMALL, logits_scaling=4.0, pad_token_id=None))
+
+
+def tiny_phi() -> Any:
+    """Its output head has a bias."""
+    model = random_model(PhiConfig(**SMALL))
+    torch.nn.init.normal_(model.lm_head.bias, generator=torch.Generator().manual_seed(0))
+    return model
+
+
 def check_against_slow(model: Any, temperature: float = 0.8) -> None:
     reference, groups = copy.deepcopy(model), random_groups()
     scorer = ModuleScorer(model)
@@ -86,7 +109,7 @@ def test_the_module_equals_the_lean_decoder(family: str, request: pytest.Fixture
     assert_equal_gradients(module_gradients(decoder), found, relative=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma2])
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma2, tiny_granite, tiny_phi])
 def test_other_architectures_fall_back_to_it(make: Callable[[], Any]) -> None:
     model = make()
     assert model.config.model_type in (why_unsupported(model) or "")

@@ -1,0 +1,241 @@
+"""The built-in engine: what it samples is the model's own distribution, and depends on nothing but names, weights and settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from groupwise.config.schema import ModelConfig
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.models.decoder import Decoder
+from groupwise.models.embedded import EMBEDDED_NAME
+from groupwise.models.load import load_policy
+from groupwise.types import Problem, Prompt
+
+LENGTHS = [5, 1, 17, 9, 9, 3, 40]
+SAMPLED = SamplingSettings(max_tokens=24)
+ENDS = (2, 11, 60, 90)
+
+
+@pytest.fixture
+def family(request, tiny_llama, tiny_qwen2, tiny_qwen3):
+    return {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3}[request.param]
+
+
+@pytest.fixture
+def make_engine(tokenizer, tiny_llama):
+    """``make_engine(model=..., ends=..., **options)``: an engine over a tiny Llama with several end tokens."""
+    return lambda model=None, ends=ENDS, **options: BuiltinEngine(Decoder(model or tiny_llama()), tokenizer, ends, **options)
+
+
+def recorded(groups):
+    return torch.tensor([x for group in groups for completion in group for x in completion.logprobs])
+
+
+def scored(decoder, prompts, groups, temperature=1.0):
+    batch = decoder.prepare([(p.token_ids, [c.token_ids for c in group]) for p, group in zip(prompts, groups, strict=True)])
+    with torch.no_grad():
+        return decoder.logprobs(batch, temperature)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+def test_greedy_equals_the_librarys_generate(family, make_engine, make_prompts):
+    model, prompts = family(), make_prompts(LENGTHS)
+    groups = make_engine(family()).sample(prompts, 1, SamplingSettings(max_tokens=30, greedy=True), seed=0, scope="greedy")
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        config = GenerationConfig(do_sample=False, max_new_tokens=30, eos_token_id=list(ENDS), pad_token_id=0)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, ids.shape[1] :]
+        assert completion.token_ids == tuple(expected.tolist())
+    assert {completion.finish_reason for (completion,) in groups} == {"stop", "length"}  # both happened
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("max_rows", [1, 3, 13])
+def test_samples_do_not_depend_on_the_rows_in_flight(family, max_rows, make_engine, make_prompts, ids_of):
+    prompts = make_prompts(LENGTHS)
+    many, few = (make_engine(family(), max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s") for rows in (64, max_rows))
+    assert ids_of(few) == ids_of(many)
+    torch.testing.assert_close(recorded(few), recorded(many), rtol=1e-5, atol=1e-4)
+
+
+def test_samples_do_not_depend_on_order_or_company(make_engine, make_prompts, ids_of):
+    prompts, engine = make_prompts(LENGTHS), make_engine(max_rows=10)
+    all_of_them = ids_of(engine.sample(prompts, 4, SAMPLED, seed=3, scope="s"))
+    assert len({ids for group in all_of_them for ids in group}) > 20  # they differ from one another
+    assert ids_of(engine.sample(prompts[::-1], 4, SAMPLED, seed=3, scope="s")) == all_of_them[::-1]
+    assert ids_of(engine.sample(prompts[2:4], 4, SAMPLED, seed=3, scope="s")) == all_of_them[2:4]
+    fewer = ids_of(engine.sample(prompts, 2, SAMPLED, seed=3, scope="s"))
+    assert fewer == [group[:2] for group in all_of_them]
+
+
+def test_samples_depend_on_seed_scope_problem_and_sample(make_engine, make_prompts, ids_of):
+    engine, (prompt,) = make_engine(), make_prompts([6])
+    other = Prompt(Problem("another", "", ""), "", prompt.token_ids)
+    base = ids_of(engine.sample([prompt], 3, SAMPLED, seed=3, scope="s"))[0]
+    changed = [
+        engine.sample([prompt], 3, SAMPLED, seed=4, scope="s"),
+        engine.sample([prompt], 3, SAMPLED, seed=3, scope="t"),
+        engine.sample([other], 3, SAMPLED, seed=3, scope="s"),
+    ]
+    assert ids_of(engine.sample([prompt], 3, SAMPLED, seed=3, scope="s"))[0] == base
+    assert len({*base, *(ids for groups in changed for ids in ids_of(groups)[0])}) == 12
+
+
+def test_memory_of_earlier_calls_leaves_no_trace(make_engine, make_prompts, ids_of):
+    engine = make_engine(max_rows=6)
+    engine.sample(make_prompts([60, 33]), 5, SamplingSettings(max_tokens=50), seed=9, scope="before")
+    cache = engine._cache
+    again = engine.sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
+    fresh = make_engine(max_rows=6).sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
+    assert ids_of(again) == ids_of(fresh)
+    assert recorded(again).tolist() == recorded(fresh).tolist()
+    engine.sample(make_prompts([4]), 2, SAMPLED, seed=3, scope="s")
+    assert cache is not None  # large prompts took 2 slots only, so more groups needed a new one; a smaller call reuses it
+
+
+def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_of, monkeypatch):
+    whole = make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")
+    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 12)
+    assert ids_of(make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")) == ids_of(whole)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_recorded_log_probabilities_are_those_the_trainer_computes(family, temperature, make_engine, make_prompts):
+    engine, prompts = make_engine(family(), max_rows=9), make_prompts(LENGTHS)
+    chosen = SamplingSettings(max_tokens=24, temperature=temperature)
+    groups = engine.sample(prompts, 4, chosen, seed=1, scope="s")
+    torch.testing.assert_close(recorded(groups), scored(engine.decoder, prompts, groups, temperature), rtol=1e-4, atol=1e-4)
+
+
+def test_first_two_tokens_have_the_models_joint_distribution(tiny_qwen3, tokenizer, make_prompts, chi_square):
+    model, (prompt,), count = tiny_qwen3(vocab_size=12), make_prompts([4], vocabulary=12), 6000
+    engine = BuiltinEngine(Decoder(tiny_qwen3(vocab_size=12)), tokenizer, (2,), max_rows=1000)
+    for temperature in (1.0, 0.5):
+        chosen = SamplingSettings(max_tokens=2, temperature=temperature)
+        (group,) = engine.sample([prompt], count, chosen, seed=0, scope="counts")
+        with torch.no_grad():
+            texts = torch.tensor([[*prompt.token_ids, token] for token in range(12)])
+            logits = model(texts).logits.double() / temperature
+        joint = logits[0, -2].softmax(0)[:, None] * logits[:, -1].softmax(-1)
+        joint[2] = torch.nn.functional.one_hot(torch.tensor(0), 12) * logits[0, -2].softmax(0)[2]  # an end token ends
+        counts = torch.zeros(12, 12)
+        for completion in group:
+            counts[completion.token_ids[0], completion.token_ids[1] if len(completion.token_ids) > 1 else 0] += 1
+        assert chi_square(counts.flatten(), joint.flatten()) < 4
+
+
+def test_every_end_token_stops_and_is_kept(make_engine, make_prompts):
+    prompts, engine = make_prompts(LENGTHS), make_engine()
+    groups = engine.sample(prompts, 12, SAMPLED, seed=5, scope="s")
+    completions = [completion for group in groups for completion in group]
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in stopped} == set(ENDS)
+    for completion in completions:
+        assert len(completion.token_ids) == len(completion.logprobs) <= SAMPLED.max_tokens
+        assert not set(completion.token_ids[:-1]) & set(ENDS)
+        assert (completion.token_ids[-1] in ENDS) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == SAMPLED.max_tokens
+        assert completion.text == "".join(f"{t} " for t in completion.token_ids if t != 2)
+    assert any(c.finish_reason == "length" for c in completions)
+    assert [[c.sample for c in group] for group in groups] == [list(range(12))] * len(prompts)
+
+
+def test_an_end_token_at_the_limit_is_a_stop(make_engine, make_prompts):
+    groups = make_engine(ends=tuple(range(128))).sample(
+        make_prompts([3, 4]), 2, SamplingSettings(max_tokens=1), seed=0, scope="s"
+    )
+    assert [(c.finish_reason, len(c.token_ids)) for group in groups for c in group] == [("stop", 1)] * 4
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 64])
+def test_nothing_is_lost_when_all_rows_end_with_their_first_token(max_rows, make_engine, make_prompts, ids_of):
+    prompts, seen = make_prompts(LENGTHS), []
+    engine = make_engine(max_rows=max_rows)
+    groups = engine.sample(
+        prompts, 3, SamplingSettings(max_tokens=1), seed=0, scope="s", on_progress=lambda *numbers: seen.append(numbers)
+    )
+    assert [len(group) for group in groups] == [3] * len(prompts)
+    assert seen[-1] == (21, 21)
+    longer = engine.sample(prompts, 3, SamplingSettings(max_tokens=2), seed=0, scope="s")
+    assert ids_of(groups) == [[ids[:1] for ids in group] for group in ids_of(longer)]
+
+
+def test_no_prompts_no_completions(make_engine):
+    assert make_engine().sample([], 4, SAMPLED, seed=0, scope="s") == []
+
+
+def test_progress_counts_completions_and_tokens(make_engine, make_prompts):
+    seen = []
+    groups = make_engine(max_rows=5).sample(
+        make_prompts([4, 9]), 8, SAMPLED, seed=0, scope="s", on_progress=lambda *numbers: seen.append(numbers)
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (16, sum(len(c.token_ids) for group in groups for c in group))
+    assert len(seen) > 24  # 16 completions do not fit into 5 rows at once
+
+
+def test_a_stream_is_the_sample_of_its_scope(make_engine, make_prompts):
+    (prompt,), pieces = make_prompts([6]), []
+    for settings in (SAMPLED, SamplingSettings(max_tokens=1), SamplingSettings(max_tokens=9, greedy=True)):
+        pieces.clear()
+        engine = make_engine()
+        completion = engine.stream(prompt, settings, seed=8, on_text=pieces.append)
+        assert completion == engine.sample([prompt], 1, settings, seed=8, scope="stream")[0][0]
+        assert "".join(pieces) == completion.text
+        assert all(piece.count(" ") <= 2 for piece in pieces)  # a token at a time, and the first two together
+
+
+def test_updates_in_place_are_sampled_from_at_once(make_engine, make_prompts, ids_of):
+    engine, prompts = make_engine(), make_prompts(LENGTHS)
+    before = engine.sample(prompts, 2, SAMPLED, seed=0, scope="s")
+    with torch.no_grad():
+        for _, parameter in engine.decoder.named_parameters():
+            parameter.mul_(1.3)
+    engine.refresh(7)
+    after = engine.sample(prompts, 2, SAMPLED, seed=0, scope="s")
+    assert ids_of(after) != ids_of(before)
+    torch.testing.assert_close(recorded(after), scored(engine.decoder, prompts, after), rtol=1e-4, atol=1e-4)
+    assert {c.policy_version for group in before for c in group} == {0}
+    assert {c.policy_version for group in after for c in group} == {7}
+
+
+def test_a_checkpoints_generation_config_is_not_inherited(make_engine, make_prompts, tiny_llama, ids_of):
+    model = tiny_llama()
+    model.generation_config = GenerationConfig(do_sample=True, top_p=0.8, top_k=20, repetition_penalty=1.5, temperature=0.3)
+    prompts = make_prompts(LENGTHS)
+    opinionated, plain = (make_engine(m).sample(prompts, 4, SAMPLED, seed=0, scope="s") for m in (model, tiny_llama()))
+    assert ids_of(opinionated) == ids_of(plain)
+
+
+def test_restricted_sampling_reaches_the_engine(make_engine, make_prompts, tiny_llama):
+    prompts, model = make_prompts(LENGTHS), tiny_llama()
+    groups = make_engine().sample(prompts, 4, SamplingSettings(max_tokens=10, top_k=3), seed=0, scope="s")
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt.token_ids, *completion.token_ids]])).logits[
+                    0, len(prompt.token_ids) - 1 : -1
+                ]
+            best = logits.topk(3).indices
+            assert (best == torch.tensor(completion.token_ids)[:, None]).any(1).all()
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_the_embedded_model_in_bf16(embedded_model_folder):
+    """bf16 rounds differently in batches of different shapes; the engine is no further from fp32 than the trainer is."""
+    narrow, wide = (load_policy(ModelConfig(name=EMBEDDED_NAME, dtype=dtype, device="cpu")) for dtype in ("bfloat16", "float32"))
+    engine, prompts = BuiltinEngine(Decoder(narrow.model), narrow.tokenizer, narrow.end_token_ids), []
+    for question in ("What is 2 + 3?", "Name three colours.", "Tom has 17 marbles and buys 25 more. How many has he now?"):
+        chat = [{"role": "user", "content": question}]
+        text = narrow.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompts.append(Prompt(Problem(question, question, ""), text, tuple(narrow.tokenizer(text)["input_ids"])))
+    groups = engine.sample(prompts, 8, SamplingSettings(max_tokens=24), seed=0, scope="s")
+    sampled, trained = recorded(groups), scored(engine.decoder, prompts, groups)
+    exact = scored(Decoder(wide.model), prompts, groups)
+    assert (sampled - exact).abs().mean() < 1.3 * (trained - exact).abs().mean() < 0.06
+    assert abs((sampled - trained).mean()) < 0.01

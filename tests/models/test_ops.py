@@ -1,0 +1,94 @@
+"""The hand-written gradients of a layer's element-wise operations against autograd, and their forward passes against definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise.models.ops import apply_rope, head_norm, rms_norm, rope_rotate, swiglu
+
+EPSILON = 1e-3  # large, so that leaving it out shows
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        yield
+
+
+def plain_norm(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * weight
+
+
+def plain_head_norm(qkv, q_weight, k_weight):
+    return torch.cat([plain_norm(qkv[:, :3], q_weight), plain_norm(qkv[:, 3:5], k_weight), qkv[:, 5:]], dim=1)
+
+
+def plain_swiglu(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+CASES = {
+    "rms_norm": (lambda x, w: rms_norm(x, w, EPSILON), plain_norm, [(7, 12), (12,)]),
+    "head_norm": (lambda x, q, k: head_norm(x, q, k, 3, 2, EPSILON), plain_head_norm, [(7, 7, 8), (8,), (8,)]),
+    "swiglu": (swiglu, plain_swiglu, [(7, 10)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    ours, plain, shapes = CASES[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    found, expected = ours(*inputs), plain(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*inputs), expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn_like(found)
+    for x, y in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_backward_pass_leaves_the_incoming_gradient_alone(name):
+    ours, _, shapes = CASES[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out = ours(*inputs)
+    grad = torch.randn_like(out)
+    before = grad.clone()
+    torch.autograd.grad(out, inputs, grad)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_numbers_keep_their_type(name):
+    ours, plain, shapes = CASES[name]
+    inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    out = ours(*inputs)
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
+    wide = plain(*(x.float() for x in inputs))
+    torch.testing.assert_close(out.float(), wide, rtol=2e-2, atol=2e-2)
+
+
+def rope_tables(positions, width):
+    angles = positions[:, None] * 100.0 ** -(torch.arange(width // 2) / (width // 2))
+    return angles.cos()[:, None], angles.sin()[:, None]
+
+
+def test_rotary_embedding_turns_pairs_by_their_angle():
+    x, (cos, sin) = torch.randn(5, 3, 8), rope_tables(torch.tensor([0.0, 1.0, 5.0, 2.0, 9.0]), 8)
+    out = apply_rope(x, cos, sin, rotated=2)
+    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.complex(cos, sin)
+    torch.testing.assert_close(out[:, :2], torch.cat([as_complex.real, as_complex.imag], dim=-1)[:, :2])
+    assert torch.equal(out[:, 2], x[:, 2])  # values are not rotated
+
+
+def test_the_inverse_rotation_is_the_transpose():
+    cos, sin = (1.3 * table for table in rope_tables(torch.arange(4.0), 6))  # yarn scales both, so the rotation is no isometry
+    x, y = torch.randn(4, 2, 6), torch.randn(4, 2, 6)
+    forward, backward = torch.empty_like(x), torch.empty_like(y)
+    rope_rotate(x, cos, sin, forward)
+    rope_rotate(y, cos, sin, backward, inverse=True)
+    torch.testing.assert_close((forward * y).sum(), (x * backward).sum(), rtol=1e-5, atol=1e-5)

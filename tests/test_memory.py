@@ -1,0 +1,62 @@
+"""Memory: freed blocks stay with the process where that was asked for, and peaks are of the right size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.memory import keep_freed_memory, peak_memory_bytes
+
+MIB = 2**20
+FREE_AND_LOOK = """
+import psutil
+from groupwise.memory import keep_freed_memory
+made, resident = keep_freed_memory(), psutil.Process().memory_info
+block = bytearray(64 * 2**20)
+full = resident().rss
+del block
+print(made, (full - resident().rss) // 2**20)
+"""
+
+glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator's settings are glibc's")
+
+
+def freed_mib(monkeypatch, setting):
+    """Whether the setting was made, and how much of 64 MiB went back to the system when it was freed."""
+    monkeypatch.setenv("GROUPWISE_KEEP_MEMORY", setting)
+    out = subprocess.run([sys.executable, "-c", FREE_AND_LOOK], capture_output=True, text=True, check=True, timeout=60)
+    made, mib = out.stdout.split()
+    return made == "True", int(mib)
+
+
+@glibc
+def test_freed_memory_is_kept(monkeypatch):
+    made, mib = freed_mib(monkeypatch, "1")
+    if not made:
+        pytest.skip("this C library has no mallopt")
+    assert mib < 4
+
+
+@glibc
+def test_the_allocator_is_left_alone_on_request(monkeypatch):
+    assert freed_mib(monkeypatch, "0") == (False, pytest.approx(64, abs=4))
+
+
+def test_other_systems_are_left_alone(monkeypatch):
+    monkeypatch.delenv("GROUPWISE_KEEP_MEMORY", raising=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_freed_memory() is False
+
+
+def test_the_peak_is_in_bytes_and_grows_with_what_is_used():
+    import psutil
+
+    held = psutil.Process().memory_info().rss
+    assert held * 0.9 < peak_memory_bytes() < psutil.virtual_memory().total
+    block = bytearray(peak_memory_bytes() - psutil.Process().memory_info().rss + 80 * MIB)
+    peak = peak_memory_bytes()
+    assert peak >= held + len(block) // 2
+    del block
+    assert peak_memory_bytes() >= peak  # it was reached, so it stays
