@@ -88,13 +88,22 @@ def test_samples_depend_on_seed_scope_problem_and_sample(make_engine, make_promp
 def test_memory_of_earlier_calls_leaves_no_trace(make_engine, make_prompts, ids_of):
     engine = make_engine(max_rows=6)
     engine.sample(make_prompts([60, 33]), 5, SamplingSettings(max_tokens=50), seed=9, scope="before")
-    cache = engine._cache
     again = engine.sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
     fresh = make_engine(max_rows=6).sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
     assert ids_of(again) == ids_of(fresh)
     assert recorded(again).tolist() == recorded(fresh).tolist()
-    engine.sample(make_prompts([4]), 2, SAMPLED, seed=3, scope="s")
-    assert cache is not None  # large prompts took 2 slots only, so more groups needed a new one; a smaller call reuses it
+
+
+def test_the_cache_grows_when_asked_for_more_and_stays_when_not(make_engine, make_prompts, ids_of):
+    engine, caches = make_engine(max_rows=6), []
+    calls = [([4], 2, 3), ([4], 2, 20), ([4], 6, 20), ([30], 6, 20), ([30, 9, 8], 2, 20), ([4], 2, 3)]
+    for lengths, samples, tokens in calls:
+        prompts, settings = make_prompts(lengths), SamplingSettings(max_tokens=tokens)
+        groups = engine.sample(prompts, samples, settings, seed=3, scope="s")
+        caches.append(engine._cache)
+        assert ids_of(groups) == ids_of(make_engine().sample(prompts, samples, settings, seed=3, scope="s"))
+    assert len({id(cache) for cache in caches}) == 5
+    assert caches[-1] is caches[-2]
 
 
 def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_of, monkeypatch):

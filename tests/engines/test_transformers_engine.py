@@ -116,11 +116,12 @@ def test_dropout_is_off_while_sampling(tiny_gpt2, tokenizer, make_prompts, ids_o
 def test_finished_sequences_leave_the_batch(tiny_llama, tokenizer, make_prompts):
     model, rows = tiny_llama(), []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
-    groups = TransformersEngine(model, tokenizer, ENDS).sample(make_prompts([4, 9]), 16, SAMPLED, seed=3, scope="s")
+    groups = TransformersEngine(model, tokenizer, range(0, 128, 8)).sample(make_prompts([4, 9]), 16, SAMPLED, seed=3, scope="s")
     lengths = [len(c.token_ids) for group in groups for c in group]
-    assert rows == sorted(rows, reverse=True)
-    assert sum(lengths) <= sum(rows) < 2 * sum(lengths) < 2 * 32 * len(rows)
+    unfinished = [sum(length > step for length in lengths) for step in range(len(rows))]
     assert rows[0] == 32
+    assert unfinished[-1] < 4
+    assert all(left <= fed < 2 * left for fed, left in zip(rows[1:], unfinished[1:], strict=True))
 
 
 def test_a_stream_is_the_sample_of_its_scope(tiny_llama, tokenizer, make_prompts):
