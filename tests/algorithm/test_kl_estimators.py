@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algorithm import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
+from groupwise.algorithm import AdaptiveKL, Objective, kl_in_reward, kl_penalty, kl_per_token, policy_loss
 from groupwise.algorithm.kl import MAX_LOG_DIFFERENCE
 
 
@@ -49,6 +49,36 @@ def test_k1_in_the_reward_is_the_gradient_of_the_kl(seed: int):
     assert not penalty.requires_grad
     gradient = torch.autograd.grad((logprobs.exp().detach() * penalty * logprobs).sum(), theta)[0]
     torch.testing.assert_close(gradient, gradient_of_kl(theta, reference, False))
+
+
+@pytest.mark.parametrize("old_seed", [None, 7])
+def test_times_the_ratio_k3_has_the_gradient_of_the_kl_off_policy_too(old_seed: int | None):
+    """arXiv 2512.02556: samples are of the old policy, the expectation over them is that of the new one's KL to the reference."""
+    theta, reference = family(0)
+    old = (theta if old_seed is None else family(old_seed)[0]).detach().log_softmax(0)
+    objective = Objective(beta=1.0, kl_correction=True, surrogate="reinforce")
+    zeros = torch.zeros(6, dtype=torch.float64)
+    loss, _ = policy_loss(
+        objective, logprobs_T=theta.log_softmax(0), old_logprobs_T=old, sequence_T=torch.arange(6), weights_T=old.exp(),
+        advantages_N=zeros, reference_logprobs_T=reference,
+    )  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(loss, theta)[0], gradient_of_kl(theta, reference, False))
+
+
+def test_of_a_whole_completion_the_ratio_that_corrects_the_kl_runs_into_every_token():
+    theta = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    old, reference = torch.tensor([-1.1, -1.0, -0.5]).double(), torch.tensor([-1.0, -1.5, -0.7]).double()
+    sequence_T, weights_T = torch.tensor([0, 0, 1]), torch.tensor([0.25, 0.25, 0.5]).double()
+    objective = Objective(beta=1.0, kl_correction=True, ratio_level="sequence")
+    loss, _ = policy_loss(
+        objective, logprobs_T=theta, old_logprobs_T=old, sequence_T=sequence_T, weights_T=weights_T,
+        advantages_N=torch.zeros(2).double(), reference_logprobs_T=reference,
+    )  # fmt: skip
+    d = reference - theta
+    k3 = d.exp() - d - 1
+    first, second = ((theta - old)[:2].mean()).exp(), ((theta - old)[2]).exp()
+    expected = first * 0.25 * k3[:2].sum() + second * 0.5 * k3[2]
+    torch.testing.assert_close(torch.autograd.grad(loss, theta)[0], torch.autograd.grad(expected, theta)[0])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

@@ -135,6 +135,8 @@ def test_closed_form_with_its_metrics():
             "ratio": sum(r) / 3,
             "clip_low": 0.0,
             "clip_high": 0.0,
+            "clip_low_least": 0.0,
+            "clip_high_most": 0.0,
             "kl": sum(kl) / 3,
             "kl_old": sum(x - 1 - math.log(x) for x in r) / 3,
             "logprob": -3.5 / 3,

@@ -21,6 +21,7 @@ from slow_grpo import (
 )
 
 from groupwise.config.schema import Config
+from groupwise.training.learner import Share
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 
@@ -215,6 +216,50 @@ def test_a_batch_in_which_no_group_varies_makes_no_update(tiny_llama):
     assert metrics == {}
     assert learner.updates == 0
     assert all(torch.equal(weights[n], p) for n, p in learner.scorer.named_parameters())
+
+
+def test_shares_of_a_batch_add_up_to_the_whole(tiny_llama):
+    """Completions dealt over two shares, across groups, with the counts of the whole batch: one gradient, as if nobody had dealt."""
+    learner, before = learner_of(tiny_llama(), config_of())
+    groups = make_groups(before, REWARDS)
+    everyone = [(g, m) for g in range(3) for m in range(4)]
+    counts = learner.counts(groups)
+    shares = [Share(everyone[::2], counts), Share([], counts), Share(everyone[1::2], counts)]
+    seen = watch_gradients(learner)
+    batch = learner.prepare(groups, shares, learner.objective.advantages(REWARDS), off_policy=False)
+    for micro_batches in batch:
+        learner.accumulate(micro_batches, first=True)
+    learner.step(1e-3)
+    loss, _ = slow_loss(before, groups)
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+
+
+def test_a_share_whose_turn_comes_later_is_measured_from_the_policy_that_sampled(tiny_llama):
+    """Two optimiser steps on the halves of one batch, at a rate so high that the second one's clip bites."""
+    config = config_of(algorithm={"epsilon": 0.02}, optimizer={"max_grad_norm": None})
+    learner, before = learner_of(tiny_llama(), config)
+    groups = make_groups(before, REWARDS)
+    halves = [[(g, m) for g in range(3) for m in members] for members in ((0, 1), (2, 3))]
+    shares = [Share(half, learner.counts(groups)) for half in halves]
+    seen = watch_gradients(learner)
+    first, second = learner.prepare(groups, shares, learner.objective.advantages(REWARDS), off_policy=True)
+    learner.accumulate(first, first=True)
+    learner.step(2e-2)
+    moved = present_model(learner, before)
+    numbers = learner.accumulate(second, first=True)
+    learner.step(2e-2)
+    advantages = [slow_advantages(rewards) for rewards in REWARDS]
+    loss, cut, tokens = 0.0, 0, 0
+    for g, m in halves[1]:
+        ids = groups[g].prompt.token_ids, groups[g].completions[m].token_ids
+        new, old = slow_logprobs(moved, *ids), slow_logprobs(before, *ids).detach()
+        ratio = (new - old).exp()
+        free, bound = ratio * advantages[g][m], ratio.clamp(0.98, 1.02) * advantages[g][m]
+        loss = loss - torch.min(free, bound).mean() / 12
+        cut, tokens = cut + int((bound < free).sum()), tokens + len(new)
+    assert distance(seen[1], slow_gradient(loss, moved)) < 1e-5
+    assert cut > 0, "the clip was to bite"
+    assert numbers["detail/clip_low"].value + numbers["detail/clip_high"].value == pytest.approx(cut / tokens)
 
 
 def test_the_stop_token_is_trained_though_it_is_the_padding(tiny_llama):

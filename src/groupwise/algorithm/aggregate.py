@@ -20,15 +20,15 @@ __all__ = ["BatchCounts", "token_weights"]
 class BatchCounts:
     """Counts over one optimiser step's whole batch, all processes together, completions that the backward pass skips included."""
 
-    completions: int
+    completions: float
     """N: completions in the batch."""
-    tokens: int
+    tokens: float
     """Sampled tokens in the batch."""
     max_tokens: int
     """``rollout.max_completion_tokens``: the constant length in the ``fixed`` denominator."""
 
     def __post_init__(self) -> None:
-        if min(self.completions, self.tokens, self.max_tokens) < 1:
+        if min(self.completions, self.tokens, self.max_tokens) <= 0:
             raise ValueError(f"{self} must count at least one completion and one token; an empty batch has no loss")
 
 

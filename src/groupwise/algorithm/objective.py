@@ -14,11 +14,11 @@ from torch import Tensor
 from groupwise.algorithm.advantages import Rewards, group_advantages, token_advantages
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
 from groupwise.algorithm.kl import k3, kl_per_token
-from groupwise.algorithm.ratio import RATIOS
-from groupwise.algorithm.sequences import at_least_fp32
+from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
+from groupwise.algorithm.sequences import at_least_fp32, segment_mean
 from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
 from groupwise.config.schema import AlgorithmConfig
-from groupwise.metrics import Max, Mean, Metric, Sum
+from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
 __all__ = ["Objective", "policy_loss"]
 
@@ -37,6 +37,7 @@ class Objective:
     kl_estimator: str = "k3"
     kl_placement: str = "loss"
     beta: float = 0.04
+    kl_correction: bool = False
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
@@ -56,6 +57,7 @@ class Objective:
             kl_estimator=config.kl_estimator,
             kl_placement=config.kl_placement,
             beta=config.beta,
+            kl_correction=config.kl_correction,
         )
 
     @property
@@ -134,9 +136,22 @@ def policy_loss(
     if kl_weight:
         assert reference_logprobs_T is not None
         kl_T = kl_per_token(logprobs_T, reference_logprobs_T, objective.kl_estimator)
+        if objective.kl_correction:
+            kl_T = kl_T * IMPORTANCE[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
         loss = policy + kl_weight * (weights_T * kl_T).sum()
     metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
-    return loss, metrics
+    return loss, metrics | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
+
+
+@torch.no_grad()
+def _clipped_by_completion(clipped_T: Tensor, ratio_T: Tensor, sequence_T: Tensor, completions: int) -> dict[str, Metric]:
+    """The completion with the smallest share of tokens clipped from below, and the one with the largest clipped from above."""
+    if not completions:
+        return {}
+    low_N = segment_mean((clipped_T & (ratio_T < 1)).to(ratio_T.dtype), sequence_T, completions)
+    high_N = segment_mean((clipped_T & (ratio_T >= 1)).to(ratio_T.dtype), sequence_T, completions)
+    least, most = torch.stack([low_N.min(), high_N.max()]).tolist()
+    return {"clip_low_least": Min(least), "clip_high_most": Max(most)}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from groupwise.algorithm.sequences import segment_mean
 
-__all__ = ["MAX_LOG_RATIO", "sequence_ratio", "token_ratio"]
+__all__ = ["MAX_LOG_RATIO", "sequence_importance", "sequence_ratio", "token_ratio"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here, in nats, before exp: a ratio of 5e8 is already far beyond any clip bound, and fp32 overflows at 88."""
@@ -36,3 +36,15 @@ def sequence_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tenso
 
 
 RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"token": token_ratio, "sequence": sequence_ratio}
+
+
+def sequence_importance(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
+    """The value of ``sequence_ratio`` with its true gradient, which runs into all tokens of the completion: GSPO, eq. 7.
+
+    As a factor of something else than a completion's advantage the two forms differ.
+    """
+    log_s_N = segment_mean(logprobs_T - old_logprobs_T, sequence_T, completions)
+    return log_s_N.clamp(max=MAX_LOG_RATIO).exp()[sequence_T]
+
+
+IMPORTANCE: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"token": token_ratio, "sequence": sequence_importance}

@@ -37,7 +37,7 @@ def _without_effect(path: str, value: object, reason: str) -> str:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.beta == 0:
-        for name in _chosen(algorithm, "reference_updates", "kl_estimator", "kl_placement"):
+        for name in _chosen(algorithm, "reference_updates", "kl_estimator", "kl_placement", "kl_correction"):
             yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), "algorithm.beta is 0, so no reference is kept")
     clipping = _chosen(algorithm, "epsilon", "epsilon_high", "dual_clip", "delta")
     reason = ""

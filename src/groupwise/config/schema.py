@@ -216,6 +216,9 @@ class AlgorithmConfig(Section):
     kl_placement: Literal["loss", "reward", "token_reward"] = "loss"
     """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each
     token's own reward, so that a token's advantage counts only the KL still to come."""
+    kl_correction: bool = False
+    """Multiply the KL in the loss by the ratio (DeepSeek-V3.2, arXiv 2512.02556): with `k3`, its gradient is then that of the KL of the
+    policy to the reference, also off-policy. `epsilon` does not clip this ratio."""
 
     @model_validator(mode="after")
     def follow_preset(self) -> AlgorithmConfig:

@@ -21,13 +21,24 @@ from groupwise.models.scorer import Scorer, copy_weights, make_reference
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.types import Group
 
-__all__ = ["Learner"]
+__all__ = ["Advantages", "Learner", "MicroBatch", "Share"]
 
 Advantages = list[list[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Completions that are swept together, by (group, completion), and the counts that their weights in the loss are made of.
+
+    Usually one share is the whole batch. Several divide a batch among several optimiser steps, or add up several denominators in one.
+    """
+
+    members: Sequence[tuple[int, int]]
+    counts: BatchCounts
+
+
 @dataclass
-class _MicroBatch:
+class MicroBatch:
     """Some completions, packed, with everything the loss needs to know about them."""
 
     parts: list[Part]
@@ -69,15 +80,53 @@ class Learner:
         taught = [i for i, group in enumerate(advantages) if _teaches(group) or self._keeps_all]
         if not taught:
             return advantages, {}
-        micro_batches = self._cut(groups, taught)
+        share = Share([(i, m) for i in taught for m in range(len(groups[i].completions))], self.counts(groups))
+        micro_batches = self._cut(groups, share)
         found: list[dict[str, Metric]] = [self._score_reference(micro_batches)]
         advantages = self._assign_advantages(micro_batches, rewards, advantages)
         for update in range(self.config.algorithm.updates_per_batch):
-            started = time.perf_counter()
-            passes = merge(self._backward(micro_batch, first=update == 0) for micro_batch in micro_batches)
+            passes = self.accumulate(micro_batches, first=update == 0)
             passes["policy/loss"] = Mean(passes["policy/loss"].value, 1)  # summed over micro-batches, averaged over updates
-            found += [passes, {"time/learn_s": Sum(time.perf_counter() - started)}, self._step()]
+            found += [{k: v for k, v in passes.items() if not k.startswith("detail/")}, self.step()]
         return advantages, merge(found) | {"optimizer/learning_rate": found[-1]["optimizer/learning_rate"]}
+
+    def counts(self, groups: Sequence[Group]) -> BatchCounts:
+        """Of a whole batch, completions that the passes skip included."""
+        everything = [c for group in groups for c in group.completions]
+        return BatchCounts(
+            completions=len(everything),
+            tokens=sum(len(c.token_ids) for c in everything),
+            max_tokens=self.config.rollout.max_completion_tokens,
+        )
+
+    def prepare(
+        self, groups: Sequence[Group], shares: Sequence[Share], advantages: Advantages, *, off_policy: bool
+    ) -> list[list[MicroBatch]]:
+        """Each share's micro-batches, with advantages and the reference's logprobs: for callers that order the steps themselves.
+
+        ``off_policy``: the weights will have moved before some share's turn, so the policy's logprobs are taken down now, in one
+        more pass; otherwise the ratio of a share's first sweep is 1 by definition. The KL must not be part of the reward.
+        """
+        assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
+        out = [self._cut(groups, share) if share.members else [] for share in shares]
+        for micro_batch in (m for micro_batches in out for m in micro_batches):
+            chosen = [advantages[g][m] for g, m in _members(micro_batch)]
+            micro_batch.advantages_N = torch.tensor(chosen, device=self.scorer.device)
+            if off_policy:
+                with torch.no_grad():
+                    micro_batch.old_T = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
+            self._score_reference([micro_batch])
+        return out
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], *, first: bool) -> dict[str, Metric]:
+        """Add the gradient of some micro-batches to what the next ``step`` takes. Their loss is summed, not averaged.
+
+        ``first``: they are swept for the first time, so that the sampler's mismatch can be measured. Without gradients switched on
+        (``torch.no_grad``) only the numbers are computed. Names that begin with ``detail/`` are for callers, not for the records.
+        """
+        started = time.perf_counter()
+        found = merge(self._backward(micro_batch, first=first) for micro_batch in micro_batches)
+        return found | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     @property
     def _keeps_all(self) -> bool:
@@ -85,26 +134,31 @@ class Learner:
         in_loss = self.objective.kl_in_loss and self.config.algorithm.skip_zero_variance
         return self.objective.needs_reference and not in_loss
 
-    def _cut(self, groups: Sequence[Group], taught: Sequence[int]) -> list[_MicroBatch]:
-        everything = [c for group in groups for c in group.completions]
-        counts = BatchCounts(
-            completions=len(everything),
-            tokens=sum(len(c.token_ids) for c in everything),
-            max_tokens=self.config.rollout.max_completion_tokens,
-        )
-        sizes = [(len(groups[i].prompt.token_ids), [len(c.token_ids) for c in groups[i].completions]) for i in taught]
+    def _cut(self, groups: Sequence[Group], share: Share) -> list[MicroBatch]:
+        chosen: dict[int, list[int]] = {}
+        for group, member in share.members:
+            chosen.setdefault(group, []).append(member)
+        listed = list(chosen.items())
+        sizes = [
+            (len(groups[i].prompt.token_ids), [len(groups[i].completions[m].token_ids) for m in members]) for i, members in listed
+        ]
         cuts = cut_batch(sizes, self.config.training.micro_batch_tokens)
-        return [self._pack(groups, [Part(taught[p.group], p.members) for p in parts], counts) for parts in cuts]
+        return [
+            self._pack(
+                groups, [Part(listed[p.group][0], tuple(listed[p.group][1][m] for m in p.members)) for p in parts], share.counts
+            )
+            for parts in cuts
+        ]
 
-    def _pack(self, groups: Sequence[Group], parts: list[Part], counts: BatchCounts) -> _MicroBatch:
+    def _pack(self, groups: Sequence[Group], parts: list[Part], counts: BatchCounts) -> MicroBatch:
         chosen = [(groups[p.group].prompt.token_ids, [groups[p.group].completions[m] for m in p.members]) for p in parts]
         packed = self.scorer.prepare([(prompt, [c.token_ids for c in completions]) for prompt, completions in chosen])
         sampled = torch.tensor([x for _, completions in chosen for c in completions for x in c.logprobs])
         weights = self.objective.weights(packed.lengths_N, packed.sequence_T, counts)
-        return _MicroBatch(parts, packed, sampled.to(self.scorer.device), weights)
+        return MicroBatch(parts, packed, sampled.to(self.scorer.device), weights)
 
     @torch.no_grad()
-    def _score_reference(self, micro_batches: Sequence[_MicroBatch]) -> dict[str, Metric]:
+    def _score_reference(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
         if self.reference is None:
             return {}
         started = time.perf_counter()
@@ -113,7 +167,7 @@ class Learner:
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     def _assign_advantages(
-        self, micro_batches: Sequence[_MicroBatch], rewards: list[list[float]], advantages: Advantages
+        self, micro_batches: Sequence[MicroBatch], rewards: list[list[float]], advantages: Advantages
     ) -> Advantages:
         """Give every micro-batch its completions' advantages. Where the KL is a penalty on rewards, they change first."""
         token_advantages: list[list[list[float]]] | None = None
@@ -146,7 +200,7 @@ class Learner:
                 micro_batch.advantages_T = torch.tensor([a for g, m in members for a in token_advantages[g][m]], device=device)
         return advantages
 
-    def _backward(self, micro_batch: _MicroBatch, first: bool) -> dict[str, Metric]:
+    def _backward(self, micro_batch: MicroBatch, first: bool) -> dict[str, Metric]:
         """Add one micro-batch's gradient. The first update is on-policy: its ratio is exactly 1, and no old pass is needed."""
         logprobs = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
         loss, numbers = policy_loss(
@@ -159,13 +213,15 @@ class Learner:
             advantages_T=micro_batch.advantages_T,
             reference_logprobs_T=micro_batch.reference_T,
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            loss.backward()  # type: ignore[no-untyped-call]
         found: dict[str, Metric] = {
             "policy/loss": numbers["loss"],
             "policy/ratio_deviation": numbers["ratio_deviation_max"],
         }
         tokens = len(logprobs)
         found["policy/clip_share"] = Mean(numbers["clip_low"].total + numbers["clip_high"].total, tokens)  # type: ignore[union-attr]
+        found |= {f"detail/{name}": numbers[name] for name in ("clip_low", "clip_high", "clip_low_least", "clip_high_most")}
         if "kl" in numbers:
             found["policy/kl"] = numbers["kl"]
         if first:
@@ -174,13 +230,15 @@ class Learner:
             found["policy/sampler_mismatch"] = Mean(mismatch, tokens)
             found["policy/entropy"] = Mean(-float(taken.sum()), tokens)
             found["speed/learnt_tokens"] = Sum(tokens)
-            if self.config.algorithm.updates_per_batch > 1:
+            if self.config.algorithm.updates_per_batch > 1 and micro_batch.old_T is None:
                 micro_batch.old_T = taken
         return found
 
-    def _step(self) -> dict[str, Metric]:
+    def step(self, rate: float | None = None) -> dict[str, Metric]:
+        """One optimiser step on the gradients that have added up; ``rate``: another learning rate than the config's schedule has."""
         started = time.perf_counter()
-        rate = learning_rate_at(self.config.optimizer, self.updates, self.config.optimizer_steps)
+        if rate is None:
+            rate = learning_rate_at(self.config.optimizer, self.updates, self.config.optimizer_steps)
         norm, made = self.optimizer.step(rate)
         self.updates += 1
         self.dropped_in_a_row = 0 if made else self.dropped_in_a_row + 1
@@ -196,7 +254,7 @@ def _teaches(advantages: Sequence[float]) -> bool:
     return any(abs(a) > 1e-9 for a in advantages)
 
 
-def _members(micro_batch: _MicroBatch) -> list[tuple[int, int]]:
+def _members(micro_batch: MicroBatch) -> list[tuple[int, int]]:
     return [(part.group, member) for part in micro_batch.parts for member in part.members]
 
 
