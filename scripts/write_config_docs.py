@@ -12,7 +12,7 @@ __all__ = ["PAGE", "render"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
-<!-- Written by scripts/write_config_docs.py from src/groupwise/config/schema.py: change the docstrings there, then run it. -->
+<!-- Written by scripts/write_config_docs.py from the docstrings in src/groupwise/config/: change them there, then run it. -->
 
 # Settings
 

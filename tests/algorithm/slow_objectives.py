@@ -20,6 +20,8 @@ class Batch:
     lp: Ragged
     old: Ragged
     ref: Ragged
+    values: Ragged
+    """What the critic said of each token's state when the batch was sampled."""
     max_tokens: int = 9
 
 
@@ -34,7 +36,8 @@ def random_batch(seed: int, drift: float, groups: int = 3) -> Batch:
         lp.append([o + drift * rng.standard_normal(len(o)) for o in old[-1]])
         ref.append([o + 0.3 * rng.standard_normal(len(o)) for o in old[-1]])
     rewards[0] = [0.0] * (len(rewards[0]) - 1) + [2.8]  # at least one group has something to say
-    return Batch(rewards, lp, old, ref)
+    values = [[rng.standard_normal(len(o)) for o in group] for group in old]
+    return Batch(rewards, lp, old, ref, values)
 
 
 def normalised(r: list[float], eps: float = 1e-4) -> list[float]:
@@ -140,6 +143,45 @@ def reinforce_pp(b: Batch, lp: Ragged, held: Ragged) -> float:
     return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
 
 
+def gae_by_the_sum(reward: np.ndarray, value: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """arXiv 1506.02438 eq. 16 as the sum it is written as, not the recursion: A_t = sum_l (gamma lam)^l delta_{t+l}."""
+    n = len(reward)
+    after = [*value[1:], 0.0]
+    delta = [reward[t] + gamma * after[t] - value[t] for t in range(n)]
+    return np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
+
+
+def ppo_token_rewards(b: Batch, beta: float = 0.02) -> Ragged:
+    """arXiv 1909.08593 section 2.1: -beta log(pi_old / ref) for every token, and the score with the last one."""
+    out = []
+    for g, r in enumerate(b.rewards):
+        out.append([-beta * (b.old[g][i] - b.ref[g][i]) for i in range(len(r))])
+        for i, score in enumerate(r):
+            out[-1][i][-1] += score
+    return out
+
+
+def ppo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 1707.06347 eq. 7 and 11 with gamma 1, lambda 0.95, advantages whitened over all tokens, clip 0.2, mean over tokens."""
+    rewards = ppo_token_rewards(b)
+    found = [
+        [gae_by_the_sum(r, v, 1.0, 0.95) for r, v in zip(rg, vg, strict=True)] for rg, vg in zip(rewards, b.values, strict=True)
+    ]
+    flat = np.array([x for group in found for completion in group for x in completion])
+    mean, std = flat.mean(), flat.std(ddof=1)
+    advantages = [[[(x - mean) / (std + 1e-4) for x in c] for c in group] for group in found]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
+
+
+def ppo_value(values: np.ndarray, old: np.ndarray, returns: np.ndarray, weights: np.ndarray, clip: float | None) -> float:
+    """Half the weighted square; with a clip the larger of it and that of the value held near the old one (arXiv 2005.12729)."""
+    total = 0.0
+    for v, o, r, w in zip(values, old, returns, weights, strict=True):
+        near = v if clip is None else o + max(-clip, min(clip, v - o))
+        total += w * max((v - r) ** 2, (near - r) ** 2) / 2
+    return total
+
+
 SLOW = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -149,6 +191,7 @@ SLOW = {
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "bnpo": bnpo,
+    "ppo": ppo,
 }
 DRIFT = {"gspo": 1e-3, "cispo": 1.5}
 """How far the policy has moved, so that some tokens are clipped and some are not; 0.3 where not named."""

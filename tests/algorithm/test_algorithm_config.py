@@ -34,7 +34,7 @@ def test_defaults_are_grpos():
 
 def test_every_choice_has_its_function():
     tables = {
-        "baseline": BASELINES,
+        "baseline": {**BASELINES, "value": None},  # of the learned value, not of rewards: values.value_advantages
         "scale": SCALES,
         "ratio_level": RATIOS,
         "surrogate": SURROGATES,

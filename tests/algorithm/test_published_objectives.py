@@ -25,6 +25,7 @@ def completions_of(b: Batch) -> list[tuple[int, int]]:
 def advantages_per_token(objective: Objective, b: Batch) -> list[list[np.ndarray]]:
     """As a trainer does it, on whole groups: KL into the rewards where the method says so, then advantages."""
     rewards = [list(r) for r in b.rewards]
+    penalties = None
     if objective.kl_in_token_reward:
         old, ref = ([[torch.tensor(x) for x in g] for g in ragged] for ragged in (b.old, b.ref))
         penalties = [
@@ -34,7 +35,11 @@ def advantages_per_token(objective: Objective, b: Batch) -> list[list[np.ndarray
             ]
             for og, rg in zip(old, ref, strict=True)
         ]
-        return [[np.array(x) for x in group] for group in objective.token_advantages(rewards, penalties)]
+        if not objective.needs_values:
+            return [[np.array(x) for x in group] for group in objective.token_advantages(rewards, penalties)]
+    if objective.needs_values:
+        advantages, _ = objective.value_advantages(rewards, b.values, penalties)
+        return [[np.array(x) for x in group] for group in advantages]
     if objective.kl_in_reward:
         order = completions_of(b)
         sequence_T = torch.tensor([n for n, (g, i) in enumerate(order) for _ in b.lp[g][i]])

@@ -4,12 +4,13 @@ Axes in names: P problem, G completion in its group, N completions of a micro-ba
 flattened and ragged: there is no padding anywhere.
 """
 
-from groupwise.algorithm.advantages import gae, group_advantages, token_advantages
+from groupwise.algorithm.advantages import group_advantages, token_advantages
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
 from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
 from groupwise.algorithm.objective import Objective, policy_loss
 from groupwise.algorithm.presets import PRESETS, Preset
 from groupwise.algorithm.sequences import lengths_of
+from groupwise.algorithm.values import explained_variance, gae, value_advantages, value_loss
 
 __all__ = [
     "PRESETS",
@@ -17,6 +18,7 @@ __all__ = [
     "BatchCounts",
     "Objective",
     "Preset",
+    "explained_variance",
     "gae",
     "group_advantages",
     "kl_in_reward",
@@ -26,4 +28,6 @@ __all__ = [
     "policy_loss",
     "token_advantages",
     "token_weights",
+    "value_advantages",
+    "value_loss",
 ]

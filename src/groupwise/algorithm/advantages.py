@@ -11,13 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from groupwise.algorithm.sequences import lengths_of
 from groupwise.errors import RewardError
 
-__all__ = ["STD_DDOF", "gae", "group_advantages", "token_advantages"]
+__all__ = ["STD_DDOF", "Rewards", "check_finite", "group_advantages", "token_advantages"]
 
 STD_DDOF = 1
 """Degrees of freedom taken off in every standard deviation of rewards: 1, the sample standard deviation."""
@@ -93,7 +89,8 @@ SCALES: dict[str, Callable[[Rewards, Sequence[float], float], list[float]]] = {
 }
 
 
-def _check_finite(rewards: Rewards) -> None:
+def check_finite(rewards: Rewards) -> None:
+    """Raise ``RewardError`` for a reward that is not a finite number."""
     for index, group in enumerate(rewards):
         for r in group:
             if not math.isfinite(r):
@@ -115,7 +112,7 @@ def group_advantages(
     >>> [[round(a, 3) for a in g] for g in group_advantages([[1.0, 0.0, 0.0, 0.0], [2.0, 2.0]])]
     [[1.5, -0.5, -0.5, -0.5], [0.0, 0.0]]
     """
-    _check_finite(rewards)
+    check_finite(rewards)
     returns = [r for group in rewards for r in group]
     baselines = BASELINES[baseline](rewards, returns)
     divisors = SCALES[scale](rewards, returns, epsilon)
@@ -137,7 +134,7 @@ def token_advantages(
     the KL estimate of that token (see ``kl.kl_penalty``). ``batch_mean`` and ``batch_std`` are over the returns of all tokens of
     the batch; group choices are over the completions' rewards, as in ``group_advantages``.
     """
-    _check_finite(rewards)
+    check_finite(rewards)
     returns = [
         [[r - x for x in _to_go(penalty)] for r, penalty in zip(group, group_penalties, strict=True)]
         for group, group_penalties in zip(rewards, penalties, strict=True)
@@ -158,24 +155,3 @@ def _to_go(penalties: Sequence[float]) -> list[float]:
         total += penalty
         out.append(total)
     return out[::-1]
-
-
-def gae(rewards_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ragged completions: ``advantages_T, returns_T``.
-
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with V and A equal to 0 after a completion's
-    last token; returns are A + V. ``values_T[t]`` is the value of the state in which token t was chosen. With lambda = gamma = 1
-    and values 0, every token's advantage is the sum of the rewards from it to the end: the outcome return.
-    """
-    lengths_N = lengths_of(sequence_T, int(sequence_T[-1]) + 1 if len(sequence_T) else 0)
-    end_N = lengths_N.cumsum(0)
-    advantages_T = torch.zeros_like(values_T)
-    running_N, next_value_N = values_T.new_zeros(len(lengths_N)), values_T.new_zeros(len(lengths_N))
-    for back in range(int(lengths_N.max()) if len(lengths_N) else 0):  # one step back in all completions at once
-        alive = lengths_N > back
-        at = end_N[alive] - 1 - back
-        delta = rewards_T[at] + gamma * next_value_N[alive] - values_T[at]
-        running_N[alive] = delta + gamma * lam * running_N[alive]
-        next_value_N[alive] = values_T[at]
-        advantages_T[at] = running_N[alive]
-    return advantages_T, advantages_T + values_T

@@ -17,6 +17,7 @@ from groupwise.algorithm.kl import k3, kl_per_token
 from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean
 from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
+from groupwise.algorithm.values import PerToken, value_advantages
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
@@ -38,6 +39,9 @@ class Objective:
     kl_placement: str = "loss"
     beta: float = 0.04
     kl_correction: bool = False
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_clip: float | None = None
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
@@ -58,12 +62,20 @@ class Objective:
             kl_placement=config.kl_placement,
             beta=config.beta,
             kl_correction=config.kl_correction,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+            value_clip=config.value_clip,
         )
 
     @property
     def needs_reference(self) -> bool:
         """False at beta 0: no reference model is loaded or run."""
         return self.beta > 0
+
+    @property
+    def needs_values(self) -> bool:
+        """True where a learned value is the baseline: the trainer passes its values to ``value_advantages``."""
+        return self.baseline == "value"
 
     @property
     def kl_in_loss(self) -> bool:
@@ -81,15 +93,34 @@ class Objective:
 
     def advantages(self, rewards: Rewards) -> list[list[float]]:
         """``group_advantages`` with this objective's choices: whole groups of the whole batch, before any filtering."""
+        assert not self.needs_values, "a learned value's advantages come from value_advantages"
         return group_advantages(rewards, self.baseline, self.scale, self.advantage_epsilon)
 
     def token_advantages(self, rewards: Rewards, penalties: list[list[list[float]]]) -> list[list[list[float]]]:
         """``advantages.token_advantages`` with this objective's choices."""
         return token_advantages(rewards, penalties, self.baseline, self.scale, self.advantage_epsilon)
 
+    def value_advantages(
+        self, rewards: Rewards, values: PerToken, penalties: PerToken | None = None
+    ) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
+        """``values.value_advantages`` with this objective's choices: every token's advantage, and its return, the value's target."""
+        return value_advantages(
+            rewards,
+            values,
+            penalties,
+            gamma=self.gamma,
+            lam=self.gae_lambda,
+            scale=self.scale,
+            epsilon=self.advantage_epsilon,
+        )
+
     def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
         """``token_weights`` with this objective's aggregation."""
         return token_weights(lengths_N, sequence_T, self.aggregation, counts, dtype)
+
+    def value_weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts) -> Tensor:
+        """Weights of the value's loss: the mean over all tokens of the batch, whichever way the policy's loss is aggregated."""
+        return token_weights(lengths_N, sequence_T, "token_mean", counts)
 
 
 def policy_loss(

@@ -151,4 +151,28 @@ PRESETS: Mapping[str, Preset] = {
             "the whole batch, always. Not the Beta-normalised method of arXiv 2506.02864, which shares the letters."
         ),
     ),
+    "ppo": Preset(
+        title="PPO",
+        paper="1707.06347",
+        summary="A learned value judges every token; advantages by GAE; the KL is each token's own (negative) reward.",
+        values={
+            "baseline": "value",
+            "scale": "batch_std",
+            "ratio_level": "token",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "aggregation": "token_mean",
+            "kl_estimator": "k1",
+            "kl_placement": "token_reward",
+            "beta": 0.02,
+            "gamma": 1.0,
+            "gae_lambda": 0.95,
+            "value_clip": 0.2,
+            "value_loss_weight": 0.1,
+        },
+        beyond=(
+            "KL in the reward, gamma, lambda and the value's weight follow its use on language models (arXiv 1909.08593, 2203.02155). "
+            "Several updates per batch are usual: set algorithm.updates_per_batch to 4 for that."
+        ),
+    ),
 }

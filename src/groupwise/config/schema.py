@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from groupwise.config.presets import PRESETS
+from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.section import Section
 
 __all__ = [
     "AlgorithmConfig",
@@ -27,15 +28,6 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
 ]
-
-
-PresetName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo"]
-
-
-class Section(BaseModel):
-    """Common rules: unknown keys are refused, field docstrings are descriptions, values are checked on assignment too."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
 
 
 class ModelConfig(Section):
@@ -123,7 +115,7 @@ class RewardFunctionConfig(Section):
     """A built-in name, `path/to/file.py:function`, or an import path `package.module:function`."""
     weight: float = 1.0
     """Factor in the sum that becomes the completion's reward."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to the function at every call."""
 
 
@@ -160,94 +152,6 @@ class RolloutConfig(Section):
     module. `auto` takes the built-in one where the architecture allows."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
-
-
-class AlgorithmConfig(Section):
-    """The objective, as a product of small choices: baseline x scale x ratio x surrogate x aggregation x KL.
-
-    `preset` picks a published method; a field that is not set takes the preset's value, one that is set wins. Defaults are GRPO
-    as in DeepSeekMath (arXiv 2402.03300, eq. 3 and 4).
-    """
-
-    preset: PresetName = "grpo"
-    """The published method that unset fields follow. `grpo` is the one to start with; the table is in `config/presets.py`."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """Clip range of the ratio to the old policy: useful from 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
-    epsilon_high: float | None = Field(default=None, gt=0)
-    """Its upper side, where that should differ: useful up to 1 + epsilon_high. A little above `epsilon` (0.28) keeps exploration
-    alive in long runs. Null takes `epsilon`."""
-    beta: float = Field(default=0.04, ge=0)
-    """Weight of the KL leash to the reference. 0 keeps no reference at all, which saves its memory and time."""
-    skip_zero_variance: bool = True
-    """Leave groups whose completions all scored the same out of the passes: their advantages are 0. It is exact at beta 0; above, it
-    also spares them the KL pull, which saves their compute. Turn it off for eq. 3 to the letter."""
-    updates_per_batch: int = Field(default=1, ge=1)
-    """mu: optimiser steps on each batch of completions. Above 1 the later ones are off-policy, and clipping begins to act."""
-    reference_updates: int = Field(default=1, ge=1)
-    """I: outer iterations. The run is divided into this many; at the start of each the reference becomes the current policy."""
-    advantage_epsilon: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation before dividing by it, whichever `scale` names."""
-    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """What a completion's reward is compared with: its group's mean, the mean of the others in its group (unbiased), the mean of
-    the whole batch, or nothing."""
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps the
-    reward's own units; `batch_std` is in between and steadier with few completions per prompt."""
-    ratio_level: Literal["token", "sequence"] = "token"
-    """Ratio of new to old probability for each token, or one for a whole completion (GSPO: steadier for mixture-of-experts
-    models; it wants an epsilon about a thousand times smaller)."""
-    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    """`clip`: PPO's pessimistic minimum, no gradient beyond the clip range. `cispo`: clips the weight, so every token keeps a
-    gradient. `reinforce`: no ratio at all; only for on-policy batches (`updates_per_batch: 1`)."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """With `clip`: for negative advantages the loss stops growing where the ratio passes this (3 is usual). Set it when a few
-    tokens that became far likelier dominate the loss."""
-    delta: float | None = Field(default=None, gt=1)
-    """The same cap in INTELLECT-2's form, min(ratio, delta), for configs that come from there (4 is usual). Set this or
-    `dual_clip`, not both; it must exceed 1 + epsilon_high."""
-    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "fixed"] = "sequence_mean"
-    """How token losses become one number. `sequence_mean`: completions weigh the same, so a token of a long one weighs less.
-    `token_mean`: all tokens of the batch weigh the same. `fixed`: like it, with a denominator that does not depend on lengths
-    (completions x `rollout.max_completion_tokens`). `sequence_sum`: tokens are summed, completions averaged (needs a rate smaller
-    by about the length)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL to the reference from one sample. In the loss use `k3` (never negative, low variance) or `k2` (the exact
-    gradient of the KL on-policy), not `k1`, whose gradient averages to 0; in the reward use `k1` (unbiased)."""
-    kl_placement: Literal["loss", "reward", "token_reward"] = "loss"
-    """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each
-    token's own reward, so that a token's advantage counts only the KL still to come."""
-    kl_correction: bool = False
-    """Multiply the KL in the loss by the ratio (DeepSeek-V3.2, arXiv 2512.02556): with `k3`, its gradient is then that of the KL of the
-    policy to the reference, also off-policy. `epsilon` does not clip this ratio."""
-
-    @model_validator(mode="after")
-    def follow_preset(self) -> AlgorithmConfig:
-        """Fields that were not set follow the preset; written past validation, so that they still count as not set."""
-        values = PRESETS[self.preset].values
-        for name, info in type(self).model_fields.items():
-            if name not in self.model_fields_set:
-                self.__dict__[name] = values.get(name, info.default)
-        return self
-
-    @model_validator(mode="after")
-    def check_surrogate(self) -> AlgorithmConfig:
-        cap = "dual_clip" if self.dual_clip is not None else "delta" if self.delta is not None else None
-        if cap and self.surrogate != "clip":
-            raise ValueError(
-                f"algorithm.{cap} is {getattr(self, cap)}, but surrogate is '{self.surrogate}', where it has no effect; "
-                f"remove it, or set surrogate to 'clip'"
-            )
-        if self.dual_clip is not None and self.delta is not None:
-            raise ValueError(
-                f"algorithm.dual_clip is {self.dual_clip} and delta is {self.delta}, but both cap the same thing; set only one"
-            )
-        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if cap and getattr(self, cap) <= upper:
-            raise ValueError(
-                f"algorithm.{cap} is {getattr(self, cap)}, but it must be above the upper clip bound {upper:g}; raise it or "
-                "lower epsilon_high"
-            )
-        return self
 
 
 class OptimizerConfig(Section):
