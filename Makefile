@@ -41,4 +41,4 @@ soak: install  ## long checks: minutes to hours
 
 clean:  ## remove caches (the environment, runs and downloaded models stay)
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +

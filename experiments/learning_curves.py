@@ -1,0 +1,40 @@
+"""How do the presets learn, given the same model, problems and number of completions?
+
+    python -m experiments.learning_curves                      # every preset, seeds 0 1 2, then figure and table
+    python -m experiments.learning_curves --presets grpo rloo --seeds 0 --steps 10
+    python -m experiments.learning_curves --redraw             # figure and table again, from docs/figures/learning_curves.json
+
+The quickstart's task, model, warm start and learning rate; only the preset differs. Each seed has one warm start, shared by all
+presets. Runs that are finished are kept in ``runs/learning_curves`` and not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.common import ROOT
+from experiments.comparison import Comparison, compare
+from experiments.runs import Variant
+from groupwise.config.presets import PRESETS
+from groupwise.config.schema import AlgorithmConfig
+
+__all__ = ["COMPARISON", "presets"]
+
+
+def presets(names: Sequence[str]) -> list[Variant]:
+    """The named presets, or all, each with its own KL weight: the recipe's ``beta`` would otherwise win over the preset's."""
+    unknown = sorted(set(names) - set(PRESETS))
+    if unknown:
+        raise SystemExit(f"there is no preset {unknown[0]!r}: choose among {', '.join(PRESETS)}")
+    return [_variant(name) for name in names or PRESETS]
+
+
+def _variant(name: str) -> Variant:
+    beta = AlgorithmConfig(preset=name).beta  # type: ignore[arg-type]
+    return Variant(name, (f"algorithm.preset={name}", f"algorithm.beta={beta}"))
+
+
+COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "learning-curves.md")
+
+if __name__ == "__main__":
+    compare(COMPARISON)
