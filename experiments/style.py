@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
+from cycler import cycler
 from matplotlib import pyplot
 
 __all__ = ["COLOURS", "INK", "band", "figure"]
@@ -19,7 +20,7 @@ INK = "#808080"
 COLOURS = ("#1f8fd6", "#e07b00", "#2aa36b", "#d6453d", "#9a6bd6", "#a8743f", "#d65fae", "#7f8c1f", "#16a0a8")
 """One per line, in this order; all of middling lightness, so that they show on either ground."""
 
-_SETTINGS = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",  # text, not outlines: small files, and words that can be searched
     "svg.hashsalt": "groupwise",  # the same numbers give the same file
     "font.family": "sans-serif",
@@ -39,7 +40,7 @@ _SETTINGS = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "lines.linewidth": 1.8,
-    "axes.prop_cycle": matplotlib.cycler(color=list(COLOURS)),
+    "axes.prop_cycle": cycler(color=list(COLOURS)),
 }
 
 
