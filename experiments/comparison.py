@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ class Comparison:
     """The word for a variant on the command line, such as ``presets``."""
     page: Path
 
+    @property
+    def experiment(self) -> Experiment:
+        return Experiment(self.name, dict, draw, partial(report, name=self.name), self.page)
+
 
 def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Carry out ``python -m experiments.NAME``: do the runs that are missing, then write numbers, figure and table."""
@@ -44,7 +49,7 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
         numbers |= {"settings": options.set, "environment": environment()}
     if not all(numbers["runs"].values()):
         raise SystemExit(f"no finished run of {', '.join(v for v, runs in numbers['runs'].items() if not runs)}")
-    publish(Experiment(comparison.name, dict, draw, report, comparison.page), numbers, options.out)
+    publish(comparison.experiment, numbers, options.out)
     return numbers
 
 
@@ -124,16 +129,19 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
             axis.set_ylabel("right (strict)")
 
 
-def report(numbers: Mapping[str, Any]) -> str:
-    """The table, and what was measured on what."""
+def report(numbers: Mapping[str, Any], name: str) -> str:
+    """Figure, table, and what was measured on what."""
     budget, seeds = numbers["budget"], numbers["seeds"]
     checks = sorted(next(iter([held_out(numbers, name) for name in numbers["runs"]])))
     header = ["", *(f"held out, step {step}" for step in checks), f"all seeds, step {checks[-1]}", "in training, last 5 steps",
               "gradient norm", "clipped", "s per step"]  # fmt: skip
-    rows = [[f"`{name}`", *_row(numbers, name, checks)] for name in numbers["runs"]]
+    rows = [[f"`{variant}`", *_row(numbers, variant, checks)] for variant in numbers["runs"]]
     total = sum(run["seconds"] for runs in numbers["runs"].values() for run in runs.values())
     return "\n\n".join(
         [
+            f"![A panel per run: accuracy by step, in training and held out](figures/{name}.svg)",
+            "Lines: share of a step's own completions that are right, averaged over three steps; mean and range over the seeds. "
+            "Dashed: the mean of all panels. Points: held-out problems, mean and range.",
             markdown_table(header, rows),
             f"Held out: share of {budget['problems']} problems right in the form asked for, sampled at temperature 1; mean over seeds "
             f"{', '.join(map(str, seeds))}, with the smallest and the largest. All seeds: their answers together, with a 95% interval "

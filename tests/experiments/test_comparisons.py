@@ -64,7 +64,7 @@ def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_chang
     shown = {**again, "settings": [], "environment": runs.environment()}
     draw(shown, tmp_path / "curves.svg")
     assert "<svg" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
-    assert "`rloo`" in report(shown)
+    assert "`rloo`" in report(shown, "x")
 
 
 def made_up(right):
@@ -84,7 +84,7 @@ def test_the_table_says_what_the_numbers_say():
     share, (low, high), n = pooled(numbers, "grpo")
     assert (share, n) == (0.4, 300)
     assert low < 0.4 < high
-    row = next(line for line in report(numbers).splitlines() if line.startswith("| `grpo`"))
+    row = next(line for line in report(numbers, "x").splitlines() if line.startswith("| `grpo`"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:3] == ["20% (20% to 20%)", "40% (30% to 50%)"]
     assert cells[4:] == ["38%", "1.8", "50%", "3.0"], "mean of all steps, median norm, half of the norms above 1, seconds"
@@ -108,5 +108,5 @@ def test_pages_show_the_numbers_that_are_committed(comparison):
     if not (FIGURES / f"{comparison.name}.json").exists():
         assert block == "", "a table without its numbers"
         return
-    assert block == report(read_numbers(comparison.name))
+    assert block == comparison.experiment.report(read_numbers(comparison.name))
     assert json.loads((FIGURES / f"{comparison.name}.json").read_text(encoding="utf-8"))["failed"] == []
