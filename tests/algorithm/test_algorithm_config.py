@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import get_args
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from groupwise.algorithm import Objective
+from groupwise.algorithm import BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
 from groupwise.algorithm.advantages import BASELINES, SCALES
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.kl import ESTIMATORS
@@ -87,11 +90,79 @@ def test_a_resolved_config_reads_back_the_same():
         ({"preset": "dapo", "dual_clip": 1.25}, "above the upper clip bound 1.28"),
         ({"dual_clip": 3, "delta": 4}, "set only one"),
         ({"preset": "cispo", "delta": 8}, "has no effect"),
+        ({"baseline": "none"}, "divided by about 0; set baseline to 'group_mean'"),
+        ({"preset": "ppo", "scale": "group_std"}, "divided by about 0"),
+        ({"baseline": "none", "scale": "batch_std"}, "divided by about 0; set baseline to 'batch_mean'"),
+        ({"kl_placement": "token_reward"}, "the KL would be divided by about 0"),
+        ({"preset": "rloo", "updates_per_batch": 2}, "after the first update the batch is off-policy"),
+        ({"preset": "ppo", "gamma": 0}, "greater than 0"),
+        ({"gae_lambda": 1.5}, "less than or equal to 1"),
+        ({"value_clip": 0}, "greater than 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, sentence: str):
     with pytest.raises(ValidationError, match=sentence):
         AlgorithmConfig(**settings)
+
+
+CHOICES = ("baseline", "scale", "ratio_level", "surrogate", "aggregation", "kl_estimator", "kl_placement")
+
+
+def every_combination() -> Iterator[dict[str, str]]:
+    options = [get_args(AlgorithmConfig.model_fields[name].annotation) for name in CHOICES]
+    return (dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*options))
+
+
+def test_every_combination_works_or_is_refused():
+    """Two groups, one without variance: advantages of a size that can be learnt from, a finite loss, and a gradient."""
+    sequence_T = torch.tensor([0, 0, 1, 2, 3, 3, 3])
+    old_T, reference_T = -torch.rand(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    rewards, values = [[1.0, 0.0], [1.0, 1.0]], [[[0.5, 0.1], [0.2]], [[0.3], [0.1, 0.9, 0.4]]]
+    worked = refused = 0
+    for chosen in every_combination():
+        try:
+            objective = Objective.from_config(AlgorithmConfig(**chosen, beta=0.1, epsilon_high=0.3))
+        except ValidationError:  # for what, the test above says
+            refused += 1
+            continue
+        advantages_T = advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T)
+        assert advantages_T.abs().max() < 10, chosen
+        logprobs_T = (old_T + 0.1 * advantages_T).requires_grad_()
+        counts = BatchCounts(completions=4, tokens=7, max_tokens=4)
+        loss, _ = policy_loss(
+            objective,
+            logprobs_T=logprobs_T,
+            old_logprobs_T=old_T,
+            advantages_T=advantages_T,
+            reference_logprobs_T=reference_T,
+            sequence_T=sequence_T,
+            weights_T=objective.weights(torch.bincount(sequence_T), sequence_T, counts, torch.float64),
+        )
+        loss.backward()
+        assert loss.isfinite()
+        assert 0 < logprobs_T.grad.abs().max() < 50, chosen
+        worked += 1
+    # per 72 choices of the rest: group_std for 3 baselines x 3 placements, and 2 x token_reward; batch_std for none x 3 placements
+    assert (worked, refused) == (3240 - 14 * 72, 14 * 72)
+
+
+def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T) -> torch.Tensor:
+    """By the way that the objective's properties prescribe, for the batch of the test above."""
+    cut = {"beta": objective.beta, "estimator": objective.kl_estimator}
+    penalties = None
+    if objective.kl_in_reward:
+        taken = kl_in_reward(old_T, reference_T, sequence_T, 4, **cut).tolist()
+        rewards = [[r - taken[2 * g + i] for i, r in enumerate(group)] for g, group in enumerate(rewards)]
+    elif objective.kl_in_token_reward:
+        a, b, c, d = kl_penalty(old_T, reference_T, **cut).split([2, 1, 1, 3])
+        penalties = [[a.tolist(), b.tolist()], [c.tolist(), d.tolist()]]
+    if objective.needs_values:
+        nested, _ = objective.value_advantages(rewards, values, penalties)
+    elif penalties is not None:
+        nested = objective.token_advantages(rewards, penalties)
+    else:
+        return torch.tensor([a for group in objective.advantages(rewards) for a in group], dtype=torch.float64)[sequence_T]
+    return torch.tensor([x for group in nested for tokens in group for x in tokens], dtype=torch.float64)
 
 
 def test_objective_takes_every_setting():

@@ -72,6 +72,14 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["evaluation.modes=[greedy]", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 has no effect here"),
         (["evaluation.every=500"], "evaluation.every=500 has no effect here: the run has only 100 steps"),
         (["keep_checkpoints=5"], "output.keep_checkpoints=5 has no effect here"),
+        (["kl_estimator=k1"], "algorithm.kl_estimator=k1 in the loss pulls nowhere"),
+        (
+            ["kl_correction=true", "algorithm.kl_placement=reward"],
+            "algorithm.kl_correction=true has no effect here: the KL is part",
+        ),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect here: algorithm.baseline is not value"),
+        (["preset=ppo", "value_clip=0.5"], "algorithm.value_clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
+        (["preset=rloo", "ratio_level=sequence"], "algorithm.ratio_level='sequence' has no effect here: algorithm.surrogate is"),
         (["training.steps=0"], "there is no GRPO step in this run"),
     ],
 )

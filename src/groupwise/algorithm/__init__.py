@@ -6,6 +6,7 @@ flattened and ragged: there is no padding anywhere.
 
 from groupwise.algorithm.advantages import group_advantages, token_advantages
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.correction import sampler_correction
 from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
 from groupwise.algorithm.objective import Objective, policy_loss
 from groupwise.algorithm.presets import PRESETS, Preset
@@ -26,6 +27,7 @@ __all__ = [
     "kl_per_token",
     "lengths_of",
     "policy_loss",
+    "sampler_correction",
     "token_advantages",
     "token_weights",
     "value_advantages",

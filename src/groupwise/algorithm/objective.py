@@ -133,6 +133,7 @@ def policy_loss(
     advantages_N: Tensor | None = None,
     advantages_T: Tensor | None = None,
     reference_logprobs_T: Tensor | None = None,
+    factor_T: Tensor | None = None,
     beta: float | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """sum_t w_t (surrogate_t + beta KL_t) over a micro-batch, ready for ``backward``, and its metrics.
@@ -143,6 +144,7 @@ def policy_loss(
     ``old_logprobs_T``: of the policy that sampled; ``None`` means that the batch is on-policy (the ratio is then exactly 1).
     Exactly one of ``advantages_N`` (one per completion) and ``advantages_T`` (one per token) is given. ``reference_logprobs_T``
     is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given anyway, it is logged.
+    ``factor_T`` multiplies the surrogate, not the KL: ``correction.sampler_correction``, or a mask of tokens.
     Half-precision inputs are computed in fp32. The gradient flows into ``logprobs_T`` alone. Raises ``ValueError`` for a
     missing reference.
     """
@@ -163,6 +165,8 @@ def policy_loss(
 
     ratio_T = RATIOS[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
     surrogate_T, clipped_T = SURROGATES[objective.surrogate](ratio_T, advantages_T, logprobs_T, objective.bounds)
+    if factor_T is not None:
+        surrogate_T = surrogate_T * factor_T.detach().to(surrogate_T.dtype)
     loss = policy = (weights_T * surrogate_T).sum()
     if kl_weight:
         assert reference_logprobs_T is not None

@@ -94,7 +94,33 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_scale(self) -> AlgorithmConfig:
+        """A scale may be 0 only where the difference that it divides is 0 too: otherwise advantages are 1 / advantage_epsilon."""
+        own_group = ("group_mean", "leave_one_out")
+        if self.scale == "group_std" and self.baseline not in own_group:
+            raise ValueError(
+                f"algorithm.scale is 'group_std' with baseline '{self.baseline}', but a group whose completions all scored the same "
+                "would be divided by about 0; set baseline to 'group_mean' or 'leave_one_out', or scale to 'batch_std' or 'none'"
+            )
+        if self.scale == "batch_std" and self.baseline == "none":
+            raise ValueError(
+                "algorithm.scale is 'batch_std' with baseline 'none', but a batch whose completions all scored the same would be "
+                "divided by about 0; set baseline to 'batch_mean', or scale to 'none'"
+            )
+        if self.scale == "group_std" and self.kl_placement == "token_reward" and self.beta > 0:
+            raise ValueError(
+                "algorithm.scale is 'group_std' with kl_placement 'token_reward', but in a group whose completions all scored the "
+                "same the KL would be divided by about 0; set scale to 'batch_std' or 'none', or kl_placement to 'reward'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_surrogate(self) -> AlgorithmConfig:
+        if self.surrogate == "reinforce" and self.updates_per_batch > 1:
+            raise ValueError(
+                f"algorithm.updates_per_batch is {self.updates_per_batch} with surrogate 'reinforce', but after the first update the "
+                "batch is off-policy and reinforce has no ratio that corrects for it; set surrogate to 'clip', or updates_per_batch to 1"
+            )
         cap = "dual_clip" if self.dual_clip is not None else "delta" if self.delta is not None else None
         if cap and self.surrogate != "clip":
             raise ValueError(

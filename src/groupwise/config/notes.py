@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from groupwise.config.problems import shown
-from groupwise.config.schema import Config
+from groupwise.config.schema import AlgorithmConfig, Config
 
 __all__ = ["notes"]
 
@@ -36,23 +36,36 @@ def _without_effect(path: str, value: object, reason: str) -> str:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.beta == 0:
-        for name in _chosen(algorithm, "reference_updates", "kl_estimator", "kl_placement", "kl_correction"):
-            yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), "algorithm.beta is 0, so no reference is kept")
-    clipping = _chosen(algorithm, "epsilon", "epsilon_high", "dual_clip", "delta")
-    reason = ""
-    if algorithm.surrogate == "reinforce":
-        reason = "algorithm.surrogate is reinforce, which has no ratio to clip"
-    elif algorithm.updates_per_batch == 1:
-        reason = (
-            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
-            "ratio is 1 and nothing is clipped"
-        )
-    if reason and clipping:
-        for name in clipping:
+    for reason, names in _unused_in_the_objective(algorithm):
+        for name in _chosen(algorithm, *names):
             yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), reason)
+    if algorithm.beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
+        yield "algorithm.kl_estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
     if config.training.steps == 0:
         yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
+
+
+def _unused_in_the_objective(algorithm: AlgorithmConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Why some settings have no effect, and which."""
+    if algorithm.beta == 0:
+        no_reference = ("reference_updates", "kl_estimator", "kl_placement", "kl_correction")
+        yield "algorithm.beta is 0, so no reference is kept", no_reference
+    elif algorithm.kl_placement != "loss":
+        yield "the KL is part of the reward, not of the loss", ("kl_correction",)
+    if algorithm.baseline != "value":
+        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight")
+        yield "algorithm.baseline is not value, so no value is learned", learned
+    elif algorithm.updates_per_batch == 1:
+        yield "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed", ("value_clip",)
+    clipping = ("epsilon", "epsilon_high", "dual_clip", "delta")
+    if algorithm.surrogate == "reinforce":
+        yield "algorithm.surrogate is reinforce, which has no ratio to clip", ("ratio_level", *clipping)
+    elif algorithm.updates_per_batch == 1:
+        yield (
+            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
+            "ratio is 1 and nothing is clipped",
+            clipping,
+        )
 
 
 def _sampling(config: Config) -> Iterator[str]:
