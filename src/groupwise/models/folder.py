@@ -69,6 +69,8 @@ def move_into_place(source: Path, target: Path) -> None:
         if _WEIGHTS.fullmatch(old.name) or old.name in _INDEXES:
             old.unlink()
     for file in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+        if file.is_dir():
+            shutil.rmtree(target / file.name, ignore_errors=True)
         os.replace(file, target / file.name)
     shutil.rmtree(source)
 

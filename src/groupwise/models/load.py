@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.models.adapters import attach, is_adapted, merged, peft_config_of
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
@@ -116,6 +117,8 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
     )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora is not None:
+        model = attach(model, peft_config_of(config.lora))
     return Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
 
 
@@ -163,8 +166,8 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
     """Write the policy as a normal Hugging Face folder (safetensors, config, tokenizer with chat template) and return it.
 
     The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete. In a
-    folder that exists already, the model's own files are replaced and others are left alone. Raises ModelError when the
-    folder cannot be written.
+    folder that exists already, the model's own files are replaced and others are left alone. A model with an adapter is written
+    merged, and the adapter beside it in ``adapter/``. Raises ModelError when the folder cannot be written.
     """
     target = Path(folder).expanduser().absolute()
     aside = target.with_name(f".{target.name}.partial")
@@ -172,7 +175,11 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # what a save that was killed may have left
         with _quiet():
-            policy.model.save_pretrained(aside, safe_serialization=True)
+            model: Any = policy.model
+            if is_adapted(model):
+                model.save_pretrained(aside / "adapter", selected_adapters=[model.active_adapter])
+                model = merged(model)
+            model.save_pretrained(aside, safe_serialization=True)
             policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
         mend_folder(aside)
         move_into_place(aside, target)

@@ -71,7 +71,7 @@ class ModuleScorer:
     def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
         inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
-        _set_modes(self.module, checkpointing=torch.is_grad_enabled())
+        self._set_modes(learning=torch.is_grad_enabled())
         try:
             head = _plain_head(self.module)
             if head is None:
@@ -83,15 +83,14 @@ class ModuleScorer:
         finally:
             self.module.eval()  # and so it is when the backward pass recomputes
 
+    def _set_modes(self, learning: bool) -> None:
+        """Evaluation mode, as dropout has no place in a policy ratio; but gradient checkpointing acts only in parts that are training.
 
-def _set_modes(module: nn.Module, checkpointing: bool) -> None:
-    """Evaluation mode, as dropout has no place in a policy ratio; but gradient checkpointing acts only in parts that are training.
-
-    Attention drops out by its own ``training`` flag, so it does not do to silence ``nn.Dropout`` modules.
-    """
-    module.eval()
-    for part in module.modules():
-        part.training = checkpointing and bool(getattr(part, "gradient_checkpointing", False))
+        Attention drops out by its own ``training`` flag, so it does not do to silence ``nn.Dropout`` modules.
+        """
+        self.module.eval()
+        for part in self.module.modules():
+            part.training = learning and bool(getattr(part, "gradient_checkpointing", False))
 
 
 def _plain_head(model: Any) -> Tensor | None:

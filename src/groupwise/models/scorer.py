@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
+from groupwise.models.adapters import AdapterScorer, ReferenceWithoutAdapter, is_adapted
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.load import Policy
 from groupwise.models.module_scorer import ModuleScorer
@@ -37,7 +38,9 @@ class Scorer(Protocol):
 
 
 def make_scorer(policy: Policy, config: ModelConfig) -> Scorer:
-    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself."""
+    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself, as with an adapter."""
+    if is_adapted(policy.model):
+        return AdapterScorer(policy.model)
     if why_unsupported(policy.model) is not None:
         return ModuleScorer(policy.model)
     attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
@@ -45,7 +48,9 @@ def make_scorer(policy: Policy, config: ModelConfig) -> Scorer:
 
 
 def make_reference(scorer: Scorer) -> Scorer:
-    """A frozen copy of the policy as it is now, computed the same way."""
+    """A frozen copy of the policy as it is now, computed the same way; with an adapter the policy itself, without it."""
+    if isinstance(scorer, AdapterScorer):
+        return ReferenceWithoutAdapter(scorer)
     module = copy.deepcopy(scorer.module)
     if isinstance(scorer, Decoder):
         return Decoder(module, trainable=False, attention=scorer.attention)

@@ -44,9 +44,14 @@ class MasterAdamW:
         self.parameters = [p for _, p in parameters if p.requires_grad]
         self._hooks: list[Any] = []
         self.masters: list[Tensor] = [self._master(p) for p in self.parameters]
+        spared = [config.decay == "matrices" and p.dim() < 2 for p in self.parameters]
+        groups: list[dict[str, Any]] = [
+            {"params": [m for m, s in zip(self.masters, spared, strict=True) if not s]},
+            {"params": [m for m, s in zip(self.masters, spared, strict=True) if s], "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(
-            self.masters, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay,
-            fused=True,
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
 
     def _master(self, parameter: nn.Parameter) -> Tensor:

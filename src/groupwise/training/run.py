@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.order import problems_for_step
 from groupwise.engines import Engine, make_engine
 from groupwise.errors import TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
+from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy, save_model
 from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import RewardFunction
@@ -213,8 +214,17 @@ def start(
     trackers = make_trackers(config, folder, console)
     for note in prepared.notes:
         trackers.say(f"Note: {note}", "dim")
-    policy = load_policy(config.model.model_copy(update={"name": str(checkpoint / MODEL)} if checkpoint else {}))
-    policy = replace(policy, name=config.model.name)
+    policy = _load(config.model, checkpoint)
     scorer = make_scorer(policy, config.model)
     engine = make_engine(policy, config.rollout, scorer)
     return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started, checkpoint)
+
+
+def _load(config: ModelConfig, checkpoint: Path | None) -> Policy:
+    """The policy as the run begins with it. A checkpoint's adapter goes on the model that it was trained on."""
+    if checkpoint is None or config.lora is not None:
+        policy = load_policy(config)
+        if checkpoint is not None:
+            load_adapter(policy.model, checkpoint / MODEL / "adapter")
+        return policy
+    return replace(load_policy(config.model_copy(update={"name": str(checkpoint / MODEL)})), name=config.name)

@@ -1,0 +1,227 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen base, by the library peft, which is imported only when one is asked for.
+
+The policy's model is then a ``PeftModel``. It is learnt through the base's own module, into which peft has put its layers; the
+reference is the same module with the adapter off; and sampling goes over a merged copy (``engines/merged.py``) where that is exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.errors import ModelError
+from groupwise.models.decoder import why_unsupported
+from groupwise.models.module_scorer import ModuleScorer, Padded
+
+if TYPE_CHECKING:
+    from groupwise.config.schema import LoraConfig
+
+__all__ = [
+    "AdapterScorer",
+    "ReferenceWithoutAdapter",
+    "attach",
+    "base_module",
+    "copy_merged",
+    "is_adapted",
+    "load_adapter",
+    "merge_into",
+    "merged",
+    "peft_config_of",
+    "why_not_mergeable",
+]
+
+_REFERENCE = "ref"
+"""Name of the frozen copy of an adapter that had been trained before this run began."""
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether ``model`` is peft's."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_module(model: Any) -> Any:
+    """The causal LM itself, with the adapter's layers in their places; any other model as it is."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def peft_config_of(config: LoraConfig) -> Any:
+    """``model.lora`` as peft's own config."""
+    return _peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
+    """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing.
+
+    Raises ModelError where peft is missing, the model has an adapter already, or peft refuses the config.
+    """
+    peft = _peft()
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise ModelError(f"peft_config is a {type(peft_config).__name__}, but it must be one of peft's, such as peft.LoraConfig")
+    if is_adapted(model):
+        raise ModelError("the model has an adapter already: pass it without peft_config, or merge_and_unload() it first")
+    if peft_config.is_prompt_learning or peft_config.is_adaption_prompt:
+        raise ModelError(
+            f"{type(peft_config).__name__} puts trained vectors before the prompt, which is not covered: use a peft.LoraConfig"
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return peft.get_peft_model(model, peft_config)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"the adapter does not fit this model ({' '.join(str(error).split())}): mend target_modules") from error
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Overwrite the adapter's weights by those that ``model.save_pretrained(folder)`` wrote."""
+    from safetensors.torch import load_file
+
+    peft = _peft()
+    found = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if found.unexpected_keys:
+        raise ModelError(f"the adapter in {folder} has {found.unexpected_keys[0]}, which this one lacks: use the same settings")
+
+
+class AdapterScorer(ModuleScorer):
+    """A ``ModuleScorer`` that trains what peft has left trainable. The adapter's dropout acts where gradients are computed."""
+
+    def __init__(self, model: Any) -> None:
+        marked = [p for p in model.parameters() if p.requires_grad]
+        self.adapted = model
+        super().__init__(base_module(model), trainable=False)
+        for parameter in marked:
+            parameter.requires_grad_(True)
+        if not marked:
+            raise ModelError("no parameter of the adapter is trainable: load it with is_trainable=True")
+        self._dropouts = [m for n, m in self.module.named_modules() if "lora_dropout" in n and isinstance(m, nn.Dropout) and m.p]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable tensors: the adapter's."""
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+        """See ``ModuleScorer.logprobs``. Dropout stays on until the next call, since the backward pass may recompute."""
+        result = super().logprobs(batch, temperature)
+        self._set_dropout(torch.is_grad_enabled())
+        return result
+
+    def _set_modes(self, learning: bool) -> None:
+        super()._set_modes(learning)
+        self._set_dropout(learning)
+
+    def _set_dropout(self, on: bool) -> None:
+        for dropout in self._dropouts:
+            dropout.training = on
+
+    def keep_present_adapter(self) -> None:
+        """Let the reference be the adapter as it is now, in place of none: for one that comes trained."""
+        (name,) = self.adapted.peft_config
+        trainable = [p for _, p in self.named_parameters()]
+        self.adapted.add_adapter(_REFERENCE, self.adapted.peft_config[name])
+        weights = dict(self.adapted.named_parameters())
+        for key, parameter in weights.items():
+            if f".{_REFERENCE}." in key:
+                parameter.data.copy_(weights[key.replace(f".{_REFERENCE}.", f".{name}.")].data)
+                parameter.requires_grad_(False)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+class ReferenceWithoutAdapter:
+    """A policy's reference that needs no memory: the same module with the adapter off (or with the one it came with)."""
+
+    def __init__(self, scorer: AdapterScorer) -> None:
+        self.scorer = scorer
+        self.module, self.device = scorer.module, scorer.device
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """None: nothing of its own."""
+        return []
+
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Padded:
+        return self.scorer.prepare(groups)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+        with self._reference():
+            return self.scorer.logprobs(batch, temperature)
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        model = self.scorer.adapted
+        if _REFERENCE not in model.peft_config:
+            with model.disable_adapter():
+                yield
+            return
+        active, trainable = model.active_adapter, [p for _, p in self.scorer.named_parameters()]
+        model.set_adapter(_REFERENCE)
+        try:
+            yield
+        finally:
+            model.set_adapter(active)
+            for name, parameter in model.named_parameters():
+                if f".{_REFERENCE}." in name:
+                    parameter.requires_grad_(False)
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+
+
+def why_not_mergeable(model: Any) -> str | None:
+    """``None`` if the lean decoder over base plus adapter computes what the adapted model does, else the reason."""
+    if list(model.peft_config) != [model.active_adapter] and set(model.peft_config) != {model.active_adapter, _REFERENCE}:
+        return "several adapters"
+    for config in model.peft_config.values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            return f"an adapter of the kind {config.peft_type}"
+        if config.use_dora or config.bias != "none" or getattr(config, "modules_to_save", None):
+            return "an adapter that is more than two low-rank factors"
+    for layer in _layers(model):
+        if type(layer).__name__ != "Linear" or getattr(layer, "lora_variant", None):
+            return f"an adapted layer of the kind {type(layer).__name__}"
+    return None
+
+
+def copy_merged(model: Any) -> Any:
+    """The base without adapter layers, as a model of its own that ``merge_into`` fills; None where the lean decoder does not apply."""
+    if why_not_mergeable(model) is not None:
+        return None
+    plain = copy.deepcopy(model).unload()
+    return plain if why_unsupported(plain) is None else None
+
+
+@torch.no_grad()
+def merge_into(model: Any, plain: Any) -> None:
+    """Write base + scaling B A of every adapted layer into ``plain``, in place: added up in fp32, rounded once."""
+    adapter, modules = model.active_adapter, dict(plain.named_modules())
+    for name, layer in base_module(model).named_modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            base = layer.base_layer.weight
+            modules[name].weight.data.copy_(base.float() + layer.get_delta_weight(adapter).float())
+
+
+def merged(model: Any) -> Any:
+    """A plain model of its own with the adapter worked into its weights: for saving."""
+    return copy.deepcopy(model).merge_and_unload()
+
+
+def _layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError("an adapter needs the package peft, which is not installed: pip install 'groupwise[peft]'") from error
+    return peft

@@ -1,0 +1,199 @@
+"""An adapter learns what peft's own module would, its updates reach the sampler, and the reference is the model without it."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.config.schema import Config, LoraConfig
+from groupwise.engines import SamplingSettings, make_engine
+from groupwise.engines.merged import MergedEngine
+from groupwise.engines.transformers import TransformersEngine
+from groupwise.errors import ModelError
+from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
+from groupwise.models.load import Policy, save_model
+from groupwise.models.scorer import make_reference, make_scorer
+from groupwise.training.learner import Learner
+from groupwise.types import Completion, Group, Problem, Prompt
+
+peft = pytest.importorskip("peft")
+
+PROMPT = Prompt(Problem(id="p", question="?", answer=""), "?", (5, 9, 3, 17))
+
+
+class Plain:
+    """A tokenizer that only decodes."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def adapted(model: Any, **settings: Any) -> Policy:
+    model = attach(model, peft_config_of(LoraConfig(**{"rank": 4, "alpha": 8, **settings})))
+    return Policy(model.eval(), Plain(), (2,), 256, "tiny")
+
+
+def slow(model: Any, completion: tuple[int, ...]) -> torch.Tensor:
+    ids = torch.tensor([[*PROMPT.token_ids, *completion]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(PROMPT.token_ids) - 1 : -1]
+    return torch.log_softmax(logits, -1)[torch.arange(len(completion)), ids[0, len(PROMPT.token_ids) :]]
+
+
+def group_of(completions: tuple[Completion, ...]) -> Group:
+    return Group(PROMPT, completions, tuple(float(len(set(c.token_ids))) for c in completions))
+
+
+def settings(**algorithm: Any) -> Config:
+    return Config(
+        model={"dtype": "float32"},  # type: ignore[arg-type]
+        algorithm={"beta": 0.0, **algorithm},  # type: ignore[arg-type]
+        optimizer={"learning_rate": 2e-2},  # type: ignore[arg-type]
+    )
+
+
+def sample(engine: Any, scope: str = "x") -> tuple[Completion, ...]:
+    return engine.sample([PROMPT], 8, SamplingSettings(max_tokens=8), seed=0, scope=scope)[0]
+
+
+def mismatch(policy: Policy, completions: tuple[Completion, ...]) -> float:
+    with torch.no_grad():
+        found = [slow(policy.model, c.token_ids) - torch.tensor(c.logprobs) for c in completions]
+    return max(float(x.abs().max()) for x in found)
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_an_update_of_the_adapter_reaches_the_sampler(tiny_llama, engine):
+    policy, config = adapted(tiny_llama()), settings()
+    config.rollout.engine = engine
+    learner, sampler = Learner(make_scorer(policy, config.model), config), make_engine(policy, config.rollout)
+    assert isinstance(sampler, MergedEngine if engine == "auto" else TransformersEngine)
+    before = sample(sampler)
+    assert mismatch(policy, before) < 1e-4
+    for _ in range(3):
+        learner.learn([group_of(before)])
+        sampler.refresh(learner.updates)
+    after = sample(sampler)
+    assert mismatch(policy, before) > 0.05, "the policy was to move"
+    assert mismatch(policy, after) < 1e-4, "what is sampled is the policy as it is now"
+    assert {c.policy_version for c in after} == {3}
+
+
+def test_the_gradient_is_that_of_peft_s_own_module_and_the_base_stays(tiny_qwen2):
+    policy, config = adapted(tiny_qwen2()), settings()
+    twin = copy.deepcopy(policy.model)
+    learner = Learner(make_scorer(policy, config.model), config)
+    group = group_of(sample(make_engine(policy, config.rollout)))
+    seen: list[dict[str, torch.Tensor]] = []
+    step = learner.optimizer.step
+    learner.optimizer.step = lambda rate: (
+        seen.append({n: p.grad.clone() for n, p in learner.scorer.named_parameters()}) or step(rate)
+    )
+    advantages, _ = learner.learn([group])
+    loss = sum(
+        -a * slow(twin, c.token_ids).mean() / len(group.completions)
+        for a, c in zip(advantages[0], group.completions, strict=True)
+    )
+    names = [n for n, p in base_module(twin).named_parameters() if p.requires_grad]
+    assert names == list(seen[0])
+    assert all("lora_" in name for name in names)
+    expected = torch.autograd.grad(loss, [dict(base_module(twin).named_parameters())[n] for n in names])
+    for name, gradient in zip(names, expected, strict=True):
+        torch.testing.assert_close(seen[0][name], gradient, atol=1e-6, rtol=1e-4)
+    weights = dict(policy.model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(parameter, weights[name]) == ("lora_B" not in name), name
+
+
+def test_the_reference_is_the_model_without_its_adapter(tiny_llama):
+    model = tiny_llama()
+    plain = copy.deepcopy(model)
+    policy, config = adapted(model), settings(beta=0.1)
+    learner, sampler = Learner(make_scorer(policy, config.model), config), make_engine(policy, config.rollout)
+    group = group_of(sample(sampler))
+    _, first = learner.learn([group])
+    assert first["policy/kl"].value == pytest.approx(0, abs=1e-9), "a new adapter changes nothing"
+    _, second = learner.learn([group])
+    assert second["policy/kl"].value > 1e-3
+    batch = learner.scorer.prepare([(PROMPT.token_ids, [c.token_ids for c in group.completions])])
+    assert learner.reference is not None
+    found = learner.reference.logprobs(batch)
+    assert not found.requires_grad
+    with torch.no_grad():
+        expected = torch.cat([slow(plain, c.token_ids) for c in group.completions])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert all(p.requires_grad for _, p in learner.scorer.named_parameters()), "learning goes on after the reference's turn"
+    assert len(learner.scorer.named_parameters()) == 2 * 2 * 7
+
+
+def test_an_adapter_that_comes_trained_is_its_own_reference(tiny_llama):
+    policy = adapted(tiny_llama())
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    completion = (7, 8, 9, 2)
+    with torch.no_grad():
+        start = slow(policy.model, completion)
+    scorer: Any = make_scorer(policy, settings().model)
+    count = len(scorer.named_parameters())
+    scorer.keep_present_adapter()
+    reference = make_reference(scorer)
+    assert len(scorer.named_parameters()) == count
+    with torch.no_grad():
+        for _, p in scorer.named_parameters():
+            p.add_(0.05)
+        moved = slow(policy.model, completion)
+        batch = scorer.prepare([(PROMPT.token_ids, [completion])])
+        torch.testing.assert_close(reference.logprobs(batch), start, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(scorer.logprobs(batch), moved, atol=1e-5, rtol=1e-4)
+    assert (moved - start).abs().max() > 1e-2
+
+
+def test_the_adapter_s_dropout_acts_in_learning_alone(tiny_llama):
+    policy = adapted(tiny_llama(), dropout=0.5)
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    scorer = make_scorer(policy, settings().model)
+    batch = scorer.prepare([(PROMPT.token_ids, [(7, 8, 9, 2)])])
+    learning = [scorer.logprobs(batch).detach() for _ in range(2)]
+    with torch.no_grad():
+        judging = [scorer.logprobs(batch) for _ in range(2)]
+    assert not torch.equal(*learning)
+    assert torch.equal(*judging)
+    torch.testing.assert_close(judging[0], slow(policy.model.eval(), (7, 8, 9, 2)).detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_saved_policy_is_whole_and_has_the_adapter_beside_it(tiny_llama, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_llama()
+    policy = adapted(copy.deepcopy(base))
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    for _ in range(2):  # the second time over the first
+        save_model(policy, tmp_path / "out")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    with torch.no_grad():
+        wanted = slow(policy.model, (7, 8, 9, 2))
+        assert (slow(whole, (7, 8, 9, 2)) - wanted).abs().max() < 1e-4
+        assert (slow(again, (7, 8, 9, 2)) - wanted).abs().max() < 1e-4
+    assert is_adapted(policy.model), "saving does not merge the policy itself"
+
+
+def test_what_does_not_fit_is_one_sentence(tiny_llama):
+    with pytest.raises(ModelError, match="mend target_modules"):
+        adapted(tiny_llama(), target_modules=["no_such_layer"])
+    with pytest.raises(ModelError, match="LoraConfig"):
+        attach(tiny_llama(), {"r": 4})
+    with pytest.raises(ModelError, match="an adapter already"):
+        attach(adapted(tiny_llama()).model, peft_config_of(LoraConfig()))

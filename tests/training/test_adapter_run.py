@@ -1,0 +1,52 @@
+"""A whole run that trains an adapter: its checkpoints carry on bit for bit, and its final model is an ordinary one."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint import completions_of, final_weights, metrics_of
+
+from groupwise import train
+from groupwise.errors import ConfigError
+from groupwise.training.optimizer import MasterAdamW
+
+pytest.importorskip("peft")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_of_an_adapter_in_two_parts_is_the_run_in_one(small_config, letters, quiet, tmp_path, dtype, tiny_folder):
+    config = small_config(
+        model={"lora": {"rank": 4, "alpha": 8}}, algorithm={"beta": 0.1, "updates_per_batch": 2}, training={"steps": 3},
+        output={"checkpoint_every": 1, "keep_checkpoints": 3}, optimizer={"learning_rate": 1e-2},
+    )  # fmt: skip
+    config.model.dtype = dtype
+    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    resumed = train(
+        config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=whole / "checkpoints" / "step-1"
+    ).folder
+    assert metrics_of(resumed) == metrics_of(whole, first=1)
+    assert completions_of(resumed, 2) == completions_of(whole, 2)
+    one, other, base = final_weights(whole), final_weights(resumed), load_file(tiny_folder / "model.safetensors")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = {name for name in base if not torch.equal(base[name].to(one[name].dtype), one[name])}
+    assert changed == {name for name in base if "proj" in name}, "the adapter is in the final weights, and nothing else is"
+    assert (whole / "final_model" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_reference_that_would_be_renewed_is_refused(small_config):
+    with pytest.raises((ConfigError, ValueError), match="reference_updates"):
+        small_config(model={"lora": {}}, algorithm={"beta": 0.1, "reference_updates": 2})
+
+
+def test_decay_of_matrices_spares_vectors():
+    from groupwise.config.schema import OptimizerConfig
+
+    def after(decay):
+        named = [("matrix", torch.nn.Parameter(torch.ones(2, 2))), ("norm", torch.nn.Parameter(torch.ones(2)))]
+        optimizer = MasterAdamW(named, OptimizerConfig(weight_decay=0.5, decay=decay, max_grad_norm=None))
+        for _, parameter in named:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(0.1)
+        return [parameter.detach().flatten()[0].item() for _, parameter in named]
+
+    assert after("all") == pytest.approx([0.95, 0.95])
+    assert after("matrices") == pytest.approx([0.95, 1.0])
