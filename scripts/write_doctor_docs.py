@@ -1,0 +1,34 @@
+"""Write the table of docs/doctor.md from the doctor's rules; a test checks that the page is current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from groupwise.doctor import RULES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "doctor.md"
+BEGIN, END = "<!-- rules -->", "<!-- /rules -->"
+SUBJECTS = {
+    "settings": "From the settings alone (before a run, and about its settings afterwards)",
+    "problems": "From the data, before a run",
+    "rehearsal": "By trying rewards, tokenizer and prompt, before a run",
+    "run": "From what a run has written, while it goes on or afterwards",
+}
+
+
+def tables() -> str:
+    parts = []
+    for subject, title in SUBJECTS.items():
+        rows = [f"| `{rule.name}` | {rule.severity} | {rule.title} |" for rule in RULES if rule.subject == subject]
+        parts.append("\n".join([f"### {title}", "", "| rule | severity | what it says |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def render(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,109 @@
+"""``groupwise doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.cli.options import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from groupwise.doctor import Finding
+
+__all__ = ["doctor"]
+
+STYLES = {"critical": "bold red", "warning": "yellow", "note": "cyan", "normal": "green"}
+
+
+def doctor(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|RECIPE|FILE", help="A run's folder, or the recipe or YAML file of a run to come.")
+    ],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    examples: Annotated[int, typer.Option("--examples", min=0, max=3, help="How many examples to show with each finding.")] = 1,
+) -> None:
+    """Say what ails a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
+
+    A run's folder is read as it stands, also while the run writes to it. For a recipe or a file the settings, data, rewards and
+    tokenizer are tried out; no weights are loaded.
+
+    \b
+    Examples:
+      groupwise doctor quickstart
+      groupwise doctor mine.yaml optimizer.learning_rate=1e-5
+      groupwise doctor runs/quickstart-1
+      groupwise doctor runs/quickstart-1 --examples 3
+      groupwise doctor runs/quickstart-1 --json
+
+    Exit code 1 means that something critical was found.
+    """
+    from groupwise.cli.show import print_json
+
+    findings, about = _diagnose(target, overrides or ())
+    if as_json:
+        print_json({**about, "findings": [finding.to_json() for finding in findings]})
+    else:
+        _print(findings, about, examples)
+    if any(finding.severity == "critical" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:
+    if Path(target).expanduser().is_dir():
+        from groupwise.doctor import diagnose_run
+        from groupwise.errors import ConfigError
+        from groupwise.tracking.reading import read_run
+
+        if overrides:
+            raise ConfigError(
+                f"{overrides[0]!r} changes nothing about {target!r}, a run whose settings are what they were: leave it out"
+            )
+        run = read_run(target)
+        state = "finished" if run.summary else "not finished"
+        about = {"run": str(run.path), "steps": run.last_step, "state": state, "unreadable": dict(run.unreadable)}
+        return diagnose_run(run), about
+    from groupwise.cli.models import fetch_model
+    from groupwise.config import load_config
+    from groupwise.doctor import diagnose_settings
+
+    config = load_config(target, overrides)
+    fetch_model(config)
+    return diagnose_settings(config), {"settings": target}
+
+
+def _print(findings: Sequence[Finding], about: dict[str, object], examples: int) -> None:
+    from groupwise.cli.show import console
+    from groupwise.tracking.text import harmless
+
+    out = console()
+    if "run" in about:
+        out.print(harmless(f"{about['run']}: {about['steps']} steps, {about['state']}", "bold"), soft_wrap=True)
+        unreadable = about["unreadable"]
+        if isinstance(unreadable, dict) and unreadable:
+            left_out = ", ".join(f"{count} of {name}" for name, count in unreadable.items())
+            out.print(harmless(f"could not be read and left out: {left_out}", "yellow"), soft_wrap=True)
+    for finding in findings:
+        _print_finding(finding, examples, out)
+    ailing = [finding for finding in findings if finding.severity in ("critical", "warning")]
+    if not ailing:
+        out.print(harmless("Nothing ails it, as far as can be seen.", "green"), soft_wrap=True)
+
+
+def _print_finding(finding: Finding, examples: int, out: Console) -> None:
+    from groupwise.tracking.text import harmless
+
+    style = STYLES[finding.severity]
+    out.print(harmless(f"\n{finding.severity.upper()}  {finding.title}", style), soft_wrap=True)
+    for label, text in (("found", finding.summary), ("means", finding.meaning), ("do", finding.remedy)):
+        out.print(harmless(f"  {label:<6} {text}"), soft_wrap=True)
+    for example in finding.examples[:examples]:
+        remark = f" ({example.remark})" if example.remark else ""
+        out.print(harmless(f"  {example.where}{remark}", "dim"), soft_wrap=True)
+        for line in example.text.splitlines()[:12]:
+            out.print(harmless(f"    | {line}", "dim"), soft_wrap=True)

@@ -1,0 +1,159 @@
+"""Rules that try things out before the run: reward functions on made-up completions, the end token, room for the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from groupwise.data.prompts import worked_completion
+from groupwise.doctor.findings import Evidence, Example
+from groupwise.errors import RewardError
+from groupwise.rewards.compose import RewardFailure
+from groupwise.training.setup import Prepared
+from groupwise.types import Completion, Group, Problem
+
+__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "reward_fails", "untaught_end"]
+
+TRIED = 16
+KINDS = ("right", "wrong", "empty", "gibberish")
+GIBBERISH = "la la la la la"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run that has been prepared, and what its rewards say to completions whose worth is known."""
+
+    prepared: Prepared
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        prompts = self.prepared.train_prompts
+        return [prompts[i].problem for i in range(min(TRIED, len(prompts)))]
+
+    @cached_property
+    def scored(self) -> list[Group | RewardFailure | RewardError]:
+        """For each of the first problems a right, a wrong, an empty and a senseless completion, scored."""
+        found: list[Group | RewardFailure | RewardError] = []
+        for index in range(len(self.problems)):
+            try:
+                found.append(self.prepared.rewards.score(self.prepared.train_prompts[index], self.completions(index)))
+            except RewardError as error:
+                found.append(error)
+                break  # the run would stop here too
+        return found
+
+    def completions(self, index: int) -> list[Completion]:
+        problem, style = self.problems[index], self.prepared.answer_style
+        others = (p for p in self.problems if p.answer != problem.answer)
+        other = next(others, replace(problem, answer="12345.678"))
+        texts = (
+            worked_completion(problem, style),  # type: ignore[arg-type]
+            worked_completion(replace(problem, answer=other.answer, columns={}), style),  # type: ignore[arg-type]
+            "",
+            GIBBERISH,
+        )
+        tokenizer = self.prepared.tokenizer
+        return [make_completion(tokenizer, text, sample) for sample, text in enumerate(texts)]
+
+    @property
+    def groups(self) -> list[Group]:
+        return [one for one in self.scored if isinstance(one, Group)]
+
+
+def make_completion(tokenizer: object, text: str, sample: int) -> Completion:
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
+    return Completion(text, ids, tuple(0.0 for _ in ids), "stop", sample)
+
+
+def reward_fails(rehearsal: Rehearsal) -> Evidence | None:
+    failures = [one for one in rehearsal.scored if not isinstance(one, Group)]
+    if not failures:
+        return None
+    messages = [one.message if isinstance(one, RewardFailure) else str(one) for one in failures]
+    return Evidence(
+        f"{messages[0]} ({len(failures)} of {len(rehearsal.scored)} problems that were tried)",
+        numbers={"failures": len(failures)},
+        examples=tuple(Example("tried before the run", message) for message in messages[:3]),
+    )
+
+
+def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
+    """A right answer earns no more than a wrong one, or than nothing at all."""
+    groups = rehearsal.groups
+    if not groups:
+        return None
+    blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:])]
+    if len(blind) < 0.5 * len(groups):
+        return None
+    same = sum(1 for g in groups if not g.has_variance)
+    said = f"; in {same} all four scored the same" if same else ""
+    return Evidence(
+        f"in {len(blind)} of {len(groups)} problems that were tried a worked right answer earned no more than a wrong, an empty or a "
+        f"senseless one{said}",
+        numbers={"blind": len(blind), "tried": len(groups)},
+        examples=tuple(reward_examples(blind[0])),
+        severity="critical" if same == len(groups) else None,
+    )
+
+
+def reward_examples(group: Group) -> list[Example]:
+    where = f"problem {group.prompt.problem.id}"
+    rows = zip(KINDS, group.completions, group.rewards, strict=True)
+    return [Example(where, completion.text, f"{kind}: reward {reward:g}") for kind, completion, reward in rows][:3]
+
+
+def answer_too_long(rehearsal: Rehearsal) -> Evidence | None:
+    """Worked answers that do not fit the token limit: the policy would be cut before it can be right."""
+    limit, tokenizer = rehearsal.prepared.config.rollout.max_completion_tokens, rehearsal.prepared.tokenizer
+    lengths = []
+    for problem in rehearsal.prepared.problems.train[:200]:
+        text = worked_completion(problem, rehearsal.prepared.answer_style)  # type: ignore[arg-type]
+        lengths.append((len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1, problem, text))
+    over = [one for one in lengths if one[0] > limit]
+    if len(over) < 0.1 * len(lengths):
+        return None
+    longest = max(length for length, _, _ in lengths)
+    return Evidence(
+        f"{len(over)} of {len(lengths)} worked answers are longer than rollout.max_completion_tokens = {limit} (the longest has "
+        f"{longest} tokens)",
+        numbers={"longer": len(over), "longest": longest},
+        examples=tuple(Example(f"problem {p.id}", text, f"{length} tokens") for length, p, text in over[:3]),
+    )
+
+
+def untaught_end(rehearsal: Rehearsal) -> Evidence | None:
+    """Where the chat template ends a turn with another token than the tokenizer's eos, a warm start teaches the wrong one."""
+    from groupwise.models.load import end_token_ids
+
+    prepared, tokenizer = rehearsal.prepared, rehearsal.prepared.tokenizer
+    ends = end_token_ids(tokenizer, prepared.hf_config)
+    names = [tokenizer.convert_ids_to_tokens(end) for end in ends]
+    closing = closing_token(rehearsal)
+    if prepared.config.prompt.style == "chat" and closing is None:
+        return Evidence(
+            f"the chat template puts none of the model's end tokens ({', '.join(map(repr, names)) or 'it has none'}) after an answer: "
+            "completions will hardly end by themselves",
+            severity="critical" if not ends else None,
+        )
+    if prepared.config.warm_start.steps and closing is not None and closing != tokenizer.eos_token_id:
+        shown = tokenizer.convert_ids_to_tokens(closing)
+        return Evidence(
+            f"the warm start ends its examples with {tokenizer.eos_token!r}, but the chat template ends a turn with {shown!r}"
+        )
+    return None
+
+
+def closing_token(rehearsal: Rehearsal) -> int | None:
+    """The end token that the template writes after the assistant's words."""
+    from groupwise.models.load import end_token_ids
+
+    tokenizer = rehearsal.prepared.tokenizer
+    ends = set(end_token_ids(tokenizer, rehearsal.prepared.hf_config))
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "two"}]
+    try:
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:
+        return None
+    tail = rendered.rpartition("two")[2]
+    return next((i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in ends), None)

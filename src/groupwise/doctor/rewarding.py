@@ -1,0 +1,243 @@
+"""Rules about rewards: what is paid, to whom, and whether anything is left to learn from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from groupwise.doctor.examples import completions_between, show, three
+from groupwise.doctor.findings import Evidence, Example, Severity
+from groupwise.doctor.windows import Series, mean, median, series, worst_stretch
+from groupwise.tracking.reading import CompletionRecord, RunRecord
+
+__all__ = [
+    "against_the_answer",
+    "constant",
+    "disagreeing_verdicts",
+    "exploding",
+    "failing",
+    "hacking",
+    "no_variance",
+    "saturated",
+]
+
+STRETCH = 10
+"""Steps in a row that an average is taken over."""
+NEARLY_ALL = 0.9
+GOOD = 0.8
+"""Accuracy from which groups without variance mean that the problems are solved."""
+
+
+def exploding(run: RunRecord) -> Evidence | None:
+    """Rewards ten times the size that they had at the beginning: some function has no upper bound."""
+    reward = series(run, "reward/mean")
+    if len(reward) < STRETCH:
+        return None
+    sizes = [abs(value) for value in reward.values]
+    before = max(1.0, median(sizes[: reward.window]))
+    after = mean(sizes[-reward.window :])
+    if after <= 10 * before:
+        return None
+    first = next(step for step, value in reward.points if abs(value) > 10 * before)
+    late = sorted(completions_between(run, reward.late_steps), key=lambda r: -abs(r.reward or 0.0))
+    grown = {name: series(run, name) for name in run.metric_names() if name.startswith("reward/")}
+    fastest = max((n for n in grown if n not in ("reward/mean", "reward/std")), key=lambda n: abs(grown[n].late), default="")
+    blame = f"; the largest part is {fastest}" if fastest else ""
+    return Evidence(
+        f"the mean reward went from a size of {before:.3g} to {after:.3g} (more than tenfold from step {first} on){blame}",
+        (first, reward.steps[-1]),
+        {"early": before, "late": after},
+        three(late),
+    )
+
+
+def saturated(run: RunRecord) -> Evidence | None:
+    """Nearly every group has one score throughout, and it is the best one."""
+    flat, stretch = series(run, "groups/zero_variance"), late_stretch(run)
+    if stretch is None or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
+        return None
+    share, accuracy = mean(flat.values[-STRETCH:]), over(series(run, "accuracy/strict"), stretch)
+    return Evidence(
+        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance, with {accuracy:.0%} of answers right: "
+        "the problems are solved, and further steps change nothing",
+        stretch,
+        {"zero_variance": share, "accuracy": accuracy},
+        three(completions_between(run, stretch)),
+    )
+
+
+def no_variance(run: RunRecord) -> Evidence | None:
+    """Nearly every group scored the same throughout although the problems are not solved."""
+    flat = series(run, "groups/zero_variance")
+    worst = worst_stretch(flat, min(STRETCH, len(flat))) if len(flat) >= 3 else None
+    if worst is None or worst[0] < NEARLY_ALL or solved(run, worst[1]):
+        return None
+    share, stretch = worst
+    accuracy, reward = over(series(run, "accuracy/strict"), stretch), over(series(run, "reward/mean"), stretch)
+    updates = sum(1 for row in run.steps if stretch[0] <= (row["step"] or 0) <= stretch[1] and "optimizer/grad_norm" in row)
+    return Evidence(
+        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance at a mean reward of {reward:.3g} and "
+        f"{accuracy:.0%} right answers; {updates} of these steps made an update",
+        stretch,
+        {"zero_variance": share, "reward": reward, "accuracy": accuracy, "updates": updates},
+        three(completions_between(run, stretch)),
+    )
+
+
+def solved(run: RunRecord, stretch: tuple[int, int]) -> bool:
+    accuracy = series(run, "accuracy/strict")
+    if len(accuracy):
+        return over(accuracy, stretch) >= GOOD
+    reward = series(run, "reward/mean")
+    return bool(len(reward)) and over(reward, stretch) >= 0.98 * max(reward.values) > 0
+
+
+def late_stretch(run: RunRecord) -> tuple[int, int] | None:
+    flat = series(run, "groups/zero_variance")
+    return (flat.steps[-STRETCH], flat.steps[-1]) if len(flat) >= 2 * STRETCH else None
+
+
+def over(metric: Series, stretch: tuple[int, int]) -> float:
+    return mean([value for step, value in metric.points if stretch[0] <= step <= stretch[1]])
+
+
+def constant(run: RunRecord) -> Evidence | None:
+    """A function that gave every completion the same score in the whole run; one that is logged only (weight 0) counts too."""
+    scores: dict[str, set[float | None]] = defaultdict(set)
+    counts: dict[str, int] = defaultdict(int)
+    for record in run.completions:
+        for name, score in record.components.items():
+            scores[name].add(score)
+            counts[name] += 1
+    flat = [name for name, found in scores.items() if len(found) == 1 and counts[name] >= 64 and moved(run, name) is False]
+    if not flat:
+        return None
+    shown = "; ".join(f"{name!r} gave {next(iter(scores[name]))} to all {counts[name]} recorded completions" for name in flat)
+    steps = (run.completions[0].step, run.completions[-1].step)
+    severity: Severity | None = "critical" if len(flat) == len(scores) else None
+    return Evidence(shown, steps, {f"completions, {n}": counts[n] for n in flat}, three(run.completions), severity)
+
+
+def moved(run: RunRecord, component: str) -> bool:
+    """Whether the metric over *all* completions, of which only some are recorded, ever changed."""
+    values = series(run, f"reward/{component}").values
+    return bool(values) and max(values) - min(values) > 1e-9
+
+
+def failing(run: RunRecord) -> Evidence | None:
+    """Groups left out because a function raised, hung or returned nonsense."""
+    failed = series(run, "groups/failed")
+    hit = [step for step, value in failed.points if value > 0]
+    if not hit:
+        return None
+    total = sum(failed.values)
+    all_groups = len(failed) * run.config.rollout.prompts_per_step if run.config else 0
+    share = total / all_groups if all_groups else 0.0
+    said = f" ({share:.1%} of all groups)" if all_groups else ""
+    return Evidence(
+        f"{total:g} groups could not be scored{said}, in {len(hit)} steps from step {hit[0]} on",
+        (hit[0], hit[-1]),
+        {"groups": total, "share": share},
+        three(completions_between(run, (hit[0], hit[-1]))),
+        "critical" if share > 0.2 else None,
+    )
+
+
+def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
+    """Right answers that the strict reading does not count, as the run stands now (not at the base model)."""
+    reward = series(run, "reward/mean")
+    late = completions_between(run, reward.late_steps) if len(reward) else list(run.completions)
+    judged = [record for record in late if record.strict is not None]
+    lost = [record for record in judged if record.lenient and not record.strict]
+    share = len(lost) / len(judged) if len(judged) >= 32 else 0.0
+    for evaluation in run.evaluations[-2:]:
+        if evaluation.stage not in ("base", "warm_start") and len(evaluation.records) >= 20:
+            share = max(share, evaluation.share("lenient") - evaluation.share("strict"))
+    if share < 0.1:
+        return None
+    steps = (late[0].step, late[-1].step) if late else None
+    return Evidence(
+        f"{share:.0%} of the answers are right where anyone would look for them, but not where the strict reading does, and are "
+        "paid as wrong",
+        steps,
+        {"lenient_only": share},
+        three(lost, remark=lambda record: f"expected {record.expected}") or evaluation_examples(run),
+        "critical" if share >= 0.4 else None,
+    )
+
+
+def evaluation_examples(run: RunRecord) -> tuple[Example, ...]:
+    lost = [record for record in run.evaluations[-1].records if record["lenient"] and not record["strict"]]
+    return tuple(
+        Example(f"problem {r['problem']}", r["response"], f"found {r['extracted']}, expected {r['expected']}") for r in lost[:3]
+    )
+
+
+def against_the_answer(run: RunRecord) -> Evidence | None:
+    """Groups in which some wrong completion earned more than some right one."""
+    mixed, turned = 0, []
+    for group in groups(run):
+        right = [r for r in group if r.strict and r.reward is not None]
+        wrong = [r for r in group if r.strict is False and r.reward is not None]
+        if right and wrong:
+            mixed += 1
+            best, worst = max(wrong, key=lambda r: r.reward or 0.0), min(right, key=lambda r: r.reward or 0.0)
+            if (best.reward or 0.0) > (worst.reward or 0.0):
+                turned.append((best, worst))
+    if mixed < STRETCH or len(turned) < 0.3 * mixed:
+        return None
+    examples = [one for pair in turned[:2] for one in (show(pair[0]), show(pair[1], "of the same group"))]
+    return Evidence(
+        f"in {len(turned)} of {mixed} recorded groups with right and wrong answers a wrong one earned more than a right one",
+        (turned[0][0].step, turned[-1][0].step),
+        {"share": len(turned) / mixed},
+        tuple(examples[:3]),
+    )
+
+
+def groups(run: RunRecord) -> Iterator[list[CompletionRecord]]:
+    found: dict[tuple[int, str], list[CompletionRecord]] = defaultdict(list)
+    for record in run.completions:
+        found[(record.step, record.problem)].append(record)
+    yield from found.values()
+
+
+def hacking(run: RunRecord) -> Evidence | None:
+    """The reward rises and held-out accuracy falls, problem by problem; without evaluations, accuracy in training does."""
+    reward = series(run, "reward/mean")
+    if len(reward) < STRETCH or not reward.rises():
+        return None
+    found = fallen_evaluation(run) or fallen_accuracy(run)
+    if found is None:
+        return None
+    what, before, after = found
+    late = sorted(completions_between(run, reward.late_steps), key=lambda r: -(r.reward or 0.0))
+    return Evidence(
+        f"the mean reward rose from {reward.early:.3g} to {reward.late:.3g} while {what} fell from {before:.1%} to {after:.1%}",
+        (reward.steps[0], reward.steps[-1]),
+        {"reward_early": reward.early, "reward_late": reward.late, "accuracy_before": before, "accuracy_after": after},
+        three(late, where=lambda r: r.strict is False, remark=lambda r: f"expected {r.expected}"),
+    )
+
+
+def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
+    from groupwise.evaluation import mcnemar_p_value
+
+    modes = list(dict.fromkeys(e.mode for e in run.evaluations))
+    for mode in modes:
+        stages = [e for e in run.evaluations if e.mode == mode and e.stage != "eval"]
+        if len(stages) < 2:
+            continue
+        best, last = max(stages[:-1], key=lambda e: e.share("strict")), stages[-1]
+        before = {r["problem"]: r["strict"] for r in best.records}
+        pairs = [(before[r["problem"]], r["strict"]) for r in last.records if r["problem"] in before]
+        broken, fixed = pairs.count((True, False)), pairs.count((False, True))
+        if broken > fixed and mcnemar_p_value(broken, fixed) < 0.05:
+            return f"held-out accuracy ({mode}, {best.stage} to {last.stage})", best.share("strict"), last.share("strict")
+    return None
+
+
+def fallen_accuracy(run: RunRecord) -> tuple[str, float, float] | None:
+    accuracy = series(run, "accuracy/strict")
+    fell = len(accuracy) >= STRETCH and accuracy.falls(by=0.05)
+    return ("accuracy in training", accuracy.early, accuracy.late) if fell else None

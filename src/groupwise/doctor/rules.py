@@ -1,0 +1,264 @@
+"""The table of rules. A rule is a small pure function and the words that explain what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from groupwise.doctor import problems, rehearsal, rewarding, sampling, settings, steadiness
+from groupwise.doctor.findings import Evidence, Finding, Severity
+
+__all__ = ["RULES", "Rule", "Subject"]
+
+Subject = Literal["settings", "problems", "rehearsal", "run"]
+"""What a rule's function takes: a ``Config``, a ``ProblemSet``, a ``Rehearsal`` or a ``RunRecord``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One disease."""
+
+    name: str
+    subject: Subject
+    title: str
+    severity: Severity
+    check: Callable[[Any], Evidence | None]
+    meaning: str
+    remedy: str
+
+    def examine(self, subject: Any) -> Finding | None:
+        found = self.check(subject)
+        if found is None:
+            return None
+        return Finding(
+            self.name, self.title, found.severity or self.severity, found.summary, self.meaning, self.remedy, found.steps,
+            found.numbers, found.examples,
+        )  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "rate-too-low", "settings", "Learning rate too low for the precision", "warning", settings.rate_too_low,
+        "AdamW moves a weight by about the learning rate; a bfloat16 has 8 significant bits, so a step much smaller than the "
+        "weight is rounded back to where it was, every time: most of what is learnt is thrown away.",
+        "Leave optimizer.master_weights on (fp32 copies in the optimiser), or set model.dtype to float32; where memory "
+        "forbids both, a higher rate loses less.",
+    ),
+    Rule(
+        "rate-too-high", "settings", "Learning rate far above what such runs stand", "warning", settings.rate_too_high,
+        "Rewards are noisy: a large step follows the noise, the policy falls apart within a few steps, and does not come back.",
+        "Lower optimizer.learning_rate to 1e-6 (billions of weights) to 2e-5 (a hundred million).",
+    ),
+    Rule(
+        "reward-hacking-unseen", "settings", "Nobody would see the reward being gamed", "note", settings.cannot_see_hacking,
+        "The reward is what is trained on; only problems outside training tell whether it stands for what is wanted.",
+        "Keep some problems out (data.holdout, or data.eval_source), and set evaluation.every to about a tenth of the steps.",
+    ),
+    Rule(
+        "evaluation-cut-shorter", "settings", "Judged with less room than trained", "warning", settings.evaluation_cut_shorter,
+        "Answers that need the room are cut before they are given, and count as wrong.",
+        "Remove evaluation.max_completion_tokens, or make it at least rollout.max_completion_tokens.",
+    ),
+    Rule(
+        "too-cold", "settings", "Sampling too cold for groups to differ", "warning", settings.hardly_any_chance,
+        "What is learnt is the difference within a group; completions that are all the same have none.",
+        "Set rollout.temperature to 1, the policy itself; it is also the temperature of the log-probabilities that are trained.",
+    ),
+    Rule(
+        "sampled-distribution-cut", "settings", "Sampled from one distribution, trained on another", "warning",
+        settings.truncated_distribution,
+        "The gradient of GRPO assumes that completions come from the policy. Tokens that top-p or top-k never let through are "
+        "never compared, and the bias adds up over steps.",
+        "Leave rollout.top_p at 1 and rollout.top_k null.",
+    ),
+    Rule(
+        "duplicates", "problems", "Training problems that repeat", "note", problems.duplicates,
+        "A repeated problem weighs more than others, and is memorised sooner.",
+        "Remove the repeats; `groupwise data inspect` shows the rows.",
+    ),
+    Rule(
+        "contradictions", "problems", "One question, different reference answers", "warning", problems.contradictions,
+        "The policy is punished for a right answer, and the groups of such problems teach noise.",
+        "Mend or remove these rows.",
+    ),
+    Rule(
+        "leakage", "problems", "Held-out problems stand in the training data", "warning", problems.leakage,
+        "Accuracy on them shows what was memorised. Only questions that are the same letter for letter are kept apart by the split.",
+        "Remove these rows from the training source, or judge by another set (data.eval_source).",
+    ),
+    Rule(
+        "reward-fails", "rehearsal", "A reward function fails", "critical", rehearsal.reward_fails,
+        "It raised, hung or returned something other than a number, on a worked answer, a wrong, an empty or a senseless one. A "
+        "policy writes all of these.",
+        "Mend the function: it must return one number (or None) for any text.",
+    ),
+    Rule(
+        "reward-blind", "rehearsal", "The reward does not tell right from wrong", "warning", rehearsal.blind_reward,
+        "The policy learns what is paid. Where right answers are not paid more, they are not learnt.",
+        "Check that the function looks where prompt.system asks the answer to stand, and that weights do not cancel out.",
+    ),
+    Rule(
+        "answer-does-not-fit", "rehearsal", "Worked answers longer than the token limit", "warning", rehearsal.answer_too_long,
+        "A policy that reasons as the data do is cut before its answer, scores as wrong, and learns to be brief instead.",
+        "Raise rollout.max_completion_tokens.",
+    ),
+    Rule(
+        "end-token-untaught", "rehearsal", "The end token is not the one that ends a turn", "warning", rehearsal.untaught_end,
+        "A policy ends a completion with the token that it has seen there. Where another one counts as the end, completions run on "
+        "to the limit.",
+        "Use the instruct model's own tokenizer and template, or set eos_token in its tokenizer_config.json to the token that ends a turn.",
+    ),
+    Rule(
+        "reward-constant", "run", "A reward function gives everybody the same", "warning", rewarding.constant,
+        "A score that never varies cancels out of every advantage: it teaches nothing, and usually means that the function never "
+        "finds what it looks for.",
+        "Try the function on one of the completions below; check names of columns, tags and letter case.",
+    ),
+    Rule(
+        "reward-failing", "run", "A reward function fails on some completions", "warning", rewarding.failing,
+        "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
+        "left out is seldom a fair sample.",
+        "The terminal names function, problem and cause of each; mend the function, or raise rewards.timeout_s if it is slow.",
+    ),
+    Rule(
+        "strict-misses-right-answers", "run", "Right answers are paid as wrong", "warning", rewarding.disagreeing_verdicts,
+        "The strict reading, by which rewards and accuracy go, does not find an answer that is there. The policy is taught that its "
+        "reasoning is wrong when only the form is.",
+        "Look at the completions below: ask for the form in prompt.system, add a format reward, a warm start, or a lenient reward "
+        "(function: accuracy, arguments: {lenient: true}).",
+    ),
+    Rule(
+        "reward-against-the-answer", "run", "Wrong completions earn more than right ones", "warning", rewarding.against_the_answer,
+        "Within a group only the order of rewards counts: here it pushes towards wrong answers.",
+        "Raise the weight of the correctness reward above what all other functions together can give.",
+    ),
+    Rule(
+        "reward-exploding", "run", "Rewards grow without bound", "warning", rewarding.exploding,
+        "A reward that can always be raised is being raised, usually by length or repetition; everything else becomes small beside it.",
+        "Bound the function (a share, or a minimum of its score and a limit), or lower its weight.",
+    ),
+    Rule(
+        "reward-saturated", "run", "The problems are solved: nothing left to learn", "note", rewarding.saturated,
+        "Groups in which everything is right have no variance, and no gradient.",
+        "Stop here, or go on with harder problems.",
+    ),
+    Rule(
+        "no-variance", "run", "Hardly a group has anything to learn from", "critical", rewarding.no_variance,
+        "Where all completions of a group score the same every advantage is 0. Usually the policy never succeeds, or the reward "
+        "cannot tell degrees of failure apart.",
+        "Easier problems, a stronger model, warm_start.steps, a reward with degrees (format), or more completions per prompt.",
+    ),
+    Rule(
+        "reward-hacking", "run", "The reward rises and the accuracy falls", "critical", rewarding.hacking,
+        "The policy has found something that is paid and is not what you want.",
+        "Read the completions below for what they have in common; close that way in the reward; start again from before it began. "
+        "algorithm.beta above 0 holds the policy nearer to where it started.",
+    ),
+    Rule(
+        "format-without-answer", "run", "The form is learnt, the answer is not", "warning", sampling.format_without_answer,
+        "The format reward is the easier one to earn, and once every completion earns it, what is left is too seldom right to learn from.",
+        "Easier problems or a stronger model first; a lower weight for the format; more completions per prompt, so that some are right.",
+    ),
+    Rule(
+        "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,
+        "The policy has found one text that scores well enough, and no longer looks at the question.",
+        "Go back to an earlier checkpoint; lower optimizer.learning_rate; see whether the reward pays for something without a right "
+        "answer; algorithm.beta above 0.",
+    ),
+    Rule(
+        "entropy-collapse", "run", "Entropy gone, accuracy not gained", "warning", sampling.entropy_collapse,
+        "The policy writes nearly the same whatever is drawn, so groups stop differing, and it is stuck with what it has.",
+        "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; algorithm.beta above 0.",
+    ),
+    Rule(
+        "never-stops", "run", "No completion ever ends by itself", "critical", sampling.never_stops,
+        "Either the model does not know the token that counts as its end (a base model, a wrong template or tokenizer), or the limit is "
+        "far too low for it.",
+        "See whether the completions below are finished in substance. If so: an instruct model, prompt.style chat, or a warm "
+        "start. If not: raise rollout.max_completion_tokens.",
+    ),
+    Rule(
+        "stops-stopping", "run", "The policy unlearns to stop", "warning", sampling.stops_stopping,
+        "Ending was usual and is no longer. Elsewhere a masked end token does this; here the end token is trained, so that length or "
+        "going on must be paid.",
+        "Look at which reward function gains by length; add a `length` reward, or score cut completions 0 for correctness.",
+    ),
+    Rule(
+        "truncated", "run", "Many completions are cut at the limit", "warning", sampling.cut_short,
+        "A cut completion is scored without its end, mostly as wrong, so that the policy is taught to be brief rather than right.",
+        "Raise rollout.max_completion_tokens if they are still reasoning; a `length` reward if they repeat themselves.",
+    ),
+    Rule(
+        "talks-on", "run", "Completions go on into the next turn", "critical", sampling.talks_on,
+        "The end of the turn was sampled, or the next turn begun, and not taken for the end: a wrong end token, or a prompt style "
+        "that the model was not trained with.",
+        "prompt.style chat with the model's own template; check eos_token in its tokenizer_config.json.",
+    ),
+    Rule(
+        "length-creep", "run", "Longer and longer, not better", "warning", sampling.length_creep,
+        "Length is drifting without being paid back in right answers. `sequence_mean` itself favours long wrong completions, since "
+        "each of their tokens weighs less (arXiv 2503.20783).",
+        "algorithm.preset dr_grpo or dapo; a `length` reward; see whether another reward pays for length.",
+    ),
+    Rule(
+        "kl-above-band", "run", "The policy has left the reference behind", "warning", steadiness.kl_above_band,
+        "Above about 0.1 nats per token the policy speaks another language than the one it started from; what it knew may be gone.",
+        "Raise algorithm.beta, lower optimizer.learning_rate, or renew the reference (algorithm.reference_updates).",
+    ),
+    Rule(
+        "kl-below-band", "run", "The leash holds the policy where it is", "note", steadiness.kl_below_band,
+        "The KL term and the small steps leave the policy next to its reference, and the reward does not move.",
+        "Lower algorithm.beta (0 is common), or raise optimizer.learning_rate.",
+    ),
+    Rule(
+        "kl-negative", "run", "A KL that cannot be", "critical", steadiness.negative_kl,
+        "The logged estimate exp(d) - 1 - d is never negative. Log-probabilities of policy and reference do not belong to the same tokens.",
+        "This is a defect and not a setting: please report it, with the run's config.yaml and metrics.jsonl.",
+    ),
+    Rule(
+        "ratio-off", "run", "The policy that learns is not the one that sampled", "warning", steadiness.ratio_off,
+        "The ratio weighs what was sampled by what is being trained. Far from 1 the clip throws most of the gradient away, and what "
+        "is left points elsewhere.",
+        "Lower optimizer.learning_rate or algorithm.updates_per_batch. With one update a batch it must be 1: report it.",
+    ),
+    Rule(
+        "not-finite", "run", "Loss, gradient or reward is not a number", "critical", steadiness.not_finite,
+        "A NaN or infinity came up. The update was not made, and the step is lost; five in a row end the run.",
+        "Lower optimizer.learning_rate, set optimizer.max_grad_norm to 0.1, and look for rewards of extreme size.",
+    ),
+    Rule(
+        "gradient-spikes", "run", "The gradient jumps", "note", steadiness.spikes,
+        "A single batch pulled ten times as hard as usual; clipping by norm (optimizer.max_grad_norm) bounds the step, not its direction.",
+        "Read that step's completions. If it happens often: a lower learning rate, more optimizer.warmup_steps, larger batches.",
+    ),
+    Rule(
+        "no-movement", "run", "Updates that change nothing", "critical", steadiness.no_movement,
+        "Gradients are computed and steps are made, yet the policy is still the reference: updates are rounded away, or they go "
+        "to weights that the policy does not use.",
+        "optimizer.master_weights on, a higher optimizer.learning_rate; with an adapter, see that it is switched on.",
+    ),
+    Rule(
+        "sampler-mismatch", "run", "Sampler and trainer disagree", "warning", sampling.sampler_mismatch,
+        "The same token has another probability when it is sampled than when it is trained. The update is then off-policy without "
+        "knowing it, which can undo a run slowly.",
+        "rollout.engine transformers, or model.attention eager, shows which side differs; rollout.top_p at 1 and top_k null.",
+    ),
+    Rule(
+        "sampler-stale", "run", "Updates do not reach the sampler", "critical", sampling.stale_sampler,
+        "Completions still come from old weights, as when an adapter is trained and the engine samples without it. Every "
+        "step learns from a policy that is further away.",
+        "Report it for a built-in engine. For an engine of your own: take the weights, adapters merged, at every refresh.",
+    ),
+    Rule(
+        "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,
+        "These prompts stand both in completions.jsonl and in the evaluations: their accuracy shows memory.",
+        "Remove them from the training source, or judge by another set (data.eval_source).",
+    ),
+    Rule(
+        "loss-zero-at-start", "run", "The loss is 0 at the start, and that is right", "normal", steadiness.first_loss_is_zero,
+        "The advantages of a group add up to 0 and at the first update the ratio is exactly 1, so the objective's value is 0 whatever "
+        "the policy does. Its gradient is not: loss is no measure of progress in GRPO.",
+        "Nothing to do. Watch reward/mean and accuracy/strict.",
+    ),
+)  # fmt: skip

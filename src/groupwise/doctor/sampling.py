@@ -1,0 +1,209 @@
+"""Rules about what the policy writes: how completions end, how long and how varied they are, and who sampled them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from groupwise.doctor.examples import completions_between, three
+from groupwise.doctor.findings import Evidence
+from groupwise.doctor.windows import mean, series, worst_stretch
+from groupwise.tracking.reading import CompletionRecord, RunRecord
+
+__all__ = [
+    "collapsed_texts",
+    "cut_short",
+    "entropy_collapse",
+    "format_without_answer",
+    "length_creep",
+    "never_stops",
+    "sampler_mismatch",
+    "stale_sampler",
+    "stops_stopping",
+    "talks_on",
+]
+
+TURN_MARKS = (
+    "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<start_of_turn>", "<end_of_turn>",
+    "[INST]", "</s>", "<|user|>", "<|assistant|>", "<|end|>", "\nUser:", "\nHuman:", "\nuser\n", "\nassistant\n",
+)  # fmt: skip
+"""What begins or ends a turn in the usual chat templates: in a completion it means that the end was not taken for one."""
+ROUNDING = {"float32": 2e-3, "bfloat16": 0.1}
+"""Largest mean |log-probability when sampled - when trained|, in nats, that different kernels explain. The quickstart in bfloat16
+measures up to 0.02."""
+LATE_ENOUGH = 10
+
+
+def collapsed_texts(run: RunRecord) -> Evidence | None:
+    """One text as the answer to many problems that have different answers."""
+    reward = series(run, "reward/mean")
+    late = completions_between(run, reward.late_steps) if len(reward) >= LATE_ENOUGH else []
+    problems: dict[str, set[str]] = defaultdict(set)
+    answers: dict[str, set[str]] = defaultdict(set)
+    for record in late:
+        key = " ".join(record.text.split())
+        problems[key].add(record.problem)
+        answers[key].add(record.expected)
+    asked = len({record.problem for record in late})
+    key = max(problems, key=lambda k: len(problems[k]), default="")
+    if asked < 4 or len(problems[key]) < max(4, 0.3 * asked) or len(answers[key]) < 3:
+        return None
+    return Evidence(
+        f"in steps {reward.late_steps[0]} to {reward.late_steps[1]} the same text was written for {len(problems[key])} of {asked} "
+        f"problems, whose answers are {len(answers[key])} different ones",
+        reward.late_steps,
+        {"problems": len(problems[key]), "asked": asked},
+        three(late, where=lambda r: " ".join(r.text.split()) == key, remark=lambda r: f"expected {r.expected}"),
+    )
+
+
+def entropy_collapse(run: RunRecord) -> Evidence | None:
+    """Entropy gone without accuracy to show for it. A policy that has learnt its task is sure of itself, and that is no disease."""
+    entropy, accuracy = series(run, "policy/entropy"), series(run, "accuracy/strict")
+    if len(entropy) < LATE_ENOUGH or entropy.late > max(0.02, 0.15 * entropy.early):
+        return None
+    if entropy.late >= 0.5 * entropy.early or (len(accuracy) and (accuracy.late >= 0.6 or accuracy.rises(by=0.1))):
+        return None
+    gained = f", while accuracy went from {accuracy.early:.1%} to {accuracy.late:.1%}" if len(accuracy) else ""
+    return Evidence(
+        f"the entropy fell from {entropy.early:.3g} to {entropy.late:.3g} nats per token{gained}",
+        (entropy.steps[0], entropy.steps[-1]),
+        {"entropy_early": entropy.early, "entropy_late": entropy.late},
+        three(completions_between(run, entropy.late_steps)),
+    )
+
+
+def never_stops(run: RunRecord) -> Evidence | None:
+    stops, limit = series(run, "completions/stop_rate"), token_limit(run)
+    if len(stops) < 3 or max(stops.values) > 0.01:
+        return None
+    return Evidence(
+        f"hardly a completion of {len(stops)} steps ended by itself (at most {max(stops.values):.1%} of a step): all run to the "
+        f"limit of {limit} tokens",
+        (stops.steps[0], stops.steps[-1]),
+        {"stop_rate": mean(stops.values)},
+        three(run.completions, where=lambda r: r.truncated),
+    )
+
+
+def stops_stopping(run: RunRecord) -> Evidence | None:
+    stops = series(run, "completions/stop_rate")
+    if len(stops) < LATE_ENOUGH or not stops.falls(by=0.3):
+        return None
+    late = completions_between(run, stops.late_steps)
+    return Evidence(
+        f"at the beginning {stops.early:.0%} of the completions ended by themselves, at the end {stops.late:.0%}",
+        (stops.steps[0], stops.steps[-1]),
+        {"stop_rate_early": stops.early, "stop_rate_late": stops.late},
+        three(late, where=lambda r: r.truncated),
+    )
+
+
+def cut_short(run: RunRecord) -> Evidence | None:
+    """A third and more is cut at the limit; those who never stop at all have a finding of their own."""
+    cut = series(run, "completions/truncated")
+    worst = worst_stretch(cut, LATE_ENOUGH) if len(cut) >= LATE_ENOUGH else None
+    if worst is None or cut.late < 0.3 or never_stops(run):
+        return None
+    late = completions_between(run, cut.late_steps)
+    right = [r.strict for r in late if r.truncated and r.strict is not None]
+    paid = f"; of those recorded {mean([float(s) for s in right]):.0%} still had a right answer" if right else ""
+    return Evidence(
+        f"at the end {cut.late:.0%} of the completions are cut at rollout.max_completion_tokens = {token_limit(run)}{paid}",
+        cut.late_steps,
+        {"truncated_late": cut.late, "truncated_worst": worst[0]},
+        three(late, where=lambda r: r.truncated),
+    )
+
+
+def token_limit(run: RunRecord) -> str:
+    return str(run.config.rollout.max_completion_tokens) if run.config else "(unknown)"
+
+
+def talks_on(run: RunRecord) -> Evidence | None:
+    """Completions that go past the end of their turn and begin another."""
+    found = [(record, mark) for record in run.completions if (mark := turn_mark(record))]
+    if len(run.completions) < 32 or len(found) < 0.05 * len(run.completions):
+        return None
+    marks = Counter(mark for _, mark in found)
+    often, records = marks.most_common(1)[0][0], [record for record, _ in found]
+    return Evidence(
+        f"{len(found)} of {len(run.completions)} recorded completions contain {often.strip()!r} or another mark of a turn, and go on",
+        (records[0].step, records[-1].step),
+        {"share": len(found) / len(run.completions)},
+        three(records),
+    )
+
+
+def turn_mark(record: CompletionRecord) -> str | None:
+    return next((mark for mark in TURN_MARKS if mark in record.text), None)
+
+
+def length_creep(run: RunRecord) -> Evidence | None:
+    """Half as long again without being right more often."""
+    length, accuracy = series(run, "completions/tokens_mean"), series(run, "accuracy/strict")
+    if len(length) < 2 * LATE_ENOUGH or not length.rises(by=0.5 * length.early) or accuracy.rises(by=0.05):
+        return None
+    said = f"while accuracy went from {accuracy.early:.1%} to {accuracy.late:.1%}" if len(accuracy) else "accuracy is not known"
+    return Evidence(
+        f"the mean length went from {length.early:.0f} to {length.late:.0f} tokens, {said}",
+        (length.steps[0], length.steps[-1]),
+        {"tokens_early": length.early, "tokens_late": length.late},
+        three(sorted(completions_between(run, length.late_steps), key=lambda r: -r.tokens)),
+    )
+
+
+def format_without_answer(run: RunRecord) -> Evidence | None:
+    form, accuracy = series(run, "accuracy/format"), series(run, "accuracy/strict")
+    if len(form) < 2 * LATE_ENOUGH or form.late < 0.8 or not form.rises(by=0.2):
+        return None
+    if accuracy.late >= 0.3 or accuracy.rises(by=0.05):
+        return None
+    late = completions_between(run, form.late_steps)
+    return Evidence(
+        f"completions in the right form went from {form.early:.0%} to {form.late:.0%}, right answers from {accuracy.early:.1%} to "
+        f"{accuracy.late:.1%}",
+        (form.steps[0], form.steps[-1]),
+        {"format_late": form.late, "accuracy_late": accuracy.late},
+        three(late, where=lambda r: r.strict is False, remark=lambda r: f"expected {r.expected}"),
+    )
+
+
+def sampler_mismatch(run: RunRecord) -> Evidence | None:
+    """Sampling and training disagree by more than rounding, from the start."""
+    mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
+    worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
+    if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run):
+        return None
+    return Evidence(
+        f"sampling and training disagree by {worst[0]:.3g} nats per token in steps {worst[1][0]} to {worst[1][1]}; rounding in "
+        f"{dtype} explains at most about {ROUNDING[dtype]:g}",
+        worst[1],
+        {"mismatch": worst[0]},
+        three(completions_between(run, worst[1])),
+    )
+
+
+def stale_sampler(run: RunRecord) -> Evidence | None:
+    """The sampler does not follow: its version stands still while updates are made, or the disagreement grows with them."""
+    version = dict(run.series("progress/policy_version"))
+    seen = {r.step: r.policy_version for r in run.completions if r.policy_version is not None and r.step in version}
+    steps = sorted(seen)
+    if len(steps) >= LATE_ENOUGH and len({seen[s] for s in steps}) == 1 and version[steps[-1]] - version[steps[0]] >= LATE_ENOUGH:
+        return Evidence(
+            f"from step {steps[0]} to {steps[-1]} the policy made {version[steps[-1]] - version[steps[0]]:g} updates, but all "
+            f"completions were sampled by version {seen[steps[0]]}",
+            (steps[0], steps[-1]),
+            {"updates": version[steps[-1]] - version[steps[0]]},
+            three(completions_between(run, (steps[-1], steps[-1]))),
+        )
+    mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
+    grows = len(mismatch) >= LATE_ENOUGH and mismatch.late > 5 * mismatch.values[0] and mismatch.late > ROUNDING[dtype] / 4
+    if not grows or not mismatch.rises():
+        return None
+    return Evidence(
+        f"the disagreement of sampling and training grows with the updates, from {mismatch.values[0]:.3g} to {mismatch.late:.3g} "
+        "nats per token: what is trained does not reach the sampler",
+        (mismatch.steps[0], mismatch.steps[-1]),
+        {"mismatch_first": mismatch.values[0], "mismatch_late": mismatch.late},
+        three(completions_between(run, mismatch.late_steps)),
+    )

@@ -1,0 +1,116 @@
+// The browser of completions: filters over columns of numbers; texts are unpacked for what is on the screen.
+
+const RIGHT = 1, WRONG = 2, LENIENT = 4, TRUNCATED = 8, PAGE = 20;
+const VERDICTS = {
+  all: () => true, right: (f) => f & RIGHT, wrong: (f) => f & WRONG, elsewhere: (f) => f & LENIENT && !(f & RIGHT), unknown: (f) => !(f & (RIGHT | WRONG)),
+};
+const tablesByRun = new Map();
+
+function completionsOf(index) {
+  if (!tablesByRun.has(index)) {
+    const { transcripts } = state.data.runs[index];
+    tablesByRun.set(index, inflate(transcripts.columns).then((bytes) => withGroups({ ...transcripts, index, ...splitColumns(bytes, transcripts.count) })));
+  }
+  return tablesByRun.get(index);
+}
+
+// First row of every group, so that a row is found inside its group.
+function withGroups(table) {
+  table.firstRow = [];
+  for (let i = 0; i < table.count; i++) if (i === 0 || table.group[i] !== table.group[i - 1]) table.firstRow.push(i);
+  return table;
+}
+
+async function groupAt(table, group) {
+  const portion = lastNotAbove(table.starts, group);
+  return (await unpackBlock('c-' + table.index + '-' + portion))[group - table.starts[portion]];
+}
+
+function matching(table, filter) {
+  const verdict = VERDICTS[filter.verdict];
+  const wanted = filter.problem.toLowerCase();
+  const problems = wanted ? table.problems.map((name) => name.toLowerCase().includes(wanted)) : null;
+  const found = [];
+  for (let i = 0; i < table.count; i++) {
+    if (table.step[i] < filter.from || table.step[i] > filter.to || !verdict(table.flags[i])) continue;
+    if (filter.cut !== 'all' && Boolean(table.flags[i] & TRUNCATED) !== (filter.cut === 'cut')) continue;
+    if (filter.least !== null && !(table.reward[i] >= filter.least)) continue;
+    if (filter.most !== null && !(table.reward[i] <= filter.most)) continue;
+    if (problems && !problems[table.problem[i]]) continue;
+    found.push(i);
+  }
+  if (filter.sort !== 'order') {
+    const [key, sign] = [filter.sort.slice(1), filter.sort[0] === '-' ? -1 : 1];
+    const value = (i) => (Number.isNaN(table[key][i]) ? -Infinity : table[key][i]);
+    found.sort((a, b) => sign * (value(a) - value(b)) || a - b);
+  }
+  return found;
+}
+
+// Rows among `rows` whose text contains the words: the texts of all portions in question are gone through once.
+async function searched(table, rows, words, alive) {
+  if (!words) return rows;
+  const wanted = words.toLowerCase(), found = [];
+  for (const i of rows) {
+    if (!alive()) return [];
+    const group = await groupAt(table, table.group[i]);
+    if (group.rows[i - table.firstRow[table.group[i]]].t.toLowerCase().includes(wanted)) found.push(i);
+  }
+  return found;
+}
+
+function verdictOf(flags) {
+  const word = flags & RIGHT ? 'right' : flags & LENIENT ? 'right, but not in form' : flags & WRONG ? 'wrong' : 'not judged';
+  return el('span', { class: 'verdict ' + (flags & RIGHT ? 'right' : flags & LENIENT ? 'elsewhere' : flags & WRONG ? 'wrong' : '') }, word + (flags & TRUNCATED ? ', cut' : ''));
+}
+
+function completionsSection() {
+  if (!state.data.runs.some((run) => run.transcripts && run.transcripts.count)) return null;
+  const filter = { from: 0, to: Infinity, least: null, most: null, verdict: 'all', cut: 'all', problem: '', words: '', sort: 'order' };
+  const list = el('div', {}), detail = el('div', { id: 'group' });
+  let page = 0, turn = 0;
+  const update = async () => {
+    const mine = ++turn, alive = () => mine === turn;
+    if (!state.data.runs[state.run].transcripts) { replaceChildren(list, el('p', {}, 'This run has no recorded completions.')); return; }
+    try {
+      const table = await completionsOf(state.run);
+      const rows = await searched(table, matching(table, filter), filter.words, alive);
+      if (!alive()) return;
+      page = Math.min(page, Math.max(0, Math.ceil(rows.length / PAGE) - 1));
+      replaceChildren(list, pager(rows.length, page, (to) => { page = to; update(); }), await rowsOf(table, rows.slice(page * PAGE, (page + 1) * PAGE), (row) => showGroup(detail, table, row)));
+    } catch (error) { replaceChildren(list, el('p', { class: 'error' }, String(error.message || error))); }
+  };
+  const set = (key, read) => (event) => { filter[key] = read(event.target.value); page = 0; update(); };
+  const parsed = (other) => (text) => (text.trim() === '' || Number.isNaN(Number(text)) ? other : Number(text));
+  const box = (label, key, read, size) => el('label', {}, label + ' ', el('input', { size, change: set(key, read), 'aria-label': label }));
+  const choose = (label, key, options) => select(label, options, filter[key], (value) => { filter[key] = value; page = 0; update(); });
+  const controls = el('div', { class: 'controls' }, runPicker((value) => { state.run = value; page = 0; replaceChildren(detail); update(); }),
+    box('Step from', 'from', parsed(0), 5), box('to', 'to', parsed(Infinity), 5), box('Reward from', 'least', parsed(null), 5), box('up to', 'most', parsed(null), 5),
+    choose('Answer', 'verdict', [['all', 'all'], ['right', 'right'], ['wrong', 'wrong'], ['elsewhere', 'right, not in form'], ['unknown', 'not judged']]),
+    choose('End', 'cut', [['all', 'all'], ['ended', 'ended by itself'], ['cut', 'cut at the limit']]),
+    choose('Order', 'sort', [['order', 'as written'], ['-reward', 'reward, highest first'], ['+reward', 'reward, lowest first'], ['-tokens', 'longest first'], ['+advantage', 'advantage, lowest first'], ['-advantage', 'advantage, highest first'], ['-step', 'latest first']]),
+    box('Problem', 'problem', (text) => text.trim(), 14), box('Words', 'words', (text) => text.trim(), 14));
+  update();
+  return section('completions', 'Completions', 'Choose a row to see its whole group, and how scores became advantages.', controls, list, detail);
+}
+
+function pager(count, page, go) {
+  const last = Math.max(0, Math.ceil(count / PAGE) - 1);
+  const button = (text, to) => el('button', { type: 'button', disabled: to < 0 || to > last || to === page, click: () => go(to) }, text);
+  return el('div', { class: 'controls', id: 'pager' }, el('span', { id: 'count' }, number(count) + ' completions'),
+    button('first', 0), button('previous', page - 1), el('span', {}, 'page ' + (page + 1) + ' of ' + (last + 1)), button('next', page + 1), button('last', last));
+}
+
+async function rowsOf(table, rows, open) {
+  const made = [];
+  for (const i of rows) {
+    const group = await groupAt(table, table.group[i]);
+    const text = group.rows[i - table.firstRow[table.group[i]]].t;
+    const excerpt = text.length > 220 ? text.slice(0, 140) + ' … ' + text.slice(-70) : text;
+    made.push(el('button', { type: 'button', class: 'row', click: () => open(i) },
+      el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
+        'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
+      el('span', { class: 'excerpt' }, excerpt)));
+  }
+  return el('div', { class: 'rows' }, made);
+}

@@ -1,0 +1,90 @@
+// One group in full: its scores, how they became advantages, and what each token has of them.
+
+async function showGroup(place, table, row) {
+  const run = state.data.runs[table.index];
+  const number_ = table.group[row], first = table.firstRow[number_];
+  const group = await groupAt(table, number_);
+  const rows = group.rows.map((one, i) => ({
+    ...one, i: first + i, reward: table.reward[first + i], advantage: table.advantage[first + i], tokens: table.tokens[first + i], flags: table.flags[first + i], sample: table.sample[first + i],
+  }));
+  const chosen = rows[row - first];
+  replaceChildren(place,
+    el('h3', {}, 'Step ' + group.step + ', problem ' + group.problem),
+    el('details', {}, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
+    scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
+    howAdvantages(run, rows), otherSteps(place, table, row),
+    el('h4', {}, 'Sample ' + chosen.sample), chosen.p ? tokensOf(chosen) : el('pre', {}, chosen.t),
+    againstAnother(rows, chosen));
+  place.scrollIntoView({ block: 'nearest' });
+}
+
+function scoresTable(run, components, rows, open, row) {
+  const weight = (name) => (run.weights[name] === undefined ? 1 : run.weights[name]);
+  const head = ['sample', ...components.map((name) => name + (weight(name) === 1 ? '' : ' × ' + number(weight(name)))), 'reward', 'advantage', '', 'per token', 'tokens', 'answer'];
+  const largest = Math.max(1e-9, ...rows.map((one) => Math.abs(one.advantage)).filter((a) => !Number.isNaN(a)));
+  return table(head, rows.map((one) => [
+    el('button', { type: 'button', disabled: one.i === row, click: () => open(one.i) }, String(one.sample)), ...one.c.map(number), number(one.reward), number(one.advantage),
+    bar(one.advantage / largest), number(perToken(run.advantage, one)), number(one.tokens), verdictOf(one.flags),
+  ]), true);
+}
+
+function bar(share) {
+  if (Number.isNaN(share)) return null;
+  const width = Math.abs(share) * 40;
+  return svg('svg', { class: 'bar ' + (share < 0 ? 'below' : 'above'), viewBox: '0 0 80 10', width: 80, height: 10, 'aria-hidden': true },
+    svg('rect', { x: share < 0 ? 40 - width : 40, y: 1, width, height: 8 }), svg('line', { x1: 40, x2: 40, y1: 0, y2: 10 }));
+}
+
+// A token's part in the loss: advantage times the weight that the aggregation gives it. token_mean needs the whole batch's count.
+function perToken(rule, one) {
+  if (!rule || Number.isNaN(one.advantage)) return NaN;
+  const weights = { sequence_mean: 1 / (one.tokens * rule.completions), fixed: 1 / (rule.completions * rule.max_tokens), sequence_sum: 1 / rule.completions };
+  return weights[rule.aggregation] === undefined ? NaN : one.advantage * weights[rule.aggregation];
+}
+
+function meanAndSpread(values) {
+  const mean = values.reduce((a, b) => a + b, 0) / values.length;
+  const spread = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / Math.max(1, values.length - 1));
+  return [mean, spread];
+}
+
+function howAdvantages(run, rows) {
+  const rule = run.advantage, rewards = rows.map((one) => one.reward);
+  if (!rule || rewards.some(Number.isNaN)) return null;
+  const [mean, spread] = meanAndSpread(rewards);
+  const baselines = { group_mean: 'the group’s mean, ' + number(mean), leave_one_out: 'the mean of the others in the group', batch_mean: 'the mean of the whole batch', none: 'nothing' };
+  const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', none: '' };
+  const perTokenWords = { sequence_mean: 'advantage / (tokens × ' + rule.completions + ' completions of the step)', token_mean: 'advantage / all tokens of the step',
+    fixed: 'advantage / (' + rule.completions + ' completions × ' + rule.max_tokens + ' tokens)', sequence_sum: 'advantage / ' + rule.completions + ' completions of the step' };
+  const whole = rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
+  const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : spread + rule.epsilon)))) : NaN;
+  const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
+  return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: reward less ' + baselines[rule.baseline] + scales[rule.scale] +
+    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
+}
+
+// The completion token by token: colour is the advantage, the note tells probability and advantage.
+function tokensOf(one) {
+  const advantages = one.ta || one.p.map(() => one.advantage);
+  const largest = Math.max(1e-9, ...advantages.map(Math.abs));
+  const spans = one.p.map((text, i) => {
+    const span = el('span', { class: 'token ' + (advantages[i] < 0 ? 'below' : 'above'), title: 'p = ' + number(Math.exp(one.lp[i])) + ', log p = ' + number(one.lp[i]) + ', advantage ' + number(advantages[i]) }, text || '·');
+    span.style.setProperty('--pull', String(Math.round(60 * Math.abs(advantages[i]) / largest * (1 - Math.exp(one.lp[i])) + 6) / 100));
+    return span;
+  });
+  return el('div', {}, el('pre', { class: 'tokens' }, spans), el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers.'));
+}
+
+function otherSteps(place, table, row) {
+  const groups = [];
+  for (let g = 0; g < table.firstRow.length; g++) if (table.problem[table.firstRow[g]] === table.problem[row] && g !== table.group[row]) groups.push(g);
+  if (!groups.length) return null;
+  return el('p', {}, 'The same problem at ', groups.slice(0, 20).map((g) => [el('button', { type: 'button', click: () => showGroup(place, table, table.firstRow[g]) }, 'step ' + table.step[table.firstRow[g]]), ' ']));
+}
+
+function againstAnother(rows, chosen) {
+  const best = [...rows].filter((one) => one !== chosen).sort((a, b) => b.reward - a.reward)[0];
+  if (!best || best.t === chosen.t) return null;
+  return el('details', {}, el('summary', {}, 'Beside sample ' + best.sample + ', the best of the others'),
+    el('div', { class: 'pair' }, el('div', {}, el('h4', {}, 'Sample ' + chosen.sample), differing(chosen.t, best.t, 'before')), el('div', {}, el('h4', {}, 'Sample ' + best.sample), differing(chosen.t, best.t, 'after'))));
+}

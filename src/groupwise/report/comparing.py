@@ -1,0 +1,48 @@
+"""Settings and environment as flat tables, and where runs differ in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.tracking.files import finite
+
+__all__ = ["differences", "flat"]
+
+LONGEST = 2000
+DEEPEST = 8
+
+
+def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
+    """Nested mappings as dotted paths -> values as text; lists stay whole.
+
+    >>> flat({"a": {"b": 1, "c": [1, 2]}, "d": None})
+    {'a.b': '1', 'a.c': '[1, 2]', 'd': 'null'}
+    """
+    if isinstance(value, Mapping) and value and depth < DEEPEST:
+        found: dict[str, str] = {}
+        for key, inner in value.items():
+            found |= flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        return found
+    return {path: words(value)}
+
+
+def words(value: Any) -> str:
+    if isinstance(value, str):
+        return clean(value[:LONGEST])
+    try:
+        return clean(json.dumps(finite(value), ensure_ascii=False, default=str)[:LONGEST])
+    except (RecursionError, ValueError):
+        return "(too deeply nested to show)"
+
+
+def clean(text: str) -> str:
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def differences(tables: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Paths that are not the same in all tables, with each one's value (``None`` where it has no such path)."""
+    paths = list(dict.fromkeys(path for table in tables for path in table))
+    rows = [{"path": path, "values": [table.get(path) for table in tables]} for path in paths]
+    return [row for row in rows if len(set(row["values"])) > 1]

@@ -1,0 +1,104 @@
+"""Evaluations: the tables, and every held-out problem with what the model said to it at each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from groupwise.evaluation import mcnemar_p_value
+from groupwise.metrics import wilson_interval
+from groupwise.report.packing import pack_json
+from groupwise.tracking.reading import EvaluationRecords, RunRecord
+
+__all__ = ["comparisons", "evaluation_rows", "held_out"]
+
+PORTION = 100
+"""Problems that are packed together."""
+
+
+def evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
+    """One row per stage and mode, counted again from the records, with 95% Wilson intervals."""
+    return [evaluation_row(evaluation) for evaluation in run.evaluations]
+
+
+def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
+    n = len(evaluation.records)
+    row: dict[str, Any] = {"stage": evaluation.stage, "mode": evaluation.mode, "n": n, "step": evaluation.step}
+    for key in ("strict", "lenient", "format"):
+        hits = sum(record[key] for record in evaluation.records)
+        row[key] = [hits / n, *wilson_interval(hits, n)]
+    stopped = sum(record["finish_reason"] == "stop" for record in evaluation.records)
+    row["stopped"] = [stopped / n, *wilson_interval(stopped, n)]
+    row["tokens"] = sum(record["tokens"] for record in evaluation.records) / n
+    return row
+
+
+def comparisons(run: RunRecord) -> list[dict[str, Any]]:
+    """What became of the problems that two neighbouring stages share, mode by mode, with McNemar's exact p-value."""
+    found = []
+    for mode in dict.fromkeys(e.mode for e in run.evaluations):
+        stages = [e for e in run.evaluations if e.mode == mode]
+        named = [e for e in stages if e.step is None]
+        for before, after in pairwise(named):
+            compared = compare(before, after)
+            if compared["n"]:
+                found.append({"mode": mode, "before": before.stage, "after": after.stage, **compared})
+    return found
+
+
+def compare(before: EvaluationRecords, after: EvaluationRecords) -> dict[str, Any]:
+    verdicts = {record["problem"]: record["strict"] for record in before.records}
+    pairs = [(verdicts[r["problem"]], r["strict"]) for r in after.records if r["problem"] in verdicts]
+    fixed, broken = pairs.count((False, True)), pairs.count((True, False))
+    return {
+        "n": len(pairs),
+        "fixed": fixed,
+        "broken": broken,
+        "both_right": pairs.count((True, True)),
+        "both_wrong": pairs.count((False, False)),
+        "p_value": mcnemar_p_value(broken, fixed),
+    }
+
+
+def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
+    """For each mode its stages, problems and verdicts, and the packed portions of texts (numbered through over all modes).
+
+    ``verdicts[stage][problem]`` is ``r`` (right), ``l`` (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists
+    problems as ``{question, expected, said}`` with ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
+    """
+    tables: list[dict[str, Any]] = []
+    portions: list[str] = []
+    for mode in dict.fromkeys(e.mode for e in run.evaluations):
+        stages = [e for e in run.evaluations if e.mode == mode]
+        by_stage = [{record["problem"]: record for record in e.records} for e in stages]
+        problems = list(dict.fromkeys(record["problem"] for e in stages for record in e.records))
+        tables.append(
+            {
+                "mode": mode,
+                "stages": [e.stage for e in stages],
+                "problems": problems,
+                "verdicts": ["".join(verdict(found.get(p)) for p in problems) for found in by_stage],
+                "first_portion": len(portions),
+                "portion": PORTION,
+            }
+        )
+        for start in range(0, len(problems), PORTION):
+            portions.append(pack_json([said(p, by_stage) for p in problems[start : start + PORTION]]))
+    return tables, portions
+
+
+def verdict(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    return "r" if record["strict"] else "l" if record["lenient"] else "w"
+
+
+def said(problem: str, by_stage: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    records = [found.get(problem) for found in by_stage]
+    first = next(record for record in records if record is not None)
+    return {
+        "question": first["question"] or first["prompt"],
+        "expected": first["expected"],
+        "said": [r and [r["response"], r["extracted"], r["finish_reason"], r["tokens"]] for r in records],
+    }

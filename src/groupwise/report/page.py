@@ -1,0 +1,71 @@
+"""The page: one HTML file that needs nothing else, runs no script but its own, and talks to nobody."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from groupwise.report.packing import script_json
+
+__all__ = ["GENERATOR", "SCRIPTS", "STYLES", "content_policy", "render_page", "script", "style"]
+
+GENERATOR = "groupwise report"
+STYLES = ("page.css",)
+SCRIPTS = ("core.js", "chart.js", "curves.js", "tables.js", "diff.js", "completions.js", "group.js", "beforeafter.js", "main.js")
+"""In this order they are one script, inside one function."""
+
+
+def asset(name: str) -> str:
+    return (files("groupwise.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def script() -> str:
+    return "(() => {\n'use strict';\n" + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
+
+
+def style() -> str:
+    return "\n".join(asset(name) for name in STYLES)
+
+
+def content_policy(script_text: str, style_text: str) -> str:
+    """Nothing may be loaded, sent or run but this very script and style, told by their hashes: were a model's words ever taken for
+    markup, no script among them could run."""
+    rules = (
+        "default-src 'none'", f"script-src '{digest(script_text)}'", f"style-src '{digest(style_text)}'", "base-uri 'none'",
+        "form-action 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'",
+    )  # fmt: skip
+    return "; ".join(rules)
+
+
+def digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def render_page(payload: Mapping[str, Any], blocks: Mapping[str, str], title: str) -> str:
+    """The whole file. ``blocks`` are packed texts by id; base64 needs no escaping, and everything else is escaped here."""
+    code, look = script(), style()
+    held = "\n".join(f'<script type="text/plain" id="{escape(name)}">{text}</script>' for name, text in blocks.items())
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{escape(content_policy(code, look))}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="generator" content="{GENERATOR}">
+<title>{escape(title)}</title>
+<style>{look}</style>
+</head>
+<body>
+<noscript><p>This report draws itself with the script inside it; please allow scripts for this file.</p></noscript>
+<div id="page"></div>
+<script type="application/json" id="data">{script_json(payload)}</script>
+{held}
+<script>{code}</script>
+</body>
+</html>
+"""

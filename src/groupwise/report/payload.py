@@ -1,0 +1,93 @@
+"""Everything that the page shows, as plain values: one entry per run, and the packed texts beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.doctor import diagnose_run
+from groupwise.report.comparing import differences, flat
+from groupwise.report.curves import QUANTILES, bands, curves
+from groupwise.report.held_out import comparisons, evaluation_rows, held_out
+from groupwise.report.transcripts import transcripts
+from groupwise.tracking.environment import installed_version
+from groupwise.tracking.metric_table import describe_metric
+from groupwise.tracking.reading import RunRecord
+
+__all__ = ["Blocks", "build_payload"]
+
+Blocks = dict[str, str]
+"""Packed texts by the id of their script block: ``c-RUN-PORTION`` (completions), ``e-RUN-PORTION`` (held-out problems)."""
+
+
+def build_payload(runs: Sequence[RunRecord], *, completions: bool = True) -> tuple[dict[str, Any], Blocks]:
+    """The page's data. ``completions=False`` leaves all texts out, for a page that can be shown around."""
+    blocks: Blocks = {}
+    entries = [run_entry(index, run, blocks, completions=completions) for index, run in enumerate(runs)]
+    names = dict.fromkeys(name for entry in entries for name in entry["curves"])
+    payload = {
+        "version": installed_version("groupwise"),
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "quantiles": list(QUANTILES),
+        "metrics": {name: describe_metric(name) for name in names},
+        "runs": entries,
+        "settings_differences": differences([entry["settings"] for entry in entries]),
+        "environment_differences": differences([entry["environment"] for entry in entries]),
+    }
+    return payload, blocks
+
+
+def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": run.name,
+        "state": "finished" if run.summary else "not finished",
+        "steps": run.last_step,
+        "planned_steps": run.config.training.steps if run.config else None,
+        "seconds": max((v for _, v in run.series("time_s")), default=None),
+        "settings": flat(run.settings) if run.settings else {},
+        "environment": flat(run.environment) if run.environment else {},
+        "curves": curves(run),
+        "bands": bands(run),
+        "evaluations": evaluation_rows(run),
+        "comparisons": comparisons(run),
+        "findings": [finding.to_json() for finding in diagnose_run(run)],
+        "unreadable": dict(run.unreadable),
+        "weights": reward_weights(run),
+        "advantage": advantage_rule(run),
+        "transcripts": None,
+        "held_out": [],
+    }
+    if not completions:
+        for finding in entry["findings"]:
+            finding["examples"] = []
+        return entry
+    entry["transcripts"], texts = transcripts(run)
+    blocks.update({f"c-{index}-{i}": text for i, text in enumerate(texts)})
+    entry["held_out"], texts = held_out(run)
+    blocks.update({f"e-{index}-{i}": text for i, text in enumerate(texts)})
+    return entry
+
+
+def reward_weights(run: RunRecord) -> Mapping[str, float]:
+    """Weight of each component: by its place in the settings, since two uses of one function have names of their own. Functions
+    that were given from Python come after those of the settings, with weight 1."""
+    names = list(dict.fromkeys(name for record in run.completions[:1000] for name in record.components))
+    weights = [entry.weight for entry in run.config.rewards.functions] if run.config else []
+    return {name: weights[i] if i < len(weights) else 1.0 for i, name in enumerate(names)}
+
+
+def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
+    """How rewards became advantages, and advantages weights of tokens."""
+    if run.config is None:
+        return None
+    algorithm, rollout = run.config.algorithm, run.config.rollout
+    return {
+        "baseline": algorithm.baseline,
+        "scale": algorithm.scale,
+        "epsilon": algorithm.advantage_epsilon,
+        "aggregation": algorithm.aggregation,
+        "kl_placement": algorithm.kl_placement if algorithm.beta else None,
+        "completions": run.config.completions_per_step,
+        "max_tokens": rollout.max_completion_tokens,
+    }

@@ -1,0 +1,328 @@
+"""A run's folder read back: for the report and the doctor, while the run goes on and after it.
+
+Nothing here trusts the files: a line that is half written, no JSON, or of another shape is counted and left out, so that a run
+that was killed, is still going, or was written by an older version can be looked at all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from groupwise.config import Config, build_config
+from groupwise.data.answers import AnswerStyle, grade
+from groupwise.data.prompts import resolve_system
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.tracking.run_folder import RunFolder
+
+__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "read_run"]
+
+STAGE_ORDER = {"base": 0, "warm_start": 1, "final": 3}
+"""Evaluations in mid-run, ``step-N``, stand between the warm start and the end."""
+LARGEST = 2**31 - 1
+"""Of steps, lengths and the like: the report keeps them in 32 bits."""
+GRADED = 20_000
+"""Completions of a run without recorded verdicts that are graded again on reading; more would take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """One line of ``completions.jsonl``."""
+
+    step: int
+    problem: str
+    sample: int
+    prompt: str
+    text: str
+    expected: str
+    reward: float | None
+    components: Mapping[str, float | None]
+    advantage: float | None
+    finish_reason: str
+    tokens: int
+    policy_version: int | None
+    strict: bool | None
+    """The answer is right in the form asked for; ``None`` where that is not known."""
+    lenient: bool | None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Of the sampled tokens, in nats; empty where tokens were not recorded."""
+    token_advantages: tuple[float, ...] = ()
+    """Only where tokens of one completion differ in theirs."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason != "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecords:
+    """One file of ``evaluations/``: every problem as it was judged at one stage in one mode."""
+
+    stage: str
+    mode: str
+    records: tuple[dict[str, Any], ...]
+
+    @property
+    def step(self) -> int | None:
+        """The step after which a mid-run evaluation was taken."""
+        found = re.fullmatch(r"step-(\d{1,9})", self.stage)
+        return int(found[1]) if found else None
+
+    def share(self, key: str) -> float:
+        """Share of records in which ``key`` is true; NaN without records."""
+        return sum(bool(record[key]) for record in self.records) / len(self.records) if self.records else math.nan
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that a run has written so far."""
+
+    name: str
+    path: Path
+    settings: Mapping[str, Any]
+    """``config.yaml`` as it stands there."""
+    config: Config | None
+    """The same as settings of this version; ``None`` where they do not fit it."""
+    environment: Mapping[str, Any]
+    steps: tuple[Mapping[str, float | None], ...]
+    """One mapping a step, ascending; ``None`` for a value that was not finite."""
+    completions: tuple[CompletionRecord, ...]
+    evaluations: tuple[EvaluationRecords, ...]
+    summary: Mapping[str, Any] | None
+    """``None`` while the run goes on, or where it was stopped."""
+    unreadable: Mapping[str, int] = field(default_factory=dict)
+    """Lines or files that could not be used, counted by file."""
+
+    @cached_property
+    def style(self) -> AnswerStyle:
+        return answer_style(self.config)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1]["step"] or 0) if self.steps else 0
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) wherever ``name`` was logged and finite."""
+        found = ((row["step"], row.get(name)) for row in self.steps)
+        return [(int(step), value) for step, value in found if step is not None and value is not None]
+
+    def metric_names(self) -> list[str]:
+        """Every logged name, in order of appearance."""
+        return list(dict.fromkeys(name for row in self.steps for name in row if name not in ("step", "time_s")))
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is no folder, or holds neither ``config.yaml`` nor ``metrics.jsonl``.
+    """
+    folder = RunFolder(Path(path).expanduser())
+    if not folder.path.is_dir():
+        raise ConfigError(f"{str(path)!r} is not a folder, but a run is one (runs/NAME): name a run's folder")
+    if not folder.config.is_file() and not folder.metrics.is_file():
+        raise ConfigError(
+            f"{str(path)!r} holds neither config.yaml nor metrics.jsonl, so it is no run's folder: name one that `groupwise train` made"
+        )
+    bad: Counter[str] = Counter()
+    settings = read_settings(folder.config, bad)
+    config = fitting_config(settings, bad)
+    return RunRecord(
+        name=folder.path.absolute().name,
+        path=folder.path,
+        settings=settings,
+        config=config,
+        environment=read_object(folder.environment, bad) or {},
+        steps=read_steps(folder.metrics, bad),
+        completions=read_completions(folder.completions, answer_style(config), bad),
+        evaluations=read_evaluations(folder.evaluations, bad),
+        summary=read_object(folder.summary, bad),
+        unreadable=dict(bad),
+    )
+
+
+def answer_style(config: Config | None) -> AnswerStyle:
+    """The style that the run's prompt asks for; ``xml`` where that cannot be told any more."""
+    try:
+        return resolve_system(config.prompt, config.data)[1] if config else "xml"
+    except (GroupwiseError, OSError):
+        return "xml"
+
+
+def read_settings(path: Path, bad: Counter[str]) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        bad[path.name] += 1
+        return {}
+    return {str(key): value for key, value in found.items()}
+
+
+def fitting_config(settings: Mapping[str, Any], bad: Counter[str]) -> Config | None:
+    if not settings:
+        return None
+    try:
+        return build_config(settings)
+    except (GroupwiseError, ValueError, TypeError, AttributeError, RecursionError):
+        bad["config.yaml, as settings of this version"] += 1
+        return None
+
+
+def read_object(path: Path, bad: Counter[str]) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        bad[path.name] += 1
+        return None
+    return found
+
+
+def json_lines(path: Path, bad: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file. A last line without its newline is still being written, and no mistake."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if isinstance(row, dict):
+                    yield row
+                elif line.endswith(b"\n") and line.strip():
+                    bad[path.name] += 1
+    except FileNotFoundError:
+        return
+    except OSError:
+        bad[path.name] += 1
+
+
+def number(value: Any) -> float | None:
+    """A finite float, else ``None``; ``True`` is 1."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        made = float(value)
+    except OverflowError:
+        return None
+    return made if math.isfinite(made) else None
+
+
+def whole(value: Any, default: int = 0) -> int:
+    made = number(value)
+    return default if made is None or abs(made) > LARGEST else int(made)
+
+
+def truth(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def text(value: Any) -> str:
+    """A string that can be written as UTF-8: a lone surrogate becomes a replacement character."""
+    return "" if value is None else str(value).encode("utf-8", errors="replace").decode("utf-8")
+
+
+def read_steps(path: Path, bad: Counter[str]) -> tuple[Mapping[str, float | None], ...]:
+    """Ascending; of a step that was written twice (before and after a resumption) the later line counts."""
+    rows: dict[int, Mapping[str, float | None]] = {}
+    for row in json_lines(path, bad):
+        step = number(row.get("step"))
+        if step is None or not 0 <= step <= LARGEST:
+            bad[path.name] += 1
+            continue
+        values = {text(name): number(value) for name, value in row.items() if value is None or isinstance(value, (int, float))}
+        rows[int(step)] = {**values, "step": float(int(step))}
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def read_completions(path: Path, style: AnswerStyle, bad: Counter[str]) -> tuple[CompletionRecord, ...]:
+    rows: dict[tuple[int, str, int], CompletionRecord] = {}
+    kept: dict[str, str] = {}  # a prompt stands in G lines, and is held once
+    for row in json_lines(path, bad):
+        step = number(row.get("step"))
+        if step is None or not 0 <= step <= LARGEST or not isinstance(row.get("completion"), str):
+            bad[path.name] += 1
+            continue
+        found = completion_record(int(step), row, kept, style, may_grade=len(rows) < GRADED)
+        rows[(found.step, found.problem, found.sample)] = found
+    return tuple(sorted(rows.values(), key=lambda r: r.step))
+
+
+def completion_record(
+    step: int, row: Mapping[str, Any], kept: dict[str, str], style: AnswerStyle, *, may_grade: bool
+) -> CompletionRecord:
+    components = row.get("components")
+    ids, logprobs, advantages = (row.get(key) for key in ("token_ids", "logprobs", "token_advantages"))
+    prompt, said, expected = (text(row.get(key)) for key in ("prompt", "completion", "expected"))
+    strict, lenient = truth(row.get("strict")), truth(row.get("lenient"))
+    if strict is None and may_grade and row.get("expected") is not None:
+        verdict = grade(said, expected, style)
+        strict, lenient = verdict.strict, verdict.lenient
+    return CompletionRecord(
+        step=step,
+        problem=text(row.get("problem")),
+        sample=whole(row.get("sample")),
+        prompt=kept.setdefault(prompt, prompt),
+        text=said,
+        expected=kept.setdefault(expected, expected),
+        reward=number(row.get("reward")),
+        components={text(k): number(v) for k, v in components.items()} if isinstance(components, dict) else {},
+        advantage=number(row.get("advantage")),
+        finish_reason="stop" if row.get("finish_reason") == "stop" else "length",
+        tokens=max(0, whole(row.get("tokens"))),
+        policy_version=None if number(row.get("policy_version")) is None else whole(row.get("policy_version")),
+        strict=strict,
+        lenient=lenient,
+        token_ids=tuple(whole(i, -1) for i in ids) if isinstance(ids, list) else (),
+        logprobs=numbers(logprobs),
+        token_advantages=numbers(advantages),
+    )
+
+
+def numbers(values: Any) -> tuple[float, ...]:
+    return tuple(number(v) or 0.0 for v in values) if isinstance(values, list) else ()
+
+
+def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords, ...]:
+    """Files named ``<stage>-<mode>.jsonl``, in the order in which stages happen."""
+    found = []
+    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    for path in paths:
+        stage, _, mode = path.stem.rpartition("-")
+        records = tuple(evaluation_record(row) for row in json_lines(path, bad))
+        if stage and records:
+            found.append(EvaluationRecords(stage, mode, records))
+    return tuple(sorted(found, key=stage_position))
+
+
+def stage_position(evaluation: EvaluationRecords) -> tuple[int, int, str, str]:
+    rank = STAGE_ORDER.get(evaluation.stage, 2 if evaluation.step is not None else 4)
+    return rank, evaluation.step or 0, evaluation.stage, evaluation.mode
+
+
+def evaluation_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    extracted = row.get("extracted")
+    return {
+        **{key: text(row.get(key)) for key in ("problem", "question", "prompt", "expected", "response")},
+        **{key: row.get(key) is True for key in ("strict", "lenient", "format")},
+        "extracted": None if extracted is None else text(extracted),
+        "finish_reason": "stop" if row.get("finish_reason") == "stop" else "length",
+        "tokens": max(0, whole(row.get("tokens"))),
+    }

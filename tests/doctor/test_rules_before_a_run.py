@@ -1,0 +1,177 @@
+"""Rules about settings, problems and what is tried out before a run: each fires on what it is for and is silent otherwise."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from groupwise.config import load_config, recipes
+from groupwise.data.prompts import render, resolve_system
+from groupwise.data.sources import ProblemSet, load_problems
+from groupwise.doctor import RULES, diagnose_prepared
+from groupwise.doctor.problems import contradictions, duplicates, leakage
+from groupwise.rewards.compose import RewardSuite
+from groupwise.training.setup import Prepared
+from groupwise.types import Problem
+
+QUESTION = (
+    "Ann has {a} apples in her basket and on Monday morning buys {b} more of them at the market. How many apples has she now?"
+)
+
+
+def sum_problem(a, b, name="train", question=QUESTION, answer=None):
+    return Problem(f"{name}:{a}+{b}", question.format(a=a, b=b), answer or str(a + b))
+
+
+def problem_set(train, held_out=()):
+    return ProblemSet(tuple(train), tuple(held_out), "xml")
+
+
+@pytest.fixture
+def prepared(qwen_tokenizer):
+    """``prepared(overrides, rewards={}, tokenizer=...)``: a run that could start, with the real tokenizer and made-up sums."""
+
+    def make(overrides=(), rewards=None, tokenizer=qwen_tokenizer):
+        config = load_config("quickstart", list(overrides))
+        system, style = resolve_system(config.prompt, config.data)
+        problems = load_problems(config.data.model_copy(update={"limit": 50, "holdout": 20}))
+        suite = RewardSuite.from_config(config.rewards, style, rewards)
+        prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems.train]
+        hf_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
+        return Prepared(config, problems, prompts, [], suite, tokenizer, style, system, hf_config, 1000)
+
+    return make
+
+
+def rules_of(found):
+    return {finding.rule: finding for finding in found}
+
+
+SETTINGS = {
+    "rate-too-low": ["optimizer.master_weights=false", "optimizer.learning_rate=1e-6"],
+    "rate-too-high": ["optimizer.learning_rate=1e-3"],
+    "reward-hacking-unseen": ["data.holdout=0"],
+    "evaluation-cut-shorter": ["evaluation.max_completion_tokens=20"],
+    "too-cold": ["rollout.temperature=0.1"],
+    "sampled-distribution-cut": ["rollout.top_p=0.9"],
+}
+
+
+def settings_findings(config):
+    return {rule.name for rule in RULES if rule.subject == "settings" and rule.examine(config)}
+
+
+@pytest.mark.parametrize("rule", SETTINGS)
+def test_a_rule_about_settings_fires_on_them_alone(rule):
+    assert settings_findings(load_config("quickstart", SETTINGS[rule])) == {rule}
+
+
+def test_every_rule_about_settings_is_tried():
+    assert {rule.name for rule in RULES if rule.subject == "settings"} == set(SETTINGS)
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])
+def test_shipped_recipes_have_no_ailing_settings(recipe):
+    ailing = {rule.name for rule in RULES if rule.severity in ("critical", "warning")}
+    told = {"gsm8k-1.5b-24gb": {"rate-too-low"}}  # its file says that a card of 24 GB has no room for fp32 masters
+    assert settings_findings(load_config(recipe)) & ailing == told.get(recipe, set())
+
+
+def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names():
+    import torch
+
+    from groupwise.doctor.settings import rate_too_low
+
+    least = rate_too_low(load_config(None, SETTINGS["rate-too-low"])).numbers["least"]
+    weight = torch.tensor([0.02], dtype=torch.bfloat16)
+    assert (weight - 0.9 * least).to(torch.bfloat16) == weight
+    assert (weight - 2.2 * least).to(torch.bfloat16) != weight
+
+
+def test_long_runs_without_evaluation_are_noted_and_short_ones_are_not():
+    assert settings_findings(load_config("quickstart", ["training.steps=1000"])) == {"reward-hacking-unseen"}
+    assert settings_findings(load_config("quickstart", ["training.steps=1000", "evaluation.every=100"])) == set()
+
+
+def test_repeats_contradictions_and_leaks_are_told_apart():
+    train = [sum_problem(a, 3) for a in range(60)]
+    assert duplicates(problem_set(train)) is None
+    assert contradictions(problem_set(train)) is None
+    again = replace(train[5], id="again", question=train[5].question.upper().replace("?", " ?"))
+    found = duplicates(problem_set([*train, again]))
+    assert found.numbers["repeats"] == 1
+    assert found.examples[0].where == "train:5+3 and again"
+    assert contradictions(problem_set([*train, again])) is None
+    other = replace(again, answer="9")
+    assert contradictions(problem_set([*train, other])).numbers["questions"] == 1
+    assert contradictions(problem_set([*train, replace(again, answer="8.0")])) is None, "8 and 8.0 are the same answer"
+
+
+def test_a_held_out_question_in_other_punctuation_or_with_a_word_changed_is_a_leak():
+    train = [sum_problem(a, 3) for a in range(60)]
+    same = sum_problem(7, 3, "held", QUESTION.replace(". How", "; how"))
+    changed = sum_problem(8, 3, "held", QUESTION.replace("Ann", "Zoe"))
+    fresh = sum_problem(99, 3, "held")
+    found = leakage(problem_set(train, [same, changed, fresh]))
+    assert found.numbers["leaked"] == 2
+    assert [example.where for example in found.examples] == ["held:7+3 and train:7+3", "held:8+3 and train:8+3"]
+    assert found.severity == "critical"
+
+
+def test_other_numbers_in_the_same_story_are_another_problem():
+    train = [sum_problem(a, 3) for a in range(60)]
+    assert leakage(problem_set(train, [sum_problem(a, 4, "held") for a in range(60)])) is None
+    signs = [Problem("t", "3 + 2 = ?", "5")], [Problem("h", "3 - 2 = ?", "1")]
+    assert leakage(problem_set(*signs)) is None
+
+
+def test_gsm8k_as_published_has_no_leak(shared_data):
+    folder = shared_data / "gsm8k"
+    overrides = [f"data.source={folder / 'train.jsonl'}", f"data.eval_source={folder / 'test.jsonl'}"]
+    problems = load_problems(load_config(None, overrides).data)
+    assert len(problems.held_out) > 1300
+    assert leakage(problems) is None
+    assert duplicates(problems) is None
+
+
+def test_the_quickstart_before_it_runs_has_no_findings(prepared):
+    assert diagnose_prepared(prepared()) == []
+
+
+def test_a_reward_that_sees_nothing_is_found_before_the_run(prepared):
+    found = rules_of(diagnose_prepared(prepared(["rewards.functions=[boxed_format]"])))
+    assert found["reward-blind"].severity == "critical"
+    assert "16 of 16" in found["reward-blind"].summary
+    upside_down = {"brief": lambda completions, **_: [-len(c[-1]["content"]) for c in completions]}
+    found = rules_of(diagnose_prepared(prepared(["rewards.functions=[brief]"], upside_down)))
+    assert found["reward-blind"].severity == "warning"
+    assert len(found["reward-blind"].examples) == 3
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_reward_that_raises_is_found_before_the_run(prepared, on_error):
+    def fragile(completions, **_):
+        return [1 / len(c[-1]["content"]) for c in completions]
+
+    overrides = ["rewards.functions=[correctness, fragile]", f"rewards.on_error={on_error}"]
+    found = rules_of(diagnose_prepared(prepared(overrides, {"fragile": fragile})))
+    assert found["reward-fails"].severity == "critical"
+    assert "division by zero" in found["reward-fails"].summary
+
+
+def test_worked_answers_that_do_not_fit_are_found(prepared):
+    found = rules_of(diagnose_prepared(prepared(["rollout.max_completion_tokens=12"])))
+    assert found["answer-does-not-fit"].numbers["longest"] > 12
+    assert found["answer-does-not-fit"].remedy.startswith("Raise rollout.max_completion_tokens")
+
+
+def test_an_end_token_that_does_not_end_a_turn_is_found(prepared, shared_data):
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(shared_data / "qwen2.5-tokenizer", eos_token="<|endoftext|>")
+    found = rules_of(diagnose_prepared(prepared(tokenizer=other)))
+    assert "'<|endoftext|>', but the chat template ends a turn with '<|im_end|>'" in found["end-token-untaught"].summary
+    open_ended = AutoTokenizer.from_pretrained(shared_data / "qwen2.5-tokenizer")
+    open_ended.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+    found = rules_of(diagnose_prepared(prepared(tokenizer=open_ended)))
+    assert "puts none of the model's end tokens" in found["end-token-untaught"].summary

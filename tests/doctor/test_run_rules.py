@@ -1,0 +1,179 @@
+"""Every rule about runs fires on a run that has the disease, names it with evidence, and no other run-of-the-mill run is ill."""
+
+import json
+import math
+
+import pytest
+
+from groupwise.doctor import RULES, diagnose_run
+from groupwise.tracking.reading import read_run
+
+from .miniature_runs import Story, Written, answered, healthy_text, write_run
+
+
+def findings_of(folder, story=None):
+    return {finding.rule: finding for finding in diagnose_run(read_run(write_run(folder, story)))}
+
+
+def flat(value):
+    return lambda step, p: value
+
+
+def one_answer_late(step, p, group, sample, answer):
+    return Written(answered("42")) if p > 0.5 else healthy_text(0.3, step, group, sample, answer)
+
+
+def held_still(step, p):
+    return {"policy/kl": 0.002 * p, "reward/mean": 1.0 + 0.1 * math.sin(step)}
+
+
+def into_the_next_turn(step, p, group, sample, answer):
+    return Written(f"{answered(answer)}<|im_end|>\n<|im_start|>user\nand {sample}?")
+
+
+def without_tags(step, p, group, sample, answer):
+    return Written(f"The answer is {answer if sample % 2 else 9999}.")
+
+
+def soon_solved(step, p):
+    return {"groups/zero_variance": 1.0 if p > 0.5 else 0.3, "accuracy/strict": 0.3 + 0.7 * min(1, 2 * p)}
+
+
+def one_bad_step(step, p):
+    bad = {"optimizer/grad_norm": math.nan, "policy/loss": math.nan, "optimizer/dropped_updates": True}
+    return bad if step == 33 else {}
+
+
+def hacked_reward(step, p, text, right):
+    return {"correctness": 2.0 if right else 0.0, "length": len(text) / 100}
+
+
+def words(step, p, group, sample, answer):
+    """Wrong in the one half, and there at greater length."""
+    wrong = "it is certainly and beyond any doubt " * (1 + round(8 * p)) + answered(str(5000 + sample))
+    return Written(wrong if sample % 2 else answered(answer))
+
+
+DISEASES = {
+    "reward-exploding": Story(metrics=lambda step, p: {"reward/mean": 1.0 if p < 0.5 else 500 * p, "reward/length": 500 * p}),
+    "reward-saturated": Story(metrics=soon_solved),
+    "no-variance": Story(
+        metrics=lambda step, p: {"groups/zero_variance": 1.0, "accuracy/strict": 0.0, "reward/mean": 0.8},
+        without=["optimizer/grad_norm", "policy/loss"], accuracy=lambda p: 0.0,
+    ),
+    "mode-collapse": Story(write=one_answer_late),
+    "kl-above-band": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.4 * p}),
+    "kl-below-band": Story(overrides=["algorithm.beta=0.04"], accuracy=lambda p: 0.3, metrics=held_still),
+    "kl-negative": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": -0.02 if step == 30 else 0.07}),
+    "ratio-off": Story(metrics=lambda step, p: {"policy/ratio_deviation": 0.2}),
+    "entropy-collapse": Story(accuracy=lambda p: 0.3, metrics=lambda step, p: {"policy/entropy": 0.5 * math.exp(-8 * p)}),
+    "never-stops": Story(
+        metrics=lambda step, p: {"completions/stop_rate": 0.0, "completions/truncated": 1.0},
+        write=lambda step, p, group, sample, answer: Written(f"{answer}, or {sample}, or", "length", 48),
+    ),
+    "stops-stopping": Story(metrics=lambda step, p: {"completions/stop_rate": 1 - 0.8 * p, "completions/truncated": 0.8 * p}),
+    "truncated": Story(metrics=lambda step, p: {"completions/stop_rate": 0.5, "completions/truncated": 0.5}),
+    "talks-on": Story(write=into_the_next_turn),
+    "reward-constant": Story(
+        metrics=lambda step, p: {"reward/politeness": 0.0},
+        reward=lambda step, p, text, right: {"correctness": 2.0 * right, "politeness": 0.0},
+    ),
+    "reward-failing": Story(metrics=lambda step, p: {"groups/failed": 1.0 if step % 10 == 0 else 0.0}),
+    "strict-misses-right-answers": Story(write=without_tags),
+    "reward-against-the-answer": Story(reward=hacked_reward, write=words),
+    "reward-hacking": Story(
+        accuracy=lambda p: 0.6 - 0.3 * p, metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p},
+        evaluations=[("base", 0.5), ("step-20", 0.6), ("step-40", 0.4), ("final", 0.1)],
+    ),
+    "format-without-answer": Story(accuracy=lambda p: 0.05, metrics=lambda step, p: {"accuracy/format": 0.1 + 0.9 * p}),
+    "length-creep": Story(accuracy=lambda p: 0.4, metrics=lambda step, p: {"completions/tokens_mean": 30 + 30 * p}),
+    "not-finite": Story(metrics=one_bad_step),
+    "gradient-spikes": Story(metrics=lambda step, p: {"optimizer/grad_norm": 60.0} if step == 41 else {}),
+    "no-movement": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.0}),
+    "sampler-mismatch": Story(metrics=lambda step, p: {"policy/sampler_mismatch": 0.4}),
+    "sampler-stale": Story(version=lambda step: 0),
+    "leakage-seen": Story(held_out_prompts=lambda i: f"<user>  {i + 1} + 1 = ?"),
+    "loss-zero-at-start": Story(),
+    "rate-too-low": Story(overrides=["optimizer.master_weights=false", "optimizer.learning_rate=1e-6"]),
+}  # fmt: skip
+
+
+def test_every_rule_about_runs_has_a_run_with_its_disease():
+    assert {rule.name for rule in RULES if rule.subject == "run"} <= set(DISEASES)
+
+
+@pytest.mark.parametrize("rule", DISEASES)
+def test_the_rule_fires_and_says_where(rule, tmp_path):
+    found = findings_of(tmp_path / "run", DISEASES[rule])
+    assert rule in found, list(found)
+    finding = found[rule]
+    assert any(letter.isdigit() for letter in finding.summary), "no number in the evidence"
+    assert len(finding.examples) <= 3
+    if rule not in ("leakage-seen", "rate-too-low"):
+        assert finding.steps is not None
+        assert 1 <= finding.steps[0] <= finding.steps[1] <= 60
+    assert json.loads(json.dumps(finding.to_json()))["remedy"]
+
+
+@pytest.mark.parametrize("rule", sorted(set(DISEASES) - {"loss-zero-at-start"}))
+def test_no_rule_fires_on_a_healthy_run(rule, tmp_path):
+    assert rule not in findings_of(tmp_path / "run")
+
+
+HEALTHY = {
+    "as the quickstart": Story(),
+    "with a reference, in the band": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.08 * p}),
+    "with several updates": Story(
+        overrides=["algorithm.updates_per_batch=4"], metrics=lambda step, p: {"policy/ratio_deviation": 0.3, "policy/clip_share": 0.05}
+    ),
+    "just begun": Story(steps=3, finished=False, evaluations=[("base", 0.0)]),
+    "not one step yet": Story(steps=0, finished=False, evaluations=[("base", 0.0)]),
+    "answers grow longer and better": Story(metrics=lambda step, p: {"completions/tokens_mean": 30 + 60 * p}),
+    "sure of itself": Story(metrics=lambda step, p: {"policy/entropy": 0.5 * math.exp(-6 * p)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_have_no_findings_but_what_is_normal(name, tmp_path):
+    assert [f for f in findings_of(tmp_path / "run", HEALTHY[name]).values() if f.severity != "normal"] == []
+
+
+def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):
+    assert "loss-zero-at-start" not in findings_of(tmp_path / "run", Story(loss=lambda step: 0.3))
+
+
+def test_evidence_names_the_steps_the_numbers_and_three_completions(tmp_path):
+    finding = findings_of(tmp_path / "run", DISEASES["truncated"])["truncated"]
+    assert finding.numbers["truncated_late"] == pytest.approx(0.5)
+    assert finding.steps == (49, 60)
+    spike = findings_of(tmp_path / "spike", DISEASES["gradient-spikes"])["gradient-spikes"]
+    assert spike.steps == (41, 41)
+    assert "60" in spike.summary
+    assert len(spike.examples) == 3
+    assert all(example.where.startswith("step 41, problem mini:train:41-") for example in spike.examples)
+
+
+def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not(tmp_path):
+    growing = findings_of(tmp_path / "a", Story(metrics=lambda step, p: {"policy/sampler_mismatch": 0.005 + 0.5 * p}))
+    assert "sampler-stale" in growing
+    assert "sampler-mismatch" not in growing
+    steady = findings_of(tmp_path / "b", DISEASES["sampler-mismatch"])
+    assert "sampler-stale" not in steady
+
+
+def test_reward_hacking_shows_without_evaluations_too(tmp_path):
+    story = Story(accuracy=lambda p: 0.6 - 0.3 * p, metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[])
+    assert "accuracy in training" in findings_of(tmp_path / "run", story)["reward-hacking"].summary
+
+
+def test_the_gravest_comes_first(tmp_path):
+    story = Story(
+        metrics=lambda step, p: {
+            "completions/stop_rate": 0.0,
+            "completions/truncated": 1.0,
+            "reward/mean": 1.0 if p < 0.5 else 500 * p,
+        }
+    )
+    severities = [f.severity for f in diagnose_run(read_run(write_run(tmp_path / "run", story)))]
+    assert severities == sorted(severities, key=["critical", "warning", "note", "normal"].index)
+    assert severities[0] == "critical"

@@ -1,0 +1,201 @@
+"""The page in a real headless Chromium: it draws itself, its controls do what they say, and nothing that a model wrote runs."""
+
+import pytest
+from doctor.miniature_runs import GROUPS, G, Story, Written, healthy_text, write_run
+
+from groupwise.report import write_report
+
+from .browser import Browser, find_chromium
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="needs a Chromium (Debian: chromium)")]
+ATTACK = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script><style>body{display:none}</style>'
+
+
+ATTEMPTS = (
+    "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s);",
+    "const p = document.createElement('p'); p.setAttribute('onclick', 'window.hacked = 1'); document.body.append(p); p.click();",
+    "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hacked = 1\">');",
+    "const a = document.createElement('a'); a.href = 'javascript:window.hacked = 1'; document.body.append(a); a.click();",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    made = Browser(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """``page(story, other story ...)``: the report of these runs, opened."""
+
+    def show(*stories, **window):
+        folders = [write_run(tmp_path / f"run-{i}", story) for i, story in enumerate(stories)]
+        browser.problems.clear()
+        browser.open(write_report(folders, tmp_path / "report.html").path, **window)
+        return browser
+
+    return show
+
+
+def texts(browser, selector):
+    return browser.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
+
+
+def ready(browser):
+    browser.until("document.querySelectorAll('.row').length > 0 && document.querySelectorAll('#before-after pre').length > 0")
+
+
+def set_control(browser, label, value, section="#completions"):
+    browser.run(
+        f"(() => {{ const e = document.querySelector(`{section} [aria-label='{label}']`); e.value = {value!r}; "
+        "e.dispatchEvent(new Event('change')); })()"
+    )
+
+
+def count(browser, expected):
+    browser.until(f"document.getElementById('count').textContent === '{expected:,} completions'")
+
+
+def test_all_sections_are_drawn_and_nothing_is_complained_of(page):
+    browser = page(Story(), Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.3 * p}))
+    ready(browser)
+    titles = texts(browser, "h2")
+    assert titles == [
+        "Overview", "What the doctor finds", "Curves", "Distributions", "Evaluation", "Before and after", "Completions",
+        "Settings and environment",
+    ]  # fmt: skip
+    browser.run("document.querySelectorAll('details').forEach((d) => d.open = true)")
+    for section in ("curves", "distributions"):
+        browser.run(f"document.getElementById('{section}').scrollIntoView()")
+        browser.until(f"document.querySelectorAll('#{section} figure.chart .line').length > 3")
+    assert "The policy has left the reference behind" in " ".join(texts(browser, ".finding h4"))
+    assert texts(browser, "#settings > .scroll tbody tr:first-child > *") == ["algorithm.beta", "0.0", "0.04"]
+    assert browser.problems == []
+
+
+def test_what_a_model_wrote_is_shown_and_never_run(page):
+    story = Story(
+        write=lambda step, p, group, sample, answer: Written(ATTACK + str(sample)),
+        prompts=lambda step, group: ATTACK,
+        extra={"response": ATTACK, "question": ATTACK},
+        metrics=lambda step, p: {"reward/" + ATTACK: p, "policy/ratio_deviation": 0.5},
+    )
+    browser = page(story)
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.querySelector('#group h4')")
+    assert ATTACK + "0" in texts(browser, "#group pre")
+    assert ATTACK in texts(browser, ".question")
+    assert browser.run("window.hacked") is None
+    assert browser.run("document.querySelectorAll('img, #page script, #page style').length") == 0
+    assert browser.problems == []
+
+
+def test_the_policy_stops_a_script_that_got_in_all_the_same(page):
+    browser = page(Story(steps=3))
+    ready(browser)
+    for attempt in ATTEMPTS:
+        browser.run(f"(() => {{ try {{ {attempt} }} catch (refused) {{}} }})()")
+    assert browser.run("window.hacked") is None
+    assert any("Content Security Policy" in problem or "Trusted" in problem for problem in browser.problems), browser.problems
+    assert browser.run("fetch('data:text/plain,x').then(() => 'sent', () => 'stopped')") == "stopped"
+
+
+def test_filters_leave_what_they_say(page):
+    def write(step, p, group, sample, answer):
+        return Written("cut here", "length", 48) if sample == 0 else healthy_text(0.5, step, group, sample, answer)
+
+    browser = page(Story(write=write))
+    ready(browser)
+    total = 60 * GROUPS * G
+    count(browser, total)
+    set_control(browser, "End", "cut")
+    count(browser, total // G)
+    set_control(browser, "Words", "CUT HERE")
+    count(browser, total // G)
+    set_control(browser, "Step from", "31")
+    count(browser, total // G // 2)
+    set_control(browser, "to", "31")
+    count(browser, GROUPS)
+    set_control(browser, "Problem", "31-2")
+    count(browser, 1)
+    assert "step 31 · mini:train:31-2 #0" in texts(browser, ".row")[0]
+    set_control(browser, "Words", "not there")
+    count(browser, 0)
+    assert browser.problems == []
+
+
+def test_order_and_reward_bounds(page):
+    browser = page(Story())
+    ready(browser)
+    set_control(browser, "Order", "+reward")
+    set_control(browser, "Reward from", "2.5")
+    browser.until("document.querySelector('.row .facts').textContent.includes('reward 2.')")
+    assert all("right" in text for text in texts(browser, ".row .verdict"))
+    set_control(browser, "Reward from", "")
+    set_control(browser, "Answer", "wrong")
+    browser.until("[...document.querySelectorAll('.row .verdict')].every((v) => v.textContent === 'wrong')")
+
+
+def test_a_group_explains_its_advantages(page):
+    browser = page(Story())
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.getElementById('how')")
+    how = texts(browser, "#how")[0]
+    assert "less the group’s mean" in how
+    assert how.endswith("Counted again here: the same.")
+    assert browser.run("document.querySelectorAll('#group tbody tr').length") == G
+    browser.run("document.querySelectorAll('#group tbody button')[5].click()")
+    browser.until("[...document.querySelectorAll('#group h4')].some((h) => h.textContent === 'Sample 5')")
+
+
+def test_before_and_after_marks_what_changed(page):
+    browser = page(Story())
+    ready(browser)
+    set_control(browser, "Show", "fixed", "#before-after")
+    browser.until("document.querySelector('#before-after .controls + div')?.textContent.includes('1 of 22')")
+    assert texts(browser, "#before-after del") == ["77", "77"]
+    assert texts(browser, "#before-after ins") == ["-1", "-1"]
+
+
+def test_the_cursor_tells_the_numbers_by_key_and_by_pointer(page):
+    browser = page(Story())
+    browser.until("document.querySelector('figure.chart svg')")
+    browser.run("document.querySelector('figure.chart svg').focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser.ask("Input.dispatchKeyEvent", type=kind, key="ArrowLeft", code="ArrowLeft", windowsVirtualKeyCode=37)
+    browser.until("document.querySelector('.readout .step').textContent === 'step 60'")
+    for kind in ("keyDown", "keyUp"):
+        browser.ask("Input.dispatchKeyEvent", type=kind, key="ArrowLeft", code="ArrowLeft", windowsVirtualKeyCode=37)
+    browser.until("document.querySelector('.readout .step').textContent === 'step 59'")
+    browser.run("document.querySelector('figure.chart svg').scrollIntoView({block: 'center'})")
+    x, y = browser.run(
+        "(() => { const b = document.querySelector('figure.chart svg').getBoundingClientRect(); "
+        "return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+    )
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.until("Number(document.querySelector('.readout .step').textContent.slice(5)) < 40")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
+def test_it_fits_the_window_and_follows_the_scheme(page, width, dark):
+    browser = page(Story(), width=width, dark=dark)
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.getElementById('how')")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    ground = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(20, 23, 27)") is dark
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") != ground
+
+
+@pytest.mark.parametrize(
+    "story", [Story(steps=0, evaluations=[], finished=False), Story(steps=1, evaluations=[]), Story(steps=2, finished=False)]
+)
+def test_hardly_begun_runs_are_drawn_without_complaint(page, story):
+    browser = page(story)
+    assert browser.problems == []

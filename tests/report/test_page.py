@@ -1,0 +1,263 @@
+"""The page's file: what is in it, that nothing in it can break out, and that what was packed comes out again."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import zlib
+from array import array
+from html.parser import HTMLParser
+
+import pytest
+from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
+
+from groupwise.errors import ConfigError
+from groupwise.report import write_report
+from groupwise.report.comparing import differences, flat
+from groupwise.report.curves import bands, quantile, thin
+from groupwise.report.packing import pack_columns, script_json
+from groupwise.report.page import SCRIPTS, content_policy, script, style
+from groupwise.report.transcripts import COLUMNS
+from groupwise.tracking.reading import read_run
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "]]>\u2028\u2029\x00\ufeff",
+    "<img src=x onerror=alert(1)>",
+    "\ud800 lone \udfff",
+    "{{constructor.constructor('alert(1)')()}} ${alert(1)} `",
+    "&lt;script&gt; &#x3c;",
+)
+
+
+class Blocks(HTMLParser):
+    """Every script block with its attributes, as a browser would cut the file."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.scripts, self.tags, self.meta, self.inside = [], [], [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.inside = tag == "script"
+        if tag == "script":
+            self.scripts.append([dict(attributes), ""])
+        if tag == "meta":
+            self.meta.append(dict(attributes))
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts[-1][1] += data
+
+
+def parts(path):
+    """The page's data, its packed blocks unpacked, and everything else about it."""
+    page = path.read_text(encoding="utf-8")
+    blocks = Blocks(page)
+    data = next(json.loads(text) for attributes, text in blocks.scripts if attributes.get("id") == "data")
+    packed = {a["id"]: json.loads(unpacked(text)) for a, text in blocks.scripts if a.get("type") == "text/plain"}
+    return data, packed, blocks
+
+
+def unpacked(text):
+    return zlib.decompress(base64.b64decode(text, validate=True))
+
+
+def columns_of(table):
+    raw, count, at, found = unpacked(table["columns"]), table["count"], 0, {}
+    for name in COLUMNS:
+        kind = "B" if name == "flags" else "f" if name in ("reward", "advantage") else "i"
+        column = array(kind)
+        size = column.itemsize * count
+        column.frombytes(raw[at : at + size])
+        found[name], at = column, at + size
+    assert at == len(raw)
+    return found
+
+
+def texts_of(table, packed, run=0):
+    """Every completion's text, found the way the page finds it: by group, portion and place in the group."""
+    portions = [packed[f"c-{run}-{i}"] for i in range(len(table["starts"]))]
+    groups = [group for portion in portions for group in portion]
+    assert [sum(map(len, portions[:i])) for i in range(len(portions))] == table["starts"]
+    return [row["t"] for group in groups for row in group["rows"]]
+
+
+def test_every_completion_is_in_the_page_with_its_numbers(tmp_path):
+    made = write_report([write_run(tmp_path / "run")])
+    assert made.path == tmp_path / "run" / "report.html"
+    assert made.size_bytes == made.path.stat().st_size
+    data, packed, _ = parts(made.path)
+    table = data["runs"][0]["transcripts"]
+    records = read_run(tmp_path / "run").completions
+    assert made.completions == table["count"] == len(records) == 60 * GROUPS * G
+    columns = columns_of(table)
+    assert texts_of(table, packed) == [record.text for record in records]
+    assert list(columns["step"]) == [record.step for record in records]
+    assert columns["advantage"][17] == pytest.approx(records[17].advantage, rel=1e-6)
+    assert [bool(f & 1) for f in columns["flags"]] == [record.strict for record in records]
+
+
+def test_held_out_problems_are_there_with_every_stage(tmp_path):
+    data, packed, _ = parts(write_report([write_run(tmp_path / "run")]).path)
+    sampled = next(one for one in data["runs"][0]["held_out"] if one["mode"] == "sampled")
+    assert sampled["stages"] == ["base", "warm_start", "final"]
+    assert [v.count("r") for v in sampled["verdicts"]] == [0, 12, 34]
+    first = packed[f"e-0-{sampled['first_portion']}"][0]
+    assert first["question"] == "0 - 1 = ?"
+    assert [said[1] for said in first["said"]] == ["77", "-1", "-1"]
+    (compared,) = [c for c in data["runs"][0]["comparisons"] if c["mode"] == "sampled" and c["after"] == "final"]
+    assert (compared["fixed"], compared["broken"], compared["n"]) == (22, 0, 40)
+    assert compared["p_value"] == pytest.approx(2 / 2**22)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_that_a_run_says_becomes_markup(tmp_path, hostile):
+    story = Story(
+        steps=4,
+        write=lambda step, p, group, sample, answer: Written(hostile),
+        reward=lambda step, p, text, right: {hostile: 1.0 * right, "x": 0.5},
+        metrics=lambda step, p: {hostile: 1.0, "policy/ratio_deviation": 0.5},
+        prompts=lambda step, group: hostile,
+        extra={"response": hostile, "question": hostile, "extracted": hostile},
+    )
+    folder = tmp_path / "run"
+    write_run(folder, story)
+    for name, key in (("environment.json", "recipe"), ("summary.json", "note")):
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**found, key: hostile, hostile: [hostile]}))
+    plain = write_report([write_run(tmp_path / "plain", Story(steps=4))]).path
+    data, packed, blocks = parts(write_report([folder]).path)
+    page = plain.read_text(encoding="utf-8")
+    expected = Blocks(page)
+    assert set(blocks.tags) == set(expected.tags)
+    assert [b[1] for b in blocks.scripts if "type" not in b[0]] == [b[1] for b in expected.scripts if "type" not in b[0]]
+    wanted = hostile.encode("utf-8", errors="replace").decode("utf-8")
+    assert set(texts_of(data["runs"][0]["transcripts"], packed)) == {wanted}
+
+
+def test_the_policy_allows_this_script_and_style_and_nothing_else(tmp_path):
+    page = write_report([write_run(tmp_path / "run")]).path
+    _, _, blocks = parts(page)
+    policy = next(m["content"] for m in blocks.meta if m.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    (code,) = [text for attributes, text in blocks.scripts if "type" not in attributes]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert rules["script-src"] == f"'sha256-{digest}'"
+    assert "unsafe" not in policy
+    assert not set(blocks.tags) & {"link", "img", "iframe", "base", "form", "object"}
+    assert not re.search(r"\.on[a-z]+\s*=|javascript:|https?://(?!www\.w3\.org/2000/svg)", code)
+    assert content_policy("a", "b") != content_policy("a", "c")
+
+
+def test_the_script_puts_text_into_text_nodes_only():
+    found = re.findall(r"innerHTML|outerHTML\s*=|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", script())
+    assert not found
+    assert len(SCRIPTS) == len(set(SCRIPTS))
+    assert "</" not in script() + style(), "it would end its own block"
+
+
+def test_json_in_a_script_block_cannot_end_it_and_reads_back():
+    value = {"a": list(HOSTILE[:4]), "b": math.inf, "c": -0.5}
+    text = script_json(value)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {**value, "b": None}
+
+
+def test_columns_are_little_endian_one_after_the_other():
+    packed = pack_columns([array("i", [1, -2]), array("f", [0.5]), array("B", [7])])
+    assert unpacked(packed) == b"\x01\0\0\0\xfe\xff\xff\xff\0\0\0\x3f\x07"
+
+
+def test_thinned_curves_keep_mean_extremes_and_ends():
+    points = [(step, math.sin(step)) for step in range(1, 2001)]
+    curve = thin(points, 100)
+    assert len(curve["steps"]) == 100
+    assert curve["steps"][-1] == 2000
+    assert min(curve["low"]) == pytest.approx(min(v for _, v in points), rel=1e-5)
+    assert sum(curve["values"]) / 100 == pytest.approx(sum(v for _, v in points) / 2000, abs=1e-5)
+    assert thin(points[:50], 100) == {"steps": list(range(1, 51)), "values": pytest.approx([v for _, v in points[:50]], rel=1e-5)}
+
+
+def test_quantiles_are_numpys():
+    numpy = pytest.importorskip("numpy")
+    values = sorted(numpy.random.default_rng(0).normal(size=37).tolist())
+    for share in (0.0, 0.1, 0.25, 0.5, 0.9, 1.0):
+        assert quantile(values, share) == pytest.approx(numpy.quantile(values, share))
+
+
+def test_distributions_cover_all_steps_in_order(tmp_path):
+    run = read_run(write_run(tmp_path / "run", Story(steps=300)))
+    band = bands(run)["tokens"]
+    assert len(band["steps"]) == 120
+    assert band["steps"] == sorted(band["steps"])
+    assert band["steps"][-1] == 300
+    assert all(low <= high for low, high in zip(band["quantiles"][0], band["quantiles"][-1], strict=True))
+
+
+def test_settings_that_differ_are_found_and_equal_ones_are_not(tmp_path):
+    folders = [write_run(tmp_path / f"run-{beta}", Story(steps=3, overrides=[f"algorithm.beta={beta}"])) for beta in (0.0, 0.1)]
+    data, _, _ = parts(write_report(folders, tmp_path / "both.html").path)
+    rows = {row["path"]: row["values"] for row in data["settings_differences"]}
+    assert rows == {"algorithm.beta": ["0.0", "0.1"]}
+    assert differences([{"a": "1"}, {}]) == [{"path": "a", "values": ["1", None]}]
+    assert flat({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}]}) == {"a.b.c": "1", "l": '[1, {"x": 2}]'}
+
+
+def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):
+    overrides = ["rewards.functions.0.weight=3", "algorithm.scale=none"]
+    run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
+    assert run["weights"] == {"correctness": 3.0, "format": 1.0}
+    assert (run["advantage"]["baseline"], run["advantage"]["scale"], run["advantage"]["completions"]) == (
+        "group_mean",
+        "none",
+        64,
+    )
+
+
+def test_a_report_without_texts_has_none(tmp_path):
+    story = Story(
+        write=lambda step, p, group, sample, answer: Written("the secret answer"), extra={"response": "the secret answer"}
+    )
+    full = write_report([write_run(tmp_path / "run", story)])
+    bare = write_report([tmp_path / "run"], tmp_path / "bare.html", completions=False)
+    assert bare.completions == bare.text_bytes == 0
+    assert bare.size_bytes < full.size_bytes
+    data, packed, _ = parts(bare.path)
+    assert packed == {}
+    assert "secret" not in json.dumps(data)
+
+
+def test_only_a_report_is_written_over(tmp_path):
+    folder = write_run(tmp_path / "run", Story(steps=3))
+    write_report([folder])
+    write_report([folder])
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    with pytest.raises(ConfigError, match="is no report of ours"):
+        write_report([folder], notes)
+    assert notes.read_text() == "mine"
+    with pytest.raises(ConfigError, match="is a folder"):
+        write_report([folder], tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report([folder], tmp_path / "nowhere" / "report.html")
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
+    folders = [write_run(tmp_path / name / "run", Story(steps=3)) for name in ("a", "b")]
+    assert write_report(folders, tmp_path / "r.html").runs == ("a/run", "b/run")
+
+
+@pytest.mark.parametrize(
+    "story", [Story(steps=0, evaluations=[], finished=False), Story(steps=1, evaluations=[]), Story(steps=2, finished=False)]
+)
+def test_a_run_that_has_hardly_begun_has_a_page_too(tmp_path, story):
+    data, _, _ = parts(write_report([write_run(tmp_path / "run", story)]).path)
+    assert data["runs"][0]["steps"] == story.steps
