@@ -1,8 +1,10 @@
 """Keys and values of everything in flight: one copy of a prompt for its whole group, and a dense table of rows for completions.
 
-Axes: L layers, K key-value heads, E head width, S group slots, P longest prompt in the cache, B row slots, C completion positions.
+Axes: L layers, K key-value heads, E head width, S group slots, P longest prompt, B row slots, C completion positions there is room for.
+
 Rows and groups stay dense: when one leaves, the last one takes its place. So a decode step is a batched product over the first so
-many rows, and nothing is gathered.
+many rows, and nothing is gathered. The products also want their operands without gaps, or they copy them first; therefore there is
+room for just a few positions more than are filled, and it grows as completions do.
 """
 
 from __future__ import annotations
@@ -12,22 +14,40 @@ from torch import Tensor
 
 __all__ = ["Cache"]
 
+_ROOM = 32
+"""Positions that the table grows by at the least; long tables grow by an eighth, so that copying stays a small share."""
+
 
 class Cache:
-    """Preallocated, and zero at first: places that were never written are masked, but a mask does not help against NaN."""
+    """Zero at first: places that were never written are masked, but a mask does not help against NaN."""
 
     def __init__(
         self, *, layers: int, kv_heads: int, head_width: int, groups: int, prompt_tokens: int, rows: int, completion_tokens: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self.kv_heads = kv_heads
-        like = {"dtype": dtype, "device": device}
-        self.prompt = torch.zeros(layers, 2, groups, kv_heads, prompt_tokens, head_width, **like)  # type: ignore[call-overload]
-        self.own = torch.zeros(layers, 2, rows, kv_heads, completion_tokens, head_width, **like)  # type: ignore[call-overload]
+        self.kv_heads, self.head_width, self.rows, self.limit = kv_heads, head_width, rows, max(1, completion_tokens)
+        self._like = {"dtype": dtype, "device": device}
+        self.prompt = torch.zeros(layers, 2, groups, kv_heads, prompt_tokens, head_width, **self._like)  # type: ignore[call-overload]
+        self.room = min(_ROOM, self.limit)
+        self.own = [(self._table(self.room), self._table(self.room)) for _ in range(layers)]
+        """Keys and values of each layer, ``[B, K, C, E]``."""
 
-    def fits(self, groups: int, prompt_tokens: int, rows: int, completion_tokens: int) -> bool:
-        p, o = self.prompt.shape, self.own.shape
-        return p[2] >= groups and p[4] >= prompt_tokens and o[2] >= rows and o[4] >= completion_tokens
+    def _table(self, positions: int) -> Tensor:
+        return torch.zeros(self.rows, self.kv_heads, positions, self.head_width, **self._like)  # type: ignore[call-overload]
+
+    def reserve(self, positions: int, rows: int) -> bool:
+        """Make room for ``positions`` of the first ``rows`` rows. Returns whether the tables are new ones."""
+        if positions <= self.room:
+            return False
+        step = max(_ROOM, self.room // 8 // _ROOM * _ROOM)
+        grown = min(self.limit, max(positions, self.room + step))
+        for layer, pair in enumerate(self.own):
+            larger = (self._table(grown), self._table(grown))
+            for old, new in zip(pair, larger, strict=True):
+                new[:rows, :, : self.room] = old[:rows]
+            self.own[layer] = larger
+        self.room = grown
+        return True
 
     def store_prompts(self, layer: int, kv: Tensor, starts: list[int], lengths: list[int], slots: list[int]) -> None:
         """Copy prompts' rotated keys and values out of the packed rows ``kv`` ``[R, 2K, E]``."""
@@ -39,4 +59,6 @@ class Cache:
         self.prompt[:, :, target] = self.prompt[:, :, source]
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        self.own[:, :, target, :, :length] = self.own[:, :, source, :, :length]
+        for keys, values in self.own:
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]

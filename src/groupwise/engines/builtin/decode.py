@@ -2,7 +2,7 @@
 
 Attention has two parts with one softmax. Against the prompt, all rows of a group are the queries of one matrix product with the
 group's single copy of keys and values; against its own tokens, each row has its own. Axes: B rows, S groups, W rows per group (widest),
-K key-value heads, U query heads per key head, E head width, P prompt positions, C own positions.
+K key-value heads, U query heads per key head, E head width, P prompt positions, C own positions there is room for.
 """
 
 from __future__ import annotations
@@ -11,116 +11,151 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, silu
 
 from groupwise.engines.builtin.cache import Cache
 from groupwise.models.decoder import Decoder
-from groupwise.models.ops import rope_rotate
+from groupwise.models.ops import head_norm, rms_norm, rope_rotate
+from groupwise.models.projections import Product, plain_product, rearranged_product, rearranging_helps
 
-__all__ = ["DecodeStep", "decode"]
+__all__ = ["DecodeStep", "DecodeWeights", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerProducts:
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+
+
+class DecodeWeights:
+    """A decoder's matrix products for few rows: on weights rearranged for them where that helps, for one call of the sampler.
+
+    ``rows`` is how many rows a step will have at most. The copies hold the weights as they are now.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        def product(weight: Tensor, bias: Tensor | None = None) -> Product:
+            return rearranged_product(weight, bias, rows) if rearranged else plain_product(weight, bias)
+
+        rearranged = rearranging_helps(decoder.embedding)
+        self.layers = [
+            _LayerProducts(
+                product(layer.qkv, layer.qkv_bias), product(layer.output, layer.output_bias), product(layer.gate_up),
+                product(layer.down),
+            )  # fmt: skip
+            for layer in decoder.layers
+        ]
+        self.head = product(decoder.head)
 
 
 @dataclass
 class DecodeStep:
-    """Where every row stands. Planned anew when rows come or go, and advanced in place between."""
+    """Where every row stands. Planned anew when rows come or go or the cache has grown, and advanced in place between."""
 
-    rows: int
     groups: int
     width: int
-    prompt_positions: int
-    own_positions: int
     keys: Tensor
     """``[B]`` seeds."""
     last_tokens: Tensor
     """``[B]`` the token each row feeds in."""
     own_lengths: Tensor
     """``[B]`` own positions filled so far: where this step's key and value go."""
+    longest: int
+    """The largest of them."""
     positions: Tensor
     """``[B]`` position of the fed token in its sequence."""
     row_index: Tensor
-    lane_of_row: Tensor
-    """``[B]`` place of each row in the ``[S * W]`` lanes of the prompt product."""
+    lane_of_row: Tensor | None
+    """``[B]`` place of each row in the ``[S * W]`` lanes of the prompt product; None where row i is lane i."""
     row_of_lane: Tensor
     """``[S * W]``; empty lanes repeat row 0, and nobody reads them."""
-    past_prompt: Tensor
-    """``[B, P]``: places past the end of the row's prompt."""
-    ragged: bool
-    """Prompts or own lengths differ, so that a mask is needed."""
+    mask: Tensor
+    """``[B, P + C]`` additive: a row sees its prompt and its own positions filled so far."""
 
     @classmethod
     def plan(
-        cls, device: torch.device, *, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int],
-        last_tokens: list[int], keys: list[int],
+        cls, cache: Cache, *, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int], last_tokens: list[int],
+        keys: list[int],
     ) -> DecodeStep:  # fmt: skip
+        device, dtype = cache.prompt.device, cache.prompt.dtype
         filled = [0] * len(prompt_lengths)
         ranks = []
         for group in group_of_row:
             ranks.append(filled[group])
             filled[group] += 1
-        width, longest = max(filled), max(prompt_lengths)
-        lanes = torch.tensor([g * width + r for g, r in zip(group_of_row, ranks, strict=True)])
+        width = max(filled)
+        lanes = [g * width + r for g, r in zip(group_of_row, ranks, strict=True)]
         row_of_lane = torch.zeros(len(prompt_lengths) * width, dtype=torch.long)
-        row_of_lane[lanes] = torch.arange(len(lanes))
+        row_of_lane[torch.tensor(lanes)] = torch.arange(len(lanes))
         own = torch.tensor(own_lengths)
         prompt_of_row = torch.tensor(prompt_lengths)[torch.tensor(group_of_row)]
-        past_prompt = torch.arange(longest)[None] >= prompt_of_row[:, None]
+        seen = torch.cat(
+            [torch.arange(cache.prompt.shape[4]) < prompt_of_row[:, None], torch.arange(cache.room) < own[:, None]], dim=1
+        )
+        in_order = lanes == list(range(len(row_of_lane)))
         return cls(
-            rows=len(group_of_row), groups=len(prompt_lengths), width=width, prompt_positions=longest,
-            own_positions=max(own_lengths) + 1, keys=torch.tensor(keys, device=device),
-            last_tokens=torch.tensor(last_tokens, device=device), own_lengths=own.to(device),
-            positions=(prompt_of_row + own).to(device), row_index=torch.arange(len(group_of_row), device=device),
-            lane_of_row=lanes.to(device), row_of_lane=row_of_lane.to(device), past_prompt=past_prompt.to(device),
-            ragged=min(prompt_lengths) < longest or min(own_lengths) < max(own_lengths),
+            groups=len(prompt_lengths), width=width, keys=torch.tensor(keys, device=device),
+            last_tokens=torch.tensor(last_tokens, device=device), own_lengths=own.to(device), longest=max(own_lengths),
+            positions=(prompt_of_row + own).to(device), row_index=torch.arange(len(lanes), device=device),
+            lane_of_row=None if in_order else torch.tensor(lanes, device=device), row_of_lane=row_of_lane.to(device),
+            mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")).to(device),
         )  # fmt: skip
 
     def advance(self, tokens: Tensor) -> None:
         self.last_tokens = tokens
         self.own_lengths = self.own_lengths + 1
         self.positions = self.positions + 1
-        self.own_positions += 1
+        self.longest += 1
 
-    def mask(self) -> Tensor | None:
-        """``[B, 1, 1, P + C]`` additive: a row sees its prompt and its own positions up to the one written in this step."""
-        if not self.ragged:
-            return None
-        place = torch.arange(self.own_positions, device=self.own_lengths.device)[None]
-        unseen = torch.cat([self.past_prompt, place > self.own_lengths[:, None]], dim=1)
-        return torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, float("-inf"))[:, None, None]
+    def to_lanes(self, rows: Tensor) -> Tensor:
+        """``[B, K, U, x]`` to ``[S * K, W * U, x]``: rows of one group beside each other."""
+        lanes = rows if self.lane_of_row is None else rows.index_select(0, self.row_of_lane)
+        k, u, x = rows.shape[1:]
+        return lanes.view(self.groups, self.width, k, u, x).transpose(1, 2).reshape(self.groups * k, self.width * u, x)
+
+    def to_rows(self, lanes: Tensor, k: int, u: int) -> Tensor:
+        """The inverse of ``to_lanes``."""
+        x = lanes.shape[-1]
+        rows = lanes.view(self.groups, k, self.width, u, x).transpose(1, 2).reshape(self.groups * self.width, k, u, x)
+        return rows if self.lane_of_row is None else rows.index_select(0, self.lane_of_row)
 
 
-def _attend(query: Tensor, cache: Cache, layer: int, step: DecodeStep, mask: Tensor | None) -> Tensor:
+def _attend(query: Tensor, cache: Cache, layer: int, step: DecodeStep) -> Tensor:
     """``query`` ``[B, K, U, E]``, already scaled, to attention output of the same shape."""
     b, k, u, e = query.shape
-    s, w, p, c = step.groups, step.width, step.prompt_positions, step.own_positions
-    own_key, own_value = cache.own[layer, :, :b, :, :c].flatten(1, 2)  # views [B * K, C, E]
-    prompt_key, prompt_value = cache.prompt[layer, :, :s, :, :p].flatten(1, 2)
-    lanes = query.index_select(0, step.row_of_lane).view(s, w, k, u, e).transpose(1, 2).reshape(s * k, w * u, e)
-    seen = torch.bmm(lanes, prompt_key.transpose(1, 2)).view(s, k, w, u, p).transpose(1, 2).reshape(s * w, k, u, p)
-    scores = torch.empty(b, k, u, p + c, dtype=torch.float32, device=query.device)
-    scores[..., :p] = seen.index_select(0, step.lane_of_row)
-    scores[..., p:] = torch.bmm(query.view(b * k, u, e), own_key.transpose(1, 2)).view(b, k, u, c)
-    if mask is not None:
-        scores += mask
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
-    out = torch.bmm(weights[..., p:].reshape(b * k, u, c), own_value).view(b, k, u, e)
-    lane_weights = weights[..., :p].index_select(0, step.row_of_lane).view(s, w, k, u, p).transpose(1, 2).reshape(s * k, w * u, p)
-    from_prompt = torch.bmm(lane_weights, prompt_value).view(s, k, w, u, e).transpose(1, 2).reshape(s * w, k, u, e)
-    return out.add_(from_prompt.index_select(0, step.lane_of_row))
+    own_key, own_value = (table[:b].view(b * k, cache.room, e) for table in cache.own[layer])
+    prompt_key, prompt_value = cache.prompt[layer, :, : step.groups].flatten(1, 2)  # [S * K, P, E]
+    p = prompt_key.shape[1]
+    to_prompt = step.to_rows(torch.bmm(step.to_lanes(query), prompt_key.transpose(1, 2)), k, u)
+    to_own = torch.bmm(query.view(b * k, u, e), own_key.transpose(1, 2)).view(b, k, u, -1)
+    scores = torch.cat([to_prompt, to_own], dim=-1).add_(step.mask[:, None, None])
+    weights = torch.softmax(scores, dim=-1)  # in fp32 within, whatever the dtype
+    from_own = torch.bmm(weights[..., p:].reshape(b * k, u, -1), own_value).view(b, k, u, e)
+    return from_own.add_(step.to_rows(torch.bmm(step.to_lanes(weights[..., :p]), prompt_value), k, u))
 
 
-def decode(decoder: Decoder, cache: Cache, step: DecodeStep) -> Tensor:
+def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
     """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``."""
-    heads, kv_heads = decoder.heads, decoder.kv_heads
+    heads, kv_heads, epsilon = decoder.heads, decoder.kv_heads, decoder.epsilon
     cos, sin = decoder.rope(step.positions)
     scale = decoder.head_width**-0.5
-    mask = step.mask()
+    step.mask[step.row_index, cache.prompt.shape[4] + step.own_lengths] = 0
     x = embedding(step.last_tokens, decoder.embedding)
-    for index, layer in enumerate(decoder.layers):
-        qkv = decoder.project_qkv(layer, x)
-        rotated = torch.empty_like(qkv[:, : heads + kv_heads])
-        rope_rotate(qkv[:, : heads + kv_heads], cos, sin, rotated)
-        cache.own[index, 0][step.row_index, :, step.own_lengths] = rotated[:, heads:]
-        cache.own[index, 1][step.row_index, :, step.own_lengths] = qkv[:, heads + kv_heads :]
-        query = rotated[:, :heads].mul(scale).view(len(x), kv_heads, heads // kv_heads, -1)
-        x = decoder.finish_layer(layer, x, _attend(query, cache, index, step, mask))
-    return decoder.logits(x)
+    rows, turned = len(x), heads + kv_heads
+    rotated = torch.empty(rows, turned, decoder.head_width, dtype=x.dtype, device=x.device)
+    query = rotated[:, :heads]
+    for index, (layer, product) in enumerate(zip(decoder.layers, weights.layers, strict=True)):
+        qkv = product.qkv(rms_norm(x, layer.input_norm, epsilon)).view(rows, turned + kv_heads, -1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, epsilon)
+        rope_rotate(qkv[:, :turned], cos, sin, rotated)
+        keys, values = cache.own[index]
+        keys[step.row_index, :, step.own_lengths] = rotated[:, heads:]
+        values[step.row_index, :, step.own_lengths] = qkv[:, turned:]
+        attended = _attend(query.mul(scale).view(rows, kv_heads, heads // kv_heads, -1), cache, index, step)
+        x = x + product.output(attended.view(rows, -1))
+        gate, up = product.gate_up(rms_norm(x, layer.post_norm, epsilon)).chunk(2, dim=-1)
+        x = x + product.down(silu(gate).mul_(up))
+    return weights.head(rms_norm(x, decoder.final_norm, epsilon))

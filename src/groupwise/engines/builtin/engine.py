@@ -16,10 +16,11 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.cache import Cache
-from groupwise.engines.builtin.decode import DecodeStep, decode
+from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
+from groupwise.models.ops import rms_norm
 from groupwise.types import Completion, Prompt
 
 __all__ = ["BuiltinEngine"]
@@ -62,7 +63,6 @@ class BuiltinEngine:
         self.decoder, self.tokenizer, self.max_rows = decoder, tokenizer, max_rows
         self.end_token_ids = frozenset(end_token_ids)
         self.policy_version = 0
-        self._cache: Cache | None = None
 
     def refresh(self, policy_version: int) -> None:
         """The weights are the trained ones, so only the version is noted."""
@@ -105,17 +105,6 @@ class BuiltinEngine:
     def decode_text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def cache_for(self, groups: int, prompt_tokens: int, rows: int, completion_tokens: int) -> Cache:
-        """The cache of the last call if it is large enough: memory that is touched already is far cheaper than new memory."""
-        if self._cache is None or not self._cache.fits(groups, prompt_tokens, rows, completion_tokens):
-            self._cache = None
-            self._cache = Cache(
-                layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
-                groups=groups, prompt_tokens=prompt_tokens, rows=rows, completion_tokens=completion_tokens,
-                dtype=self.decoder.dtype, device=self.decoder.device,
-            )  # fmt: skip
-        return self._cache
-
 
 class _Batch:
     """One call of ``sample``: the waiting line, the rows in flight, and what is done."""
@@ -135,7 +124,13 @@ class _Batch:
         self.sampled_tokens = 0
         longest = max(len(p.token_ids) for p in prompts)
         self.decoder.reserve_positions(longest + settings.max_tokens)
-        self.cache = engine.cache_for(self.max_groups, longest, self.max_rows, max(1, settings.max_tokens - 1))
+        # The cache and the rearranged weights live as long as this call: learning has their memory in between.
+        self.cache = Cache(
+            layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
+            groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
+            dtype=self.decoder.dtype, device=self.decoder.device,
+        )  # fmt: skip
+        self.weights = DecodeWeights(self.decoder, self.max_rows)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         self.step: DecodeStep | None = None
 
@@ -145,16 +140,19 @@ class _Batch:
         self._admit()
         if not self.rows:
             return self.finished > before  # all that was admitted ended with its first token; others may still be waiting
+        longest = self.step.longest if self.step else max(len(row.tokens) for row in self.rows) - 1
+        if self.cache.reserve(longest + 1, len(self.rows)):
+            self.step = None
         if self.step is None:
             self.step = DecodeStep.plan(
-                self.decoder.device,
+                self.cache,
                 group_of_row=[row.owner.slot for row in self.rows],
                 prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
                 own_lengths=[len(row.tokens) - 1 for row in self.rows],
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
             )
-        logits = decode(self.decoder, self.cache, self.step)
+        logits = decode(self.decoder, self.weights, self.cache, self.step)
         tokens, logprobs = self.draw(logits, self.step.keys, self.step.own_lengths + 1)
         self.step.advance(tokens)
         self._take(tokens.tolist(), logprobs.tolist(), list(self.rows))
@@ -179,10 +177,13 @@ class _Batch:
         self._prefill([g for g in self.groups if g.last_hidden is None])
         hidden = torch.stack([row.owner.last_hidden for row in starting])  # type: ignore[misc]
         keys = torch.tensor([row.key for row in starting], device=hidden.device)
-        tokens, logprobs = self.draw(self.decoder.logits(hidden), keys, torch.zeros_like(keys))
+        tokens, logprobs = self.draw(self._logits(hidden), keys, torch.zeros_like(keys))
         self.rows.extend(starting)
         self.step = None
         self._take(tokens.tolist(), logprobs.tolist(), starting)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.weights.head(rms_norm(hidden, self.decoder.final_norm, self.decoder.epsilon))
 
     def _prefill(self, groups: list[_Pending]) -> None:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
