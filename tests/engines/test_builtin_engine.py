@@ -9,7 +9,6 @@ from transformers import GenerationConfig
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
-from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import engine as engine_module
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder

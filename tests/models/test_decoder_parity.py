@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.schema import ModelConfig
-from groupwise.models import layout
-from groupwise.models.attention import packed_attention
+from groupwise.models import blocked_attention, layout, library_attention
+from groupwise.models.blocked_attention import attend, plan_blocks
 from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.library_attention import attend_by_library, plan_rectangles
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import copy_weights, make_reference, make_scorer
 
@@ -42,8 +43,9 @@ def tiny(request: pytest.FixtureRequest) -> Callable[..., Any]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 8 queries, few sequences each, so that these short texts are cut the way long ones are."""
-    monkeypatch.setattr(layout, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(layout, "SCORE_BUDGET", 600)
+    for module in (blocked_attention, library_attention):
+        monkeypatch.setattr(module, "QUERY_BLOCK", 8)
+        monkeypatch.setattr(module, "SCORE_BUDGET", 600)
 
 
 def gradients_of(decoder: Decoder, groups: Groups, weights: Tensor) -> dict[str, Tensor]:
@@ -221,5 +223,8 @@ def test_scores_far_above_a_querys_own_keys_do_not_overflow() -> None:
     qkv = torch.randn(14, 4, 8, generator=torch.Generator().manual_seed(0))
     qkv[:10, 2] = 200 * qkv[:10, 2]  # the prompt's keys
     packed, cos, sin = layout.pack([(list(range(10)), [[1, 2, 3, 4, 5]])]), torch.ones(14, 1, 4), torch.zeros(14, 1, 4)
-    blocked, sdpa = (packed_attention(qkv, cos, sin, packed.blocks, 2, 1, name)[0] for name in ("blocked", "sdpa"))
+    rectangles = plan_rectangles(packed.spans)
+    sdpa, _ = attend_by_library(qkv, cos, sin, rectangles, 2, 1)
+    blocked, _ = attend(torch.cat([qkv, torch.zeros(1, 4, 8)]), plan_blocks(packed.spans, 14), 2, 1)
+    blocked = blocked[:14]
     torch.testing.assert_close(blocked, sdpa, rtol=1e-4, atol=1e-4)

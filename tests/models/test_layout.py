@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.models import layout
+from groupwise.models import blocked_attention, library_attention
+from groupwise.models.blocked_attention import plan_blocks
 from groupwise.models.layout import Packed, pack, pack_prompts
+from groupwise.models.library_attention import plan_rectangles
 
 from .slow import SHAPES, Groups, random_groups
 
 
 def counted_pairs(packed: Packed) -> Tensor:
-    """``[R, R]``: how many times the blocks let row i attend to row j."""
+    """``[R + 1, R + 1]``: how many times the rectangles let row i attend to row j; the last row is padding's."""
     rows = len(packed.token_ids_R)
-    counts = torch.zeros(rows, rows, dtype=torch.long)
-    for block in packed.blocks:
+    counts = torch.zeros(rows + 1, rows + 1, dtype=torch.long)
+    for block in plan_rectangles(packed.spans):
         queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
         valid = torch.ones_like(queries, dtype=torch.bool) if block.query_valid is None else block.query_valid.view_as(queries)
         for a in range(block.sequences):
@@ -26,7 +28,23 @@ def counted_pairs(packed: Packed) -> Tensor:
                         counts[queries[a, i], j] += 1
                     if block.prefix:
                         counts[queries[a, i], block.prefix[0] : sum(block.prefix)] += 1
-    return counts
+    return counts[:rows, :rows]
+
+
+def counted_pairs_in_two_parts(packed: Packed) -> Tensor:
+    """The same for the plan of blocked attention."""
+    rows = len(packed.token_ids_R)
+    plan = plan_blocks(packed.spans, rows)
+    counts = torch.zeros(rows + 1, rows + 1, dtype=torch.long)
+    for block in plan.own:
+        queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
+        for a in range(block.sequences):
+            for i in range(block.queries):
+                for j in keys[a, : block.offset + i + 1].tolist():
+                    counts[queries[a, i], j] += 1
+    for part in plan.shared:
+        counts[part.first : part.first + part.count, part.prompt : part.prompt + part.keys] += 1
+    return counts[:rows, :rows]
 
 
 def causal_pairs(groups: Groups) -> Tensor:
@@ -45,15 +63,22 @@ def causal_pairs(groups: Groups) -> Tensor:
 def test_blocks_cover_each_causal_pair_once(
     shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "QUERY_BLOCK", query_block)
-    monkeypatch.setattr(layout, "SCORE_BUDGET", budget)
+    for module in (blocked_attention, library_attention):
+        monkeypatch.setattr(module, "QUERY_BLOCK", query_block)
+        monkeypatch.setattr(module, "SCORE_BUDGET", budget)
     groups = random_groups(shapes)
     packed = pack(groups)
     assert torch.equal(counted_pairs(packed), causal_pairs(groups).long())
-    for block in packed.blocks:
+    assert torch.equal(counted_pairs_in_two_parts(packed), causal_pairs(groups).long())
+    for block in plan_rectangles(packed.spans):
         width = block.keys + (block.prefix[1] if block.prefix else 0)
         assert block.queries <= query_block
         assert block.sequences == 1 or block.sequences * block.queries * width <= budget
+    plan = plan_blocks(packed.spans, len(packed.token_ids_R))
+    for own in plan.own:
+        assert own.queries <= query_block
+        assert own.sequences == 1 or own.sequences * own.queries * own.keys <= budget
+    assert all(part.count == 1 or part.count * part.keys <= budget for part in plan.shared)
 
 
 def test_each_token_is_predicted_from_the_one_before_it() -> None:

@@ -10,20 +10,19 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import embedding
 
-from groupwise.models.attention import packed_attention
+from groupwise.models.attention import default_implementation, plan_attention
+from groupwise.models.layer import Layer, Shape, layer_forward
 from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import token_logprobs
-from groupwise.models.ops import head_norm, rms_norm, swiglu
+from groupwise.models.ops import rms_norm
 
-__all__ = ["Decoder", "Layer", "why_unsupported"]
+__all__ = ["Decoder", "why_unsupported"]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -49,22 +48,6 @@ def why_unsupported(model: Any) -> str | None:
     if getattr(config, "attention_dropout", 0):
         return "attention dropout"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One transformer layer's tensors; biases and head norms are ``None`` where the architecture has none."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 def _fuse(sources: list[nn.Parameter], trainable: bool) -> nn.Parameter:
@@ -99,11 +82,12 @@ class Decoder:
         self.kv_heads: int = config.num_key_value_heads
         self.head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.epsilon: float = config.rms_norm_eps
+        self.shape = Shape(self.heads, self.kv_heads, self.head_width, self.epsilon)
         self.vocabulary: int = config.vocab_size
         self.gradient_checkpointing = gradient_checkpointing
         self.device: torch.device = trunk.embed_tokens.weight.device
         self.dtype: torch.dtype = trunk.embed_tokens.weight.dtype
-        self.attention = ("blocked" if self.device.type == "cpu" else "sdpa") if attention == "auto" else attention
+        self.attention = default_implementation(self.device) if attention == "auto" else attention
         self.embedding = _fuse([trunk.embed_tokens.weight], trainable)
         tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or config.tie_word_embeddings
         if tied:
@@ -155,44 +139,19 @@ class Decoder:
         half = self.head_width // 2
         self._cos, self._sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
 
-    def project_qkv(self, layer: Layer, x: Tensor) -> Tensor:
-        """Norm and fused projection: ``[R, D]`` to ``[R, H + 2K, E]``."""
-        qkv = linear(rms_norm(x, layer.input_norm, self.epsilon), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(len(x), self.heads + 2 * self.kv_heads, self.head_width)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, self.heads, self.kv_heads, self.epsilon)
-        return qkv
-
-    def finish_layer(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection, residual, and the feed-forward half of a layer; ``attended`` is ``[R, H, E]``."""
-        x = x + linear(attended.reshape(len(x), -1), layer.output, layer.output_bias)
-        return x + linear(swiglu(linear(rms_norm(x, layer.post_norm, self.epsilon), layer.gate_up)), layer.down)
-
-    def _layer(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        qkv = self.project_qkv(layer, x)
-        attended, rotated = packed_attention(qkv, cos, sin, packed.blocks, self.heads, self.kv_heads, self.attention)
-        return self.finish_layer(layer, x, attended), rotated
-
     def hidden(self, packed: Packed, keep_kv: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Outputs of the last layer before the final norm, ``[R, D]``.
 
         ``keep_kv(layer, kv)``, when given, is called with each layer's rotated keys and values ``[R, 2K, E]``.
         """
         self.reserve_positions(packed.longest)
-        cos, sin = self.rope(packed.positions_R)
+        plan = plan_attention(packed, *self.rope(packed.positions_R), self.attention)
         x = embedding(packed.token_ids_R, self.embedding)
         for index, layer in enumerate(self.layers):
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x, rotated = checkpoint(self._layer, layer, x, cos, sin, packed, use_reentrant=False)
-            else:
-                x, rotated = self._layer(layer, x, cos, sin, packed)
+            x, keys_values = layer_forward(layer, x, plan, self.shape, self.gradient_checkpointing)
             if keep_kv is not None:
-                keep_kv(index, rotated[:, self.heads :])
+                keep_kv(index, keys_values)
         return x
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Final norm and output head: ``[B, D]`` to ``[B, V]`` in the weights' dtype. For sampling only."""
-        return linear(rms_norm(x, self.final_norm, self.epsilon), self.head)
 
     def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Packed:
         """A batch from ``(prompt ids, [completion ids, ...])`` pairs."""

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["apply_rope", "head_norm", "rms_norm", "rope_rotate", "swiglu"]
+__all__ = [
+    "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate", "swiglu", "swiglu_backward",
+]  # fmt: skip
 
 
-def _normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` without a gradient, and the factor of each row, fp32 ``[..., 1]``."""
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     return (x32 * scale).to(x.dtype) * weight, scale
 
 
-def _normalise_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def normalise_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and ``weight``; ``scale`` is what ``normalise`` gave."""
     normal = x.float() * scale
     grad_weight = (grad.float() * normal).flatten(0, -2).sum(0)
     inner = grad.float() * weight.float()
@@ -34,49 +38,55 @@ def _normalise_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) 
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        y, scale = _normalise(x, weight, epsilon)
+        y, scale = normalise(x, weight, epsilon)
         ctx.save_for_backward(x, scale, weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_normalise_backward(grad, *ctx.saved_tensors), None
+        return *normalise_backward(grad, *ctx.saved_tensors), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last axis, statistics in fp32 (Zhang & Sennrich, 2019)."""
     if not torch.is_grad_enabled():
-        return _normalise(x, weight, epsilon)[0]
+        return normalise(x, weight, epsilon)[0]
     return _RMSNorm.apply(x, weight, epsilon)
+
+
+def _head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    return torch.cat([normalise(q, q_weight, epsilon)[0], normalise(k, k_weight, epsilon)[0], v], dim=1)
 
 
 class _HeadNorm(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
-        out = qkv.clone()
-        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-        out[:, :heads], q_scale = _normalise(q, q_weight, epsilon)
-        out[:, heads : heads + kv_heads], k_scale = _normalise(k, k_weight, epsilon)
-        ctx.save_for_backward(qkv, q_scale, k_scale, q_weight, k_weight)
-        ctx.split = (heads, kv_heads)
-        return out
+        ctx.save_for_backward(qkv, q_weight, k_weight)
+        ctx.split = (heads, kv_heads, epsilon)
+        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        qkv, q_scale, k_scale, q_weight, k_weight = ctx.saved_tensors
-        heads, kv_heads = ctx.split
-        keys = slice(heads, heads + kv_heads)
-        out = grad.clone()
-        out[:, :heads], grad_q = _normalise_backward(grad[:, :heads], qkv[:, :heads], q_scale, q_weight)
-        out[:, keys], grad_k = _normalise_backward(grad[:, keys], qkv[:, keys], k_scale, k_weight)
-        return out, grad_q, grad_k, None, None, None
+        return *head_norm_backward(grad, *ctx.saved_tensors, *ctx.split), None, None, None
+
+
+def head_norm_backward(
+    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``head_norm``'s ``qkv`` and of both weights."""
+    out, weight_grads = grad.clone(), []
+    for part, weight in ((slice(0, heads), q_weight), (slice(heads, heads + kv_heads), k_weight)):
+        _, scale = normalise(qkv[:, part], weight, epsilon)
+        out[:, part], weight_grad = normalise_backward(grad[:, part], qkv[:, part], scale, weight)
+        weight_grads.append(weight_grad)
+    return out, weight_grads[0], weight_grads[1]
 
 
 def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
     """Qwen3's norm of each query and key head; ``qkv`` is ``[T, H + 2K, E]`` and its value heads pass through."""
     if not torch.is_grad_enabled():
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        return torch.cat([_normalise(q, q_weight, epsilon)[0], _normalise(k, k_weight, epsilon)[0], v], dim=1)
+        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
     return _HeadNorm.apply(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
 
 
@@ -94,14 +104,6 @@ def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, inverse: bool 
     out_second.addcmul_(first, sin, value=sign)
 
 
-def apply_rope(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, inverse: bool = False) -> Tensor:
-    """A copy of ``qkv`` ``[T, H + 2K, E]`` whose first ``rotated`` heads (queries and keys) are turned to their positions."""
-    out = torch.empty_like(qkv)
-    rope_rotate(qkv[:, :rotated], cos, sin, out[:, :rotated], inverse)
-    out[:, rotated:] = qkv[:, rotated:]
-    return out
-
-
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -111,13 +113,17 @@ class _SwiGLU(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out
+        return swiglu_backward(grad, *ctx.saved_tensors)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient of ``swiglu``'s input, ``[T, 2F]``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

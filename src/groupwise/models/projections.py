@@ -22,7 +22,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class plain_product:  # noqa: N801  # used as a function
+class plain_product:  # used as a function
     """``x @ weight.T + bias`` on the weight as it is."""
 
     weight: Tensor

@@ -42,9 +42,11 @@ class DecodeWeights:
         rearranged = rearranging_helps(decoder.embedding)
         self.layers = [
             _LayerProducts(
-                product(layer.qkv, layer.qkv_bias), product(layer.output, layer.output_bias), product(layer.gate_up),
+                product(layer.qkv, layer.qkv_bias),
+                product(layer.output, layer.output_bias),
+                product(layer.gate_up),
                 product(layer.down),
-            )  # fmt: skip
+            )
             for layer in decoder.layers
         ]
         self.head = product(decoder.head)

@@ -1,0 +1,202 @@
+"""One transformer layer over packed rows, forward and backward.
+
+With blocked attention the whole layer is one operation whose gradient is written out. What a layer keeps for its backward pass is
+most of the memory that learning needs; here it is the layer's input, the rotated queries, keys and values, the attention's output,
+the middle residual and the gate and up projections. Norms and activations are cheap and are computed again.
+
+Axes: R packed rows, D model width, H query heads, K key-value heads, E head width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from groupwise.models.attention import AttentionPlan
+from groupwise.models.blocked_attention import BlockedPlan, Statistics, attend, attend_backward
+from groupwise.models.library_attention import attend_by_library
+from groupwise.models.ops import (
+    head_norm,
+    head_norm_backward,
+    normalise,
+    normalise_backward,
+    rms_norm,
+    rope_rotate,
+    swiglu,
+    swiglu_backward,
+)  # fmt: skip
+
+__all__ = ["Layer", "Shape", "layer_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer layer's tensors; biases and head norms are ``None`` where the architecture has none."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    def tensors(self) -> list[Tensor | None]:
+        return [getattr(self, name) for name in self.__slots__]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the layers of a model have in common."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    epsilon: float
+
+
+def layer_forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool = False) -> tuple[Tensor, Tensor]:
+    """The layer's output ``[R, D]``, differentiable, and its rotated keys and values ``[R, 2K, E]``, detached.
+
+    With ``recompute`` the backward pass keeps the input alone and computes the layer again (gradient checkpointing).
+    """
+    if plan.blocked is not None:
+        if torch.is_grad_enabled():
+            return _BlockedLayer.apply(x, plan, shape, recompute, *layer.tensors())
+        out, kept = _forward(layer, x, plan, shape)
+        return out, kept.rotated[: len(x), shape.heads :]
+    if recompute and torch.is_grad_enabled():
+        return torch.utils.checkpoint.checkpoint(_by_library, layer, x, plan, shape, use_reentrant=False)
+    return _by_library(layer, x, plan, shape)
+
+
+def _by_library(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
+    assert plan.rectangles is not None
+    qkv = linear(rms_norm(x, layer.input_norm, shape.epsilon), layer.qkv, layer.qkv_bias).view(len(x), -1, shape.head_width)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        qkv = head_norm(qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
+    attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, shape.heads, shape.kv_heads)
+    x = x + linear(attended.reshape(len(x), -1), layer.output, layer.output_bias)
+    x = x + linear(swiglu(linear(rms_norm(x, layer.post_norm, shape.epsilon), layer.gate_up)), layer.down)
+    return x, rotated[:, shape.heads :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the backward pass of a layer starts from."""
+
+    qkv: Tensor
+    """Before the head norms, ``[R, H + 2K, E]``; where there are none, nothing (an empty tensor)."""
+    rotated: Tensor
+    """``[R + 1, H + 2K, E]``, the last row zero."""
+    attended: Tensor
+    """``[R + 1, H, E]``."""
+    top: Tensor
+    total: Tensor
+    middle: Tensor
+    """The residual stream between attention and feed-forward, ``[R, D]``."""
+    gate_up: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__slots__]
+
+
+def _blocks(plan: AttentionPlan) -> BlockedPlan:
+    assert plan.blocked is not None
+    return plan.blocked
+
+
+def _forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, _Kept]:
+    rows, turned = len(x), shape.heads + shape.kv_heads
+    normal, _ = normalise(x, layer.input_norm, shape.epsilon)
+    qkv = raw = linear(normal, layer.qkv, layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        qkv = head_norm(raw, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
+    rotated = qkv.new_empty(rows + 1, *qkv.shape[1:])
+    rope_rotate(qkv[:, :turned], plan.cos, plan.sin, rotated[:rows, :turned])
+    rotated[:rows, turned:] = qkv[:, turned:]
+    rotated[rows] = 0
+    attended, found = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads)
+    middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias).add_(x)
+    gate_up = linear(normalise(middle, layer.post_norm, shape.epsilon)[0], layer.gate_up)
+    out = linear(swiglu(gate_up), layer.down).add_(middle)
+    kept = raw if layer.q_norm is not None else raw.new_empty(0)
+    return out, _Kept(kept, rotated, attended, found.top, found.total, middle, gate_up)
+
+
+class _BlockedLayer(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layer = Layer(*tensors)  # type: ignore[arg-type]
+        out, kept = _forward(layer, x, plan, shape)
+        ctx.save_for_backward(x, *(() if recompute else kept.tensors()))
+        ctx.rest = (layer, plan, shape)
+        keys_values = kept.rotated[: len(x), shape.heads :]
+        ctx.mark_non_differentiable(keys_values)
+        return out, keys_values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        layer, plan, shape = ctx.rest
+        x, *saved = ctx.saved_tensors
+        kept = _Kept(*saved) if saved else _forward(layer, x, plan, shape)[1]
+        needed = dict(zip(Layer.__slots__, ctx.needs_input_grad[4:], strict=True))
+        grad_x, grads = _backward(grad, x, kept, layer, plan, shape, needed)
+        return grad_x, None, None, None, *(grads.get(name) for name in Layer.__slots__)
+
+
+def _product_gradients(grad: Tensor, read: Tensor, name: str, bias: str | None, needed: dict[str, bool]) -> dict[str, Tensor]:
+    """Gradients of a projection's weight and bias, where asked for, from its output's gradient and its input."""
+    found = {name: grad.t() @ read} if needed[name] else {}
+    if bias and needed[bias]:
+        found[bias] = grad.sum(0, dtype=torch.float32).to(grad.dtype)
+    return found
+
+
+def _backward(
+    grad: Tensor, x: Tensor, kept: _Kept, layer: Layer, plan: AttentionPlan, shape: Shape, needed: dict[str, bool]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    grads = _product_gradients(grad, swiglu(kept.gate_up), "down", None, needed)
+    grad_gate_up = swiglu_backward(grad @ layer.down, kept.gate_up)
+    normal, scale = normalise(kept.middle, layer.post_norm, shape.epsilon)
+    grads |= _product_gradients(grad_gate_up, normal, "gate_up", None, needed)
+    back, grads["post_norm"] = normalise_backward(grad_gate_up @ layer.gate_up, kept.middle, scale, layer.post_norm)
+    del grad_gate_up, normal
+    grad_middle = back.add_(grad)
+    grads |= _product_gradients(grad_middle, kept.attended[: len(x)].flatten(1), "output", "output_bias", needed)
+    grad_qkv = _attention_backward(grad_middle @ layer.output, kept, plan, shape)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        grad_qkv, grads["q_norm"], grads["k_norm"] = head_norm_backward(
+            grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon
+        )
+    grad_qkv = grad_qkv.flatten(1)
+    normal, scale = normalise(x, layer.input_norm, shape.epsilon)
+    grads |= _product_gradients(grad_qkv, normal, "qkv", "qkv_bias", needed)
+    back, grads["input_norm"] = normalise_backward(grad_qkv @ layer.qkv, x, scale, layer.input_norm)
+    return back.add_(grad_middle), grads
+
+
+def _attention_backward(grad: Tensor, kept: _Kept, plan: AttentionPlan, shape: Shape) -> Tensor:
+    """From the gradient of the attention's output ``[R, H * E]`` to that of ``qkv`` before the rotary embedding."""
+    rows, turned = len(grad), shape.heads + shape.kv_heads
+    grad_out = torch.zeros_like(kept.attended)
+    grad_out[:rows] = grad.view(rows, shape.heads, shape.head_width)
+    found = Statistics(kept.top, kept.total)
+    grad_rotated = attend_backward(grad_out, kept.rotated, kept.attended, found, _blocks(plan), shape.heads, shape.kv_heads)[
+        :rows
+    ]
+    grad_qkv = torch.empty_like(grad_rotated)
+    rope_rotate(grad_rotated[:, :turned], plan.cos, plan.sin, grad_qkv[:, :turned], inverse=True)
+    grad_qkv[:, turned:] = grad_rotated[:, turned:]
+    return grad_qkv

@@ -1,0 +1,127 @@
+"""Exact attention over group-packed rows by the library's fused kernels: the fastest way on GPUs.
+
+The kernels want a sequence's keys in one piece, so a prompt's keys are laid before those of each of its completions; nothing else of
+the prompt is repeated. Axes: R packed rows, H query heads, K key-value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from groupwise.models.layout import Span
+
+__all__ = ["AttentionBlock", "attend_by_library", "plan_rectangles"]
+
+QUERY_BLOCK = 256
+"""Queries of one sequence that are attended at a time: bounds the mask, and skips most of the causal upper half."""
+SCORE_BUDGET = 2**24
+"""Most elements of one block's mask per head: bounds the memory of the repeated prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """A rectangle of attention: A sequences, Q query rows each, against an optional shared prefix and their own first S rows.
+
+    ``query_rows`` ``[A * Q]`` and ``key_rows`` ``[A * S]`` index the packed rows; places past a sequence's end repeat row 0 and are
+    ruled out by ``query_valid`` (queries) and by causality (keys). ``offset`` is the position of the first query in its sequence.
+    """
+
+    sequences: int
+    queries: int
+    keys: int
+    offset: int
+    query_rows: Tensor
+    key_rows: Tensor
+    query_valid: Tensor | None
+    prefix: tuple[int, int] | None
+    """First row and length of the shared prompt; ``None`` for the prompt itself."""
+
+    def to(self, device: torch.device) -> AttentionBlock:
+        valid = None if self.query_valid is None else self.query_valid.to(device)
+        return replace(self, query_rows=self.query_rows.to(device), key_rows=self.key_rows.to(device), query_valid=valid)
+
+
+def plan_rectangles(spans: Sequence[Span]) -> tuple[AttentionBlock, ...]:
+    """Rectangles of all prompts, and of each prompt's completions."""
+    out: list[AttentionBlock] = []
+    prompts = [s for s in spans if s.prompt is None]
+    out += _blocks([s.start for s in prompts], [s.length for s in prompts], None)
+    for prompt in prompts:
+        own = [s for s in spans if s.prompt == (prompt.start, prompt.length)]
+        out += _blocks([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length))
+    return tuple(out)
+
+
+def _blocks(starts: Sequence[int], lengths: Sequence[int], prefix: tuple[int, int] | None) -> list[AttentionBlock]:
+    """Cut the causal attention of several sequences (rows ``start .. start + length``) into rectangles."""
+    out: list[AttentionBlock] = []
+    for offset in range(0, max(lengths, default=0), QUERY_BLOCK):
+        alive = [(s, n) for s, n in zip(starts, lengths, strict=True) if n > offset]
+        alive.sort(key=lambda pair: -pair[1])
+        while alive:
+            keys = min(alive[0][1], offset + QUERY_BLOCK)
+            queries = keys - offset
+            width = keys + (prefix[1] if prefix else 0)
+            take = max(1, SCORE_BUDGET // (queries * width))
+            part, alive = alive[:take], alive[take:]
+            out.append(_block(part, queries, keys, offset, prefix))
+    return out
+
+
+def _block(part: list[tuple[int, int]], queries: int, keys: int, offset: int, prefix: tuple[int, int] | None) -> AttentionBlock:
+    starts = torch.tensor([s for s, _ in part])[:, None]
+    lengths = torch.tensor([n for _, n in part])[:, None]
+    q = torch.arange(offset, offset + queries)[None]
+    k = torch.arange(keys)[None]
+    valid = q < lengths
+    return AttentionBlock(
+        sequences=len(part),
+        queries=queries,
+        keys=keys,
+        offset=offset,
+        query_rows=torch.where(valid, starts + q, 0).flatten(),
+        key_rows=torch.where(k < lengths, starts + k, 0).flatten(),
+        query_valid=None if bool(valid.all()) else valid.flatten(),
+        prefix=prefix,
+    )
+
+
+def _rotate_differentiably(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    first, second = qkv[:, :rotated].chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned, qkv[:, rotated:]], dim=1)
+
+
+def attend_by_library(
+    qkv: Tensor, cos: Tensor, sin: Tensor, blocks: tuple[AttentionBlock, ...], heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """Output ``[R, H, E]``, differentiable, and the rotated ``qkv``, detached; ``qkv`` is ``[R, H + 2K, E]``."""
+    rotated = _rotate_differentiably(qkv, cos, sin, heads + kv_heads)
+    q_rows, k_rows, v_rows = rotated.split([heads, kv_heads, kv_heads], dim=1)
+    pieces, rows = [], []
+    for block in blocks:
+        a = block.sequences
+
+        def lay_out(source: Tensor, index: Tensor, count: int = a) -> Tensor:
+            return source.index_select(0, index).view(count, -1, *source.shape[1:]).transpose(1, 2)
+
+        query, key, value = lay_out(q_rows, block.query_rows), lay_out(k_rows, block.key_rows), lay_out(v_rows, block.key_rows)
+        mask = torch.ones(block.queries, block.keys, dtype=torch.bool, device=qkv.device).tril(block.offset)
+        if block.prefix:
+            start, length = block.prefix
+            mask = torch.cat([mask.new_ones(block.queries, length), mask], dim=1)
+            key = torch.cat([k_rows[start : start + length].transpose(0, 1).expand(a, -1, -1, -1), key], dim=2)
+            value = torch.cat([v_rows[start : start + length].transpose(0, 1).expand(a, -1, -1, -1), value], dim=2)
+        unit = heads // kv_heads
+        key, value = key.repeat_interleave(unit, dim=1), value.repeat_interleave(unit, dim=1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        flat = out.transpose(1, 2).reshape(a * block.queries, heads, -1)
+        valid = block.query_valid
+        pieces.append(flat if valid is None else flat[valid])
+        rows.append(block.query_rows if valid is None else block.query_rows[valid])
+    order = torch.argsort(torch.cat(rows))
+    return torch.cat(pieces).index_select(0, order), rotated.detach()
