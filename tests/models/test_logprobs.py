@@ -10,15 +10,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.models import logprobs
-from groupwise.models.logprobs import token_logprobs
+from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
 
-VOCABULARY, WIDTH, ROWS = 53, 12, 5
-"""A vocabulary, a model width, and the rows of one tile."""
+VOCABULARY, WIDTH, ROWS, SLICE = 53, 12, 5, 11
+"""A vocabulary, a model width, and the rows and columns of one tile."""
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "TILE_ELEMENTS", ROWS * VOCABULARY + 7)
+    monkeypatch.setattr(logprobs, "_ROWS", ROWS)
+    monkeypatch.setattr(logprobs, "_SLICE", SLICE)
+    monkeypatch.setattr(logprobs, "_NARROWEST", 3)
+    monkeypatch.setattr(logprobs, "_GRADIENT_ELEMENTS", 10 * SLICE)
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,6 +50,32 @@ def test_tiles_equal_the_whole(tokens: int, temperature: float) -> None:
     wanted = torch.autograd.grad(expected, (hidden, weight), grad.double())
     for gradient, want in zip(torch.autograd.grad(ours, (hidden, weight), grad), wanted, strict=True):
         assert (gradient - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tokens", [1, ROWS, 3 * ROWS + 2])
+def test_entropy_and_its_gradient_equal_the_whole(tokens: int, temperature: float) -> None:
+    hidden, weight, targets, grad = inputs(tokens)
+    grad_entropy = torch.randn(tokens, generator=torch.Generator().manual_seed(9))
+    ours, entropy = token_logprobs_and_entropy(hidden, weight, targets, temperature)
+    scores = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, dim=-1)
+    expected, wanted = scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(1)
+    assert torch.equal(ours, token_logprobs(hidden, weight, targets, temperature))
+    torch.testing.assert_close(entropy.double(), wanted, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs_and_entropy(hidden, weight, targets, temperature)[1], entropy)
+    got = torch.autograd.grad((ours * grad + entropy * grad_entropy).sum(), (hidden, weight))
+    want = torch.autograd.grad((expected * grad + wanted * grad_entropy).sum(), (hidden, weight))
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_entropy_alone_may_be_what_is_learnt() -> None:
+    hidden, weight, targets, _ = inputs(7)
+    (got,) = torch.autograd.grad(token_logprobs_and_entropy(hidden, weight, targets)[1].sum(), (hidden,))
+    scores = torch.log_softmax(hidden.double() @ weight.double().t(), dim=-1)
+    (want,) = torch.autograd.grad(-(scores.exp() * scores).sum(), (hidden,))
+    assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.parametrize("needed", ["hidden", "weight"])

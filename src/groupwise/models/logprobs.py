@@ -1,78 +1,137 @@
-"""Log-probabilities of sampled tokens, without ever keeping ``[tokens, vocabulary]``.
+"""Log-probabilities of given tokens, and entropies, without ever keeping ``[tokens, vocabulary]``.
 
-The output head runs in tiles of rows, forward and backward. The backward pass recomputes each tile's logits: one more matrix product
-in exchange for the largest tensor of the whole step. Axes: T tokens, D model width, V vocabulary.
+The output head is the largest matrix of a small model and its logits would be the largest tensor of the whole step. Both directions
+therefore go over the vocabulary in slices. Forward keeps a running maximum and sum for each row; backward computes a slice's logits
+again, turns them into the gradient of the logits, and with it makes that slice of the head's gradient at once: a product over all
+rows, which is fast, and which needs no adding up. Axes: T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["TILE_ELEMENTS", "token_logprobs"]
+__all__ = ["token_logprobs", "token_logprobs_and_entropy"]
 
-TILE_ELEMENTS = 24 * 2**20
-"""fp32 logits of one tile on a CPU: 512 rows of a vocabulary of 49,152. Fewer rows make the weight's gradient, a product over the
-tile's rows, slow; more only take memory."""
-GPU_TILE_ELEMENTS = 2**28
-
-
-def _tile_rows(hidden: Tensor, weight: Tensor) -> int:
-    elements = TILE_ELEMENTS if hidden.device.type == "cpu" else GPU_TILE_ELEMENTS
-    return max(1, elements // len(weight))
+_SLICE, _NARROWEST = 4096, 256
+"""Columns of the vocabulary at a time (fewer for very many rows), and"""
+_ROWS = 512
+"""rows at a time on CPUs, so that the fp32 copy of a tile (8 MiB) stays in the cache."""
+_GPU_ROWS = 2**15
+_GRADIENT_ELEMENTS = 2**25
+"""Most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
-    logits = out[: len(hidden)]
-    logits.copy_(hidden @ weight.t())
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _row_tiles(hidden: Tensor) -> Iterator[slice]:
+    rows = _ROWS if hidden.device.type == "cpu" else _GPU_ROWS
+    for start in range(0, len(hidden), rows):
+        yield slice(start, min(start + rows, len(hidden)))
 
 
-def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    rows = _tile_rows(hidden, weight)
+def _slices(vocabulary: int, rows: int) -> Iterator[slice]:
+    width = max(_NARROWEST, min(_SLICE, _GRADIENT_ELEMENTS // max(1, rows)))
+    for start in range(0, vocabulary, width):
+        yield slice(start, min(start + width, vocabulary))
+
+
+class _Tile:
+    """fp32 logits of some rows and one slice of the vocabulary, in a buffer that is used again."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float) -> None:
+        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+        rows = max((r.stop - r.start for r in _row_tiles(hidden)), default=0)
+        self.buffer = torch.empty(rows * min(_SLICE, len(weight)), dtype=torch.float32, device=hidden.device)
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        out = self.buffer[: shape[0] * shape[1]].view(shape)
+        out.copy_(self.hidden[rows] @ self.weight[columns].t())
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+
+def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in this slice, and where in it."""
+    rows = ((targets >= columns.start) & (targets < columns.stop)).nonzero()[:, 0]
+    return rows, targets[rows] - columns.start
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probabilities, log-sum-exps, and entropies if asked for; ``[T]`` in fp32 each."""
     chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    normaliser = torch.empty_like(chosen)
-    buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(targets), rows):
-        tile = slice(start, min(start + rows, len(targets)))
-        logits = _scaled_logits(hidden[tile], weight, temperature, buffer)
-        chosen[tile] = logits.gather(1, targets[tile, None])[:, 0]
-        top = logits.amax(1, keepdim=True)
-        normaliser[tile] = logits.sub_(top).exp_().sum(1).log_().add_(top[:, 0])
-    return chosen - normaliser, normaliser
+    top = torch.full_like(chosen, float("-inf"))
+    total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)  # sums of exp(s - top), and of exp(s - top) (s - top)
+    tile = _Tile(hidden, weight, temperature)
+    for rows in _row_tiles(hidden):
+        for columns in _slices(len(weight), len(targets)):
+            logits = tile.logits(rows, columns)
+            found, place = _place(targets[rows], columns)
+            chosen[rows.start + found] = logits[found, place]
+            highest = torch.maximum(top[rows], logits.amax(1))
+            shrink, moved = (top[rows] - highest).exp_(), top[rows] - highest
+            if entropy:
+                moved.nan_to_num_(neginf=0.0)  # nothing was summed yet
+                weighted[rows] = (weighted[rows] + total[rows] * moved) * shrink
+                shifted = logits.sub_(highest[:, None])
+                weights = shifted.exp()
+                weighted[rows] += (weights * shifted).sum(1)
+            else:
+                weights = logits.sub_(highest[:, None]).exp_()
+            total[rows] = total[rows] * shrink + weights.sum(1)
+            top[rows] = highest
+    log_total = total.log()
+    normaliser = top + log_total
+    return chosen - normaliser, normaliser, log_total - weighted / total if entropy else None
 
 
 class _TokenLogprobs(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        logprobs, normaliser = _forward(hidden, weight, targets, temperature)
-        ctx.save_for_backward(hidden, weight, targets, normaliser)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs, normaliser, entropies = _forward(hidden, weight, targets, temperature, entropy)
+        ctx.save_for_backward(hidden, weight, targets, normaliser, *(() if entropies is None else (entropies,)))
         ctx.temperature = temperature
-        return logprobs
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, targets, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normaliser, *rest = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        rows = _tile_rows(hidden, weight)
-        grad = grad.float() / ctx.temperature
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=torch.float32, device=hidden.device)
-        for start in range(0, len(targets), rows):
-            tile = slice(start, min(start + rows, len(targets)))
-            probabilities = _scaled_logits(hidden[tile], weight, ctx.temperature, buffer).sub_(normaliser[tile, None]).exp_()
-            grad_logits = probabilities.mul_(-grad[tile, None])  # d logprob[target] / d logits = onehot - p
-            grad_logits.scatter_add_(1, targets[tile, None], grad[tile, None])
-            narrow = grad_logits.to(hidden.dtype)
+        grad = torch.zeros_like(normaliser) if grad is None else grad.float() / ctx.temperature
+        of_entropy = (grad_entropy.float() / ctx.temperature, rest[0]) if rest and grad_entropy is not None else None
+        tile = _Tile(hidden, weight, ctx.temperature)
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        for columns in _slices(len(weight), len(targets)):
+            narrow = hidden.new_empty(len(targets), columns.stop - columns.start)
+            for rows in _row_tiles(hidden):
+                grad_logits = _logit_gradient(tile.logits(rows, columns), rows, normaliser, grad, of_entropy)
+                found, place = _place(targets[rows], columns)
+                grad_logits[found, place] += grad[rows][found]  # in fp32: where p is near 1, little is left of onehot - p
+                narrow[rows] = grad_logits
             if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[tile])
+                grad_hidden += narrow @ weight[columns]
             if grad_weight is not None:
-                grad_weight += narrow.t() @ hidden[tile]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                torch.mm(narrow.t(), hidden, out=grad_weight[columns])
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+
+def _logit_gradient(
+    logits: Tensor, rows: slice, normaliser: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """-grad p, and for the entropy H -grad_H p (log p + H), in place of the logits; the caller adds the target's own share."""
+    log_p = logits.sub_(normaliser[rows, None])
+    if of_entropy is None:
+        return log_p.exp_().mul_(-grad[rows, None])
+    grad_entropy, entropy = of_entropy
+    factor = (log_p + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad[rows, None])
+    return log_p.exp_().mul_(factor).neg_()
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -86,5 +145,16 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         ``[T]`` in fp32 and nats.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _TokenLogprobs.apply(hidden, weight, targets, temperature)
-    return _forward(hidden, weight, targets, temperature)[0]
+        return _TokenLogprobs.apply(hidden, weight, targets, temperature, False)[0]
+    return _forward(hidden, weight, targets, temperature, False)[0]
+
+
+def token_logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """As ``token_logprobs``, and the entropy of each row's whole distribution, ``[T]`` in fp32 and nats; both differentiable."""
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _TokenLogprobs.apply(hidden, weight, targets, temperature, True)
+    logprobs, _, entropy = _forward(hidden, weight, targets, temperature, True)
+    assert entropy is not None
+    return logprobs, entropy
