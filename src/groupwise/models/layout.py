@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         if device.type == "cpu":
             return self
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v.to(device, non_blocking=True) for k, v in found.items() if isinstance(v, Tensor)})
 
 

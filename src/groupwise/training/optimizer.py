@@ -58,11 +58,13 @@ class MasterAdamW:
         if parameter.dtype == torch.float32 or not self.config.master_weights:
             return parameter
         master = parameter.detach().float()
-        master.grad = torch.zeros_like(master)
 
         def collect(p: Tensor) -> None:
-            assert master.grad is not None
-            master.grad.add_(p.grad)  # type: ignore[arg-type]
+            assert p.grad is not None
+            if master.grad is None:  # taken now, when the activations that led here are free again: not at the peak
+                master.grad = p.grad.float()
+            else:
+                master.grad.add_(p.grad)
             p.grad = None
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(collect))
@@ -97,11 +99,8 @@ class MasterAdamW:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def clear(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter is master:
-                parameter.grad = None
-            elif master.grad is not None:
-                master.grad.zero_()
+        for master in self.masters:
+            master.grad = None
 
     def close(self) -> None:
         """Let go of the parameters: another optimiser may take them over."""
