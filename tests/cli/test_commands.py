@@ -10,13 +10,13 @@ import pytest
 
 from groupwise.config import explain, load_config, recipes
 
-COMMANDS = [["train"], ["eval"], ["generate"], ["data", "inspect"], ["data", "prepare"], ["recipes"], ["config"]]
+COMMANDS = [["train"], ["eval"], ["generate"], ["data", "inspect"], ["data", "prepare"], ["recipes"], ["algorithms"], ["config"]]
 
 
 @pytest.mark.parametrize("command", [[], ["data"]])
 def test_help_without_a_command_lists_the_commands(groupwise, command):
     shown = groupwise(*command, "--help").stdout
-    expected = ["inspect", "prepare"] if command else ["train", "eval", "generate", "data", "recipes", "config"]
+    expected = ["inspect", "prepare"] if command else ["train", "eval", "generate", "data", "recipes", "algorithms", "config"]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown.partition("Commands:")[2], flags=re.MULTILINE) == sorted(
         expected, key=lambda name: shown.index(f"\n  {name} ")
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from groupwise.cli import configuration, data, doctor, evaluate, generate, report, train
+from groupwise.cli import algorithms, configuration, data, doctor, evaluate, generate, report, train
 from groupwise.errors import GroupwiseError
 
 __all__ = ["app", "main"]
@@ -82,6 +82,7 @@ app.command("report", short_help="Write a page about one run or several.")(repor
 app.command("doctor", short_help="Say what ails a run, or its settings.")(doctor.doctor)
 app.add_typer(data.app, name="data", short_help="Look at problems, and prepare them once.")
 app.command("recipes", short_help="List the recipes that come with groupwise.")(configuration.recipes)
+app.command("algorithms", short_help="List the published methods, or show one with its formula.")(algorithms.algorithms)
 app.command("config", short_help="Explain the settings of a run.")(configuration.config)
 
 

@@ -1,0 +1,105 @@
+"""``groupwise algorithms``: the table holds the presets' settings, and the JSON is what programs may rely on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.formula import formula
+from groupwise.config.presets import PRESETS
+
+KEYS = ["name", "title", "paper", "url", "summary", "beyond", "settings", "choices", "formula"]
+CHOICES = ["baseline", "scale", "ratio", "surrogate", "clip_range", "aggregation", "kl"]
+
+
+def test_every_preset_is_listed_for_people_and_for_programs(groupwise):
+    listed = json.loads(groupwise("algorithms", "--json").stdout)
+    assert [row["name"] for row in listed] == list(PRESETS)
+    for row in listed:
+        assert list(row) == KEYS
+        assert list(row["choices"]) == CHOICES
+        assert row["settings"] == dict(PRESETS[row["name"]].values)
+        assert row["url"] == f"https://arxiv.org/abs/{PRESETS[row['name']].paper}"
+        assert AlgorithmConfig(**row["settings"]) == AlgorithmConfig(preset=row["name"]).model_copy(update={"preset": "grpo"})
+    shown = groupwise("algorithms").stdout
+    assert all(name in shown and preset.paper in shown for name, preset in PRESETS.items())
+
+
+def test_the_json_of_one_preset_as_promised(groupwise):
+    assert json.loads(groupwise("algorithms", "dapo", "--json").stdout) == {
+        "name": "dapo",
+        "title": "DAPO",
+        "paper": "2503.14476",
+        "url": "https://arxiv.org/abs/2503.14476",
+        "summary": PRESETS["dapo"].summary,
+        "beyond": PRESETS["dapo"].beyond,
+        "settings": {
+            "baseline": "group_mean",
+            "scale": "group_std",
+            "surrogate": "clip",
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "aggregation": "token_mean",
+            "beta": 0.0,
+        },
+        "choices": {
+            "baseline": "group mean",
+            "scale": "group std",
+            "ratio": "token",
+            "surrogate": "clip",
+            "clip_range": "0.2 down, 0.28 up",
+            "aggregation": "token_mean",
+            "kl": "none",
+        },
+        "formula": [
+            "A_i   = (r_i - mean(rewards of the group)) / (std(rewards of the group) + 0.0001)",
+            "w     = pi(o_it) / pi_old(o_it)",
+            "L_it  = -min(w A, clip(w, 0.8, 1.28) A)",
+            "loss  = sum_i sum_t L_it / sum_i |o_i|",
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_preset_shows_its_formula_and_its_settings(groupwise, name):
+    shown = groupwise("algorithms", name).stdout
+    assert all(f"  {line}\n" in shown for line in formula(AlgorithmConfig(preset=name)))
+    assert all(f"algorithm.{setting}={value}" in shown for setting, value in PRESETS[name].values.items())
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
+    refused = groupwise("algorithms", "dappo")
+    assert refused.exit_code == 2
+    assert "dappo is not a preset: did you mean dapo?" in refused.stderr
+    assert "choose one of grpo, dr_grpo" in groupwise("algorithms", "xyz").stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"preset": "rloo"}, "r_i   = reward_i - sum_t 0.03 k1_it"),
+        ({"preset": "rloo"}, "k1_it = log pi_old(o_it) - log pi_ref(o_it)"),
+        ({"preset": "rloo"}, "A_i   = r_i - mean(rewards of the others in the group)"),
+        ({"preset": "reinforce++"}, "r_it  = reward_i - sum_(s >= t) 0.01 k1_is"),
+        ({"preset": "gspo"}, "w     = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion"),
+        ({"preset": "cispo"}, "L_it  = -clip(w, 0, 5) A log pi(o_it), with no gradient through the weight"),
+        ({"dual_clip": 3}, "L_it  = -min(w A, clip(w, 0.8, 1.2) A), and at most -3 A where A < 0"),
+        ({"delta": 4}, "L_it  = -min(min(w, 4) A, clip(w, 0.8, 1.2) A)"),
+        ({"kl_correction": True}, "L_it += 0.04 w k3_it"),
+        ({"preset": "ppo", "gamma": 0.9}, "A_it  = sum_(s >= t) 0.855^(s-t) delta_is, whitened: (A - mean) / (std + 0.0001)"),
+        ({"preset": "ppo", "gamma": 0.9}, "delta_it = r_it + 0.9 V_i,t+1 - V_it, V = 0 after the last token"),
+        ({"preset": "ppo", "value_clip": None}, "value = 0.1 x mean over tokens of (V - R)^2 / 2"),
+        ({"baseline": "none", "scale": "none", "aggregation": "sequence_sum"}, "A_i   = r_i"),
+    ],
+)
+def test_the_formula_follows_the_settings(settings, line):
+    assert any(one.startswith(line) for one in formula(AlgorithmConfig(**settings)))
+
+
+def test_the_table_needs_no_torch():
+    code = (
+        "import sys; from groupwise.cli import app; app(['algorithms'], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
