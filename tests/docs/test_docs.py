@@ -15,13 +15,15 @@ import yaml
 
 from groupwise.cli import app
 from groupwise.config import build_config, dump_config, explain, load_config, recipes
+from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.formula import in_words
 from groupwise.config.presets import PRESETS
 from groupwise.rewards import builtin_rewards
 from groupwise.rewards.load import OFFERED
 from groupwise.tracking import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXPECTED = {"README.md", "CONTRIBUTING.md", "architecture.md", "algorithms.md", "configuration.md", "data.md", "rewards.md"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -200,8 +202,9 @@ def test_metrics_that_pages_name_exist():
 
 
 def test_presets_are_those_of_the_config():
-    rows = re.findall(r"^\| `([^`]+)` \| (\d{4}\.\d{5}) \|", page("docs/algorithms.md"), flags=re.MULTILINE)
-    assert rows == [(name, preset.paper) for name, preset in PRESETS.items()]
+    rows = re.findall(r"^\| \[`([^`]+)`\]\(algorithms/(.+)\.md\) \| (.*) \|$", page("docs/algorithms.md"), flags=re.MULTILINE)
+    words = {name: [preset.paper, *in_words(AlgorithmConfig(preset=name)).values()] for name, preset in PRESETS.items()}
+    assert [(name, file, cells.split(" | ")) for name, file, cells in rows] == [(name, name, row) for name, row in words.items()]
 
 
 def test_rewards_and_their_keywords_are_those_of_the_code():
