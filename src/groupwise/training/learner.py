@@ -55,10 +55,11 @@ class MicroBatch:
 class Learner:
     """Holds what learning needs beside the policy: optimiser, reference, and the count of updates."""
 
-    def __init__(self, scorer: Scorer, config: Config) -> None:
+    def __init__(self, scorer: Scorer, config: Config, optimizer: Any = None) -> None:
+        """``optimizer``: another one than AdamW with masters, with the same methods, over the scorer's parameters."""
         self.scorer, self.config = scorer, config
         self.objective = Objective.from_config(config.algorithm)
-        self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer)
+        self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer) if optimizer is None else optimizer
         self.reference = make_reference(scorer) if self.objective.needs_reference else None
         self.updates = 0
         self.dropped_in_a_row = 0
@@ -118,14 +119,14 @@ class Learner:
             self._score_reference([micro_batch])
         return out
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], *, first: bool) -> dict[str, Metric]:
-        """Add the gradient of some micro-batches to what the next ``step`` takes. Their loss is summed, not averaged.
+    def accumulate(self, micro_batches: Sequence[MicroBatch], *, first: bool, scale: float = 1.0) -> dict[str, Metric]:
+        """Add the gradient of some micro-batches, times ``scale``, to what the next ``step`` takes. Their loss is summed, not averaged.
 
         ``first``: they are swept for the first time, so that the sampler's mismatch can be measured. Without gradients switched on
         (``torch.no_grad``) only the numbers are computed. Names that begin with ``detail/`` are for callers, not for the records.
         """
         started = time.perf_counter()
-        found = merge(self._backward(micro_batch, first=first) for micro_batch in micro_batches)
+        found = merge(self._backward(micro_batch, first, scale) for micro_batch in micro_batches)
         return found | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     @property
@@ -200,14 +201,14 @@ class Learner:
                 micro_batch.advantages_T = torch.tensor([a for g, m in members for a in token_advantages[g][m]], device=device)
         return advantages
 
-    def _backward(self, micro_batch: MicroBatch, first: bool) -> dict[str, Metric]:
+    def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> dict[str, Metric]:
         """Add one micro-batch's gradient. The first update is on-policy: its ratio is exactly 1, and no old pass is needed."""
         logprobs = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
         loss, numbers = policy_loss(
             self.objective,
             logprobs_T=logprobs,
             sequence_T=micro_batch.packed.sequence_T,
-            weights_T=micro_batch.weights_T,
+            weights_T=micro_batch.weights_T * scale,
             old_logprobs_T=micro_batch.old_T,
             advantages_N=micro_batch.advantages_N,
             advantages_T=micro_batch.advantages_T,

@@ -1,0 +1,271 @@
+"""Every argument of TRL's ``GRPOConfig`` (1.16), with its default and what becomes of it here: one table, from which the config
+class, its checks and the page ``docs/coming-from-trl.md`` are made. A test compares it with TRL's own fields.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["ARGUMENTS", "Argument", "Fate", "render_table"]
+
+Fate = Literal["honoured", "harmless", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument. ``text`` is what it does here (honoured), why it changes nothing (harmless), or what to do instead (refused)."""
+
+    name: str
+    kind: str
+    """Its type, as a key of ``KINDS``."""
+    default: Any
+    """TRL's."""
+    fate: Fate
+    text: str
+    former: bool = False
+    """Not among TRL 1.16's fields with transformers 5, but in scripts written for earlier ones."""
+
+    @property
+    def type(self) -> Any:
+        return KINDS[self.kind]
+
+
+KINDS: Mapping[str, Any] = {
+    "int": int, "float": float, "str": str, "bool": bool,
+    "int?": int | None, "float?": float | None, "str?": str | None, "bool?": bool | None,
+    "dict?": dict | str | None, "names?": list[str] | str | None, "names": list[str], "floats?": list[float] | None,
+    "number?": int | str | None, "flag": bool | str,
+}  # fmt: skip
+
+# name | type | default | h(onoured), - (harmless) or x (refused) | text
+_TABLE = """
+output_dir | str? | None | h | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
+per_device_train_batch_size | int | 8 | h | Completions in one sweep; several may be computed at once or in parts.
+num_train_epochs | float | 3.0 | h | Passes over the data set.
+max_steps | int | -1 | h | Optimiser steps; wins over `num_train_epochs`.
+learning_rate | float | 1e-06 | h | Peak rate of AdamW.
+lr_scheduler_type | str | 'linear' | h | Any name of transformers' `get_scheduler` but `reduce_lr_on_plateau` and `greedy`.
+lr_scheduler_kwargs | dict? | None | h | Handed to `get_scheduler`.
+warmup_steps | float | 0 | h | Optimiser steps; below 1 a share of the run.
+optim | str | 'adamw_torch_fused' | h | `adamw_torch` or `adamw_torch_fused`; for others pass `optimizers=(optimizer, None)`.
+optim_args | str? | None | x | Pass `optimizers=(optimizer, None)` with an optimiser made as you want it.
+weight_decay | float | 0.0 | h | Decoupled; norms and biases are spared, as in transformers.
+adam_beta1 | float | 0.9 | h | AdamW's average of gradients.
+adam_beta2 | float | 0.999 | h | AdamW's average of squared gradients.
+adam_epsilon | float | 1e-08 | h | AdamW's denominator term.
+optim_target_modules | names? | None | x | Remove it: it belongs to GaLore and APOLLO, which are not here.
+gradient_accumulation_steps | int | 1 | h | Sweeps of `per_device_train_batch_size` completions in one optimiser step.
+average_tokens_across_devices | bool | True | - | There is one process.
+max_grad_norm | float | 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
+label_smoothing_factor | float | 0.0 | - | GRPO has no labels, in TRL neither.
+bf16 | bool? | None | h | A model loaded by name computes in bfloat16 with fp32 master weights; False: in float32.
+fp16 | bool | False | x | Use `bf16=True`, or `bf16=False` for float32: float16 would need loss scaling.
+bf16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
+fp16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
+tf32 | bool? | None | h | Switches TF32 for float32 products on CUDA.
+gradient_checkpointing | bool | True | h | Activations are recomputed in the backward pass. Sampling keeps its cache.
+gradient_checkpointing_kwargs | dict? | None | - | Checkpointing is always the non-reentrant kind; gradients are the same.
+torch_compile | bool | False | x | Leave it out: nothing is compiled.
+torch_compile_backend | str? | None | x | Leave it out: nothing is compiled.
+torch_compile_mode | str? | None | x | Leave it out: nothing is compiled.
+use_liger_kernel | bool | False | x | Leave it out: the logits of all tokens never exist at once anyway.
+liger_kernel_config | dict? | None | x | Leave it out: Liger's kernels are not used.
+use_cache | bool | False | - | Sampling always has a KV cache, learning never.
+neftune_noise_alpha | float? | None | x | Leave it out: noise on embeddings would make the sampled policy another than the trained one.
+torch_empty_cache_steps | int? | None | h | Frees the accelerator's cached memory every so many optimiser steps.
+auto_find_batch_size | bool | False | x | Lower `per_device_train_batch_size` and raise `gradient_accumulation_steps` (TRL refuses it too).
+logging_strategy | str | 'steps' | h | `no`, `steps` or `epoch`.
+logging_steps | float | 10 | h | Optimiser steps between two logs; below 1 a share of the run.
+logging_first_step | bool | False | h | Log the first step too.
+log_on_each_node | bool | True | - | There is one process.
+logging_nan_inf_filter | bool | True | - | An update whose gradient is not finite is dropped, and its loss left out of the log.
+include_num_input_tokens_seen | flag | 'no' | x | Leave it out: `num_tokens` is always logged.
+log_level | str | 'passive' | - | Set transformers' verbosity yourself: `transformers.utils.logging.set_verbosity_info()`.
+log_level_replica | str | 'warning' | - | There is one process.
+disable_tqdm | bool? | None | h | True prints logs instead of a progress bar.
+report_to | names? | 'none' | h | transformers' own callbacks: `wandb`, `tensorboard`, `trackio`, `mlflow` ...
+run_name | str? | None | h | Read by those callbacks.
+project | str | 'huggingface' | h | Read by the Trackio callback.
+trackio_space_id | str? | None | h | Read by the Trackio callback.
+trackio_bucket_id | str? | None | h | Read by the Trackio callback.
+trackio_static_space_id | flag | None | h | Read by the Trackio callback.
+eval_strategy | str | 'no' | h | `no`, `steps` or `epoch`.
+eval_steps | float? | None | h | Optimiser steps between evaluations; by default `logging_steps`.
+eval_delay | float | 0 | h | Steps or epochs before the first evaluation.
+per_device_eval_batch_size | int | 8 | h | Completions over which evaluation's loss and rewards are averaged at a time.
+prediction_loss_only | bool | False | - | GRPO's evaluation returns no predictions, in TRL neither.
+eval_on_start | bool | False | h | Evaluate before the first step.
+eval_do_concat_batches | bool | True | - | GRPO's evaluation returns no predictions.
+eval_use_gather_object | bool | False | - | There is one process.
+eval_accumulation_steps | int? | None | - | GRPO's evaluation returns no predictions.
+include_for_metrics | names | [] | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
+batch_eval_metrics | bool | False | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
+save_only_model | bool | False | h | Checkpoints without the optimiser: they cannot be resumed.
+save_strategy | str | 'steps' | h | `no`, `steps` or `epoch`; for `best`, compare `state.log_history` yourself.
+save_steps | float | 500 | h | Optimiser steps between checkpoints; below 1 a share of the run.
+save_on_each_node | bool | False | - | There is one process.
+save_total_limit | int? | None | h | Older checkpoints beyond this many are removed.
+enable_jit_checkpoint | bool | False | x | Leave it out and set `save_steps`.
+push_to_hub | bool | False | x | Leave it out, and upload the folder of `save_model()` with `hf upload`.
+hub_token | str? | None | - | Only matters with `push_to_hub`.
+hub_private_repo | bool? | None | - | Only matters with `push_to_hub`.
+hub_model_id | str? | None | - | Only matters with `push_to_hub`.
+hub_strategy | str | 'every_save' | - | Only matters with `push_to_hub`.
+hub_always_push | bool | False | - | Only matters with `push_to_hub`.
+hub_revision | str? | None | - | Only matters with `push_to_hub`.
+load_best_model_at_end | bool | False | x | Keep all checkpoints and take the one that `state.log_history` shows to be best.
+metric_for_best_model | str? | None | x | Leave it out: see `load_best_model_at_end`.
+greater_is_better | bool? | None | x | Leave it out: see `load_best_model_at_end`.
+ignore_data_skip | bool | False | x | Leave it out: the order of prompts is a function of seed and epoch, so that resuming skips nothing.
+restore_callback_states_from_checkpoint | bool | False | x | Leave it out and let your callback keep its own state.
+full_determinism | bool | False | h | transformers' `enable_full_determinism(seed)`.
+seed | int | 42 | h | Order of prompts (the same as TRL's), sampling, adapters.
+data_seed | int? | None | - | TRL orders GRPO's prompts by `seed` too.
+use_cpu | bool | False | h | Stay on the CPU where there is an accelerator.
+accelerator_config | dict? | None | x | Leave it out: one process, without Accelerate.
+parallelism_config | dict? | None | x | Leave it out: one process.
+dataloader_drop_last | bool | False | - | A batch of prompts is always whole, in TRL too.
+dataloader_num_workers | int | 0 | - | Prompts are read in this process.
+dataloader_pin_memory | bool | True | - | Prompts are read in this process.
+dataloader_persistent_workers | bool | False | - | Prompts are read in this process.
+dataloader_prefetch_factor | int? | None | - | Prompts are read in this process.
+dataloader_multiprocessing_context | str? | None | - | Prompts are read in this process.
+dataloader_in_order | bool | True | - | Prompts are read in this process.
+remove_unused_columns | bool? | False | h | True: reward functions get `prompts` and `completions` only.
+label_names | names? | None | - | GRPO has no labels.
+train_sampling_strategy | str | 'random' | - | `shuffle_dataset` decides, in TRL too.
+length_column_name | str | 'length' | - | Only matters for grouping by length, which GRPO has not, in TRL neither.
+ddp_find_unused_parameters | bool? | None | - | There is one process.
+ddp_bucket_cap_mb | int? | None | - | There is one process.
+ddp_broadcast_buffers | bool? | None | - | There is one process.
+ddp_static_graph | bool? | None | - | There is one process.
+ddp_backend | str? | None | - | There is one process.
+ddp_timeout | int | 1800 | - | There is one process.
+fsdp | str? | None | x | Leave it out: one process. Gradient checkpointing, LoRA and a smaller micro-batch save memory.
+fsdp_config | dict? | None | x | Leave it out: one process.
+deepspeed | dict? | None | x | Leave it out: one process. Gradient checkpointing, LoRA and a smaller micro-batch save memory.
+debug | names? | '' | x | Leave it out: an update that is not finite is dropped and reported.
+skip_memory_metrics | bool | True | x | Leave it at True.
+do_train | bool | False | - | A flag for scripts; the trainer does not read it, transformers' neither.
+do_eval | bool | False | - | A flag for scripts; `eval_strategy` decides.
+do_predict | bool | False | - | A flag for scripts; the trainer does not read it.
+resume_from_checkpoint | str? | None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
+local_rank | int | -1 | - | There is one process.
+model_init_kwargs | dict? | None | h | `dtype`, `revision`, `attn_implementation` (sdpa, eager, flash_attention_2); not others.
+trust_remote_code | bool | False | h | Run code that comes with a model or reward model.
+router_aux_loss_coef | float? | None | h | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss is not here.
+disable_dropout | bool | False | h | Dropout of the base model never acts here; True silences an adapter's too.
+cast_lm_head_to_fp32 | bool | False | x | Leave it out: log-probabilities are computed in float32 from the head's products anyway.
+num_generations | int? | 8 | h | Completions of one prompt: the group, G.
+num_generations_eval | int? | None | h | The same in evaluation; by default `num_generations`.
+max_completion_length | int? | 512 | h | Longest completion in tokens; None is refused.
+ds3_gather_for_generation | bool | True | - | There is no DeepSpeed.
+shuffle_dataset | bool? | True | h | Prompts in an order drawn from the seed, epoch by epoch.
+pad_to_multiple_of | number? | 'auto' | - | Nothing is padded.
+generation_batch_size | int? | None | h | Completions sampled at a time.
+steps_per_generation | int? | None | h | Sweeps into which these are divided; by default `gradient_accumulation_steps`.
+temperature | float | 1.0 | h | Of sampling and of the log-probabilities that are trained.
+top_p | float | 1.0 | h | Nucleus sampling.
+top_k | int | 0 | h | Sample among the k likeliest tokens; 0 is off.
+min_p | float? | None | x | Use `top_p` or `top_k`.
+generation_kwargs | dict? | None | x | Leave it out, and use `temperature`, `top_p`, `top_k` and `max_completion_length`.
+chat_template_kwargs | dict? | None | h | Handed to the chat template.
+repetition_penalty | float | 1.0 | x | Leave it at 1, and punish repetition by a reward function.
+cache_implementation | str? | None | x | Leave it out: the engine has its own cache.
+use_vllm | bool | False | x | Leave it out: completions are sampled by groupwise's own engine from the very weights that are trained.
+vllm_mode | str | 'colocate' | - | Only matters with `use_vllm`.
+vllm_model_impl | str | 'vllm' | - | Only matters with `use_vllm`.
+vllm_enable_sleep_mode | bool | False | - | Only matters with `use_vllm`.
+vllm_structured_outputs_regex | str? | None | - | Only matters with `use_vllm`.
+vllm_server_base_url | str? | None | - | Only matters with `use_vllm`.
+vllm_server_host | str | '0.0.0.0' | - | Only matters with `use_vllm`.
+vllm_server_port | int | 8000 | - | Only matters with `use_vllm`.
+vllm_server_timeout | float | 240.0 | - | Only matters with `use_vllm`.
+vllm_group_port | int | 51216 | - | Only matters with `use_vllm`.
+vllm_gpu_memory_utilization | float | 0.3 | - | Only matters with `use_vllm`.
+vllm_max_model_length | int? | None | - | Only matters with `use_vllm`.
+vllm_tensor_parallel_size | int | 1 | - | Only matters with `use_vllm`.
+beta | float | 0.0 | h | Weight of the KL to the reference; at 0 there is no reference.
+num_iterations | int | 1 | h | Times that a generation is gone through (mu).
+epsilon | float | 0.2 | h | Lower clip range, and the upper without `epsilon_high`.
+delta | float? | None | h | Upper bound of the ratio for negative advantages; it must be above 1 + `epsilon_high`.
+epsilon_high | float? | None | h | Upper clip range; with `loss_type="cispo"` the largest weight, which must then be given and be above 1.
+sapo_temperature_neg | float | 1.05 | - | Only matters with `loss_type="sapo"`.
+sapo_temperature_pos | float | 1.0 | - | Only matters with `loss_type="sapo"`.
+vespo_k_pos | float | 2.0 | - | Only matters with `loss_type="vespo"`.
+vespo_lambda_pos | float | 3.0 | - | Only matters with `loss_type="vespo"`.
+vespo_k_neg | float | 3.0 | - | Only matters with `loss_type="vespo"`.
+vespo_lambda_neg | float | 2.0 | - | Only matters with `loss_type="vespo"`.
+importance_sampling_level | str | 'token' | h | `token` or `sequence`.
+reward_weights | floats? | None | h | One for each reward function.
+multi_objective_aggregation | str | 'sum_then_normalize' | h | `sum_then_normalize` or `normalize_then_sum`.
+scale_rewards | flag | 'group' | h | True or `group`, `batch`, False or `none`.
+loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`; `sapo` and `vespo` are refused.
+mask_truncated_completions | bool | False | h | Completions cut at `max_completion_length` are left out of the loss.
+sync_ref_model | bool | False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
+ref_model_mixup_alpha | float | 0.6 | h | Share of the policy in the new reference.
+ref_model_sync_steps | int | 512 | h | Optimiser steps between two such moves.
+top_entropy_quantile | float | 1.0 | x | Leave it at 1.
+entropy_coef | float | 0.0 | x | Leave it at 0, or raise `epsilon_high` to 0.28, which keeps exploration alive.
+use_adaptive_entropy | bool | False | x | Leave it out, or raise `epsilon_high` to 0.28, which keeps exploration alive.
+entropy_coef_min | float | 0.0 | - | Only matters with `use_adaptive_entropy`.
+entropy_coef_max | float | 1.0 | - | Only matters with `use_adaptive_entropy`.
+entropy_coef_delta | float | 0.005 | - | Only matters with `use_adaptive_entropy`.
+entropy_target | float | 0.2 | - | Only matters with `use_adaptive_entropy`.
+max_tool_calling_iterations | int? | None | - | Only matters with `tools`, which are refused.
+vllm_importance_sampling_correction | bool | True | - | Only matters with `use_vllm`.
+vllm_importance_sampling_mode | str | 'sequence_mask' | - | Only matters with `use_vllm`.
+vllm_importance_sampling_clip_max | float? | 3.0 | - | Only matters with `use_vllm`.
+vllm_importance_sampling_clip_min | float? | None | - | Only matters with `use_vllm`.
+off_policy_mask_threshold | float? | None | x | Leave it out, or lower `steps_per_generation` and `num_iterations`.
+use_bias_correction_kl | bool | True | h | The KL is multiplied by the ratio, so that its gradient is unbiased.
+log_completions | bool | False | h | Prints completions and writes them to `completions/*.parquet` under `output_dir`.
+log_multimodal | bool | True | - | There is text only.
+num_completions_to_print | int? | None | h | How many completions are printed.
+log_unique_prompts | bool | False | - | In TRL it thins a table sent to wandb; here completions go to files, whole.
+log_completions_hub_repo | str? | None | x | Leave it out, and upload `completions/` yourself.
+use_transformers_continuous_batching | bool | False | x | Leave it out: groupwise's own engine batches continuously.
+transformers_continuous_batching_config | dict? | None | - | Only matters with `use_transformers_continuous_batching`.
+use_transformers_paged | bool | False | x | Leave it out: groupwise's own engine batches continuously.
+vllm_importance_sampling_cap | float? | None | - | Only matters with `use_vllm`.
+"""
+
+_FORMER = """
+warmup_ratio | float | 0.0 | h | Share of the run that is warmup (transformers 4; now a `warmup_steps` below 1).
+logging_dir | str? | None | h | Folder of the TensorBoard callback (transformers 4).
+no_cuda | bool | False | h | The same as `use_cpu`.
+overwrite_output_dir | bool | False | - | Nothing in `output_dir` is removed.
+save_safetensors | bool | True | x | Leave it at True: weights are always written as safetensors.
+group_by_length | bool | False | - | GRPO has its own order of prompts, in TRL too.
+include_tokens_per_second | bool | False | x | Leave it out: `num_tokens` and `step_time` are logged.
+max_prompt_length | int? | None | x | Leave it out, as in TRL since 1.0, and filter the data set for prompts that are too long.
+use_liger_loss | bool | False | x | Leave it out: the logits of all tokens never exist at once anyway.
+"""
+
+
+def _read(table: str, former: bool) -> list[Argument]:
+    fates: dict[str, Fate] = {"h": "honoured", "-": "harmless", "x": "refused"}
+    rows = [[cell.strip() for cell in line.split(" | ", 4)] for line in table.strip().splitlines()]
+    return [Argument(n, kind, ast.literal_eval(default), fates[fate], text, former) for n, kind, default, fate, text in rows]
+
+
+ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, False), *_read(_FORMER, True)]}
+
+
+def render_table() -> str:
+    """The table as Markdown, for ``docs/coming-from-trl.md``."""
+    lines = []
+    titles = {
+        "honoured": "Honoured: they do what TRL's documentation says",
+        "refused": "Refused, unless at TRL's default: an error says what to do",
+        "harmless": "Accepted, and without effect",
+    }
+    for fate, title in titles.items():
+        rows = [row for row in ARGUMENTS.values() if row.fate == fate]
+        lines += [f"### {title}", "", "| argument | default | |", "|---|---|---|"]
+        lines += [f"| `{row.name}` | `{row.default!r}` | {row.text} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines)

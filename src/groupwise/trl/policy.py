@@ -1,0 +1,97 @@
+"""The model that a script hands over (a name, a folder, a loaded model, one with an adapter) as policy, learner and sampler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from groupwise.config.schema import Config, ModelConfig
+from groupwise.engines import Engine, make_engine
+from groupwise.errors import ConfigError, ModelError
+from groupwise.models.adapters import AdapterScorer, attach, base_module, is_adapted
+from groupwise.models.load import Policy, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
+from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.scorer import Scorer, make_scorer
+from groupwise.trl.config import GRPOConfig
+from groupwise.trl.translate import model_config
+
+__all__ = ["make_parts", "make_policy"]
+
+
+def make_policy(model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any) -> tuple[Policy, ModelConfig]:
+    """The policy, and the model's part of a config. ``tokenizer`` None takes the model's own.
+
+    Raises ModelError or ConfigError for a model that cannot be trained here.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("groupwise.trl trains in one process, but WORLD_SIZE is above 1: start the script with plain python")
+    if isinstance(model, str):
+        config = model_config(args, model)
+        policy = load_policy(config)
+    else:
+        config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
+        policy = _adopt(model, args, config, tokenizer)
+    if tokenizer is not None:
+        policy = _with_tokenizer(policy, tokenizer)
+    _refuse_auxiliary_loss(policy.model, args)
+    if peft_config is not None:
+        policy = replace(policy, model=attach(policy.model, peft_config, args.seed).eval())
+    if args.disable_dropout and is_adapted(policy.model):
+        for name, module in policy.model.named_modules():
+            if "lora_dropout" in name and isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return policy, config
+
+
+def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Scorer, Engine]:
+    """What learns and what samples. A script's own optimiser holds the module's parameters, so the module is what learns; the
+    sampler works on the same memory either way."""
+    if own_optimizer and not is_adapted(policy.model):
+        engine = make_engine(policy, config.rollout)
+        return ModuleScorer(policy.model), engine
+    given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
+    scorer = make_scorer(policy, config.model)
+    if given and config.algorithm.beta > 0 and isinstance(scorer, AdapterScorer):
+        scorer.keep_present_adapter()
+    return scorer, make_engine(policy, config.rollout, scorer)
+
+
+def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any) -> Policy:
+    if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+        raise ModelError(f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers")
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
+    if getattr(base_module(model), "is_quantized", False) and not is_adapted(model):
+        raise ModelError("the model is quantised, which is not covered: load it in bfloat16")
+    if model.device.type == "cpu" and not args.use_cpu:
+        model.to(resolve_device("auto"))
+    if args.gradient_checkpointing:
+        base_module(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokenizer = tokenizer or load_tokenizer(config)
+    ends = end_token_ids(tokenizer, model.config, getattr(model, "generation_config", None))
+    adopted: Any = model.eval()
+    return Policy(adopted, tokenizer, ends, context_length(model.config, tokenizer), config.name)
+
+
+def _with_tokenizer(policy: Policy, tokenizer: Any) -> Policy:
+    if not hasattr(tokenizer, "decode") or hasattr(tokenizer, "image_processor"):
+        raise ConfigError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, there is text only here")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends = end_token_ids(tokenizer, policy.model.config, getattr(policy.model, "generation_config", None))
+    if not ends:
+        raise ModelError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
+    return replace(policy, tokenizer=tokenizer, end_token_ids=ends)
+
+
+def _refuse_auxiliary_loss(model: Any, args: GRPOConfig) -> None:
+    text_config = model.config.get_text_config()
+    adds_a_loss = bool(getattr(text_config, "router_aux_loss_coef", 0.0)) and hasattr(text_config, "output_router_logits")
+    if adds_a_loss and args.router_aux_loss_coef is None:
+        raise ConfigError(
+            "the model is a mixture of experts, for which TRL adds an auxiliary loss that is not here: set "
+            "router_aux_loss_coef=0.0 to train without it"
+        )

@@ -1,0 +1,462 @@
+"""``GRPOTrainer`` with TRL's arguments, over this project's engine, learner and objective: a script changes its import, nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import set_seed
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.metrics import Metric, merge
+from groupwise.training.learner import Learner, MicroBatch, Share
+from groupwise.trl import checkpoint as checkpoints
+from groupwise.trl.callbacks import callback_handler
+from groupwise.trl.completions import CompletionLog
+from groupwise.trl.config import GRPOConfig
+from groupwise.trl.generation import Generation, PromptSet, generate
+from groupwise.trl.numbers import generation_numbers, sweep_numbers
+from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
+from groupwise.trl.policy import make_parts, make_policy
+from groupwise.trl.rewards import RewardFunctions
+from groupwise.trl.schedule import Schedule, deal, epoch_order, flat_index, unit_counts
+from groupwise.trl.translate import to_config
+
+__all__ = ["GRPOTrainer"]
+
+_REFUSED = {
+    "quantization_config": "load the model yourself in bfloat16",
+    "tools": "there are no tool calls; put what the tools know into the prompt",
+    "rollout_func": "groupwise samples by itself; for rollouts of your own use groupwise.rollout",
+    "environment_factory": "there are no environments; put the task into the data set's prompts",
+}
+_INTERNALS = frozenset(
+    {
+        "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_generate_single_turn",
+        "_get_per_token_logps_and_entropies", "_get_train_sampler", "_prepare_inputs", "compute_loss", "create_optimizer",
+        "create_scheduler", "get_train_dataloader", "prediction_step", "training_step",
+    }
+)  # fmt: skip
+"""Methods of TRL's trainer that a subclass would override in vain."""
+_MOST_DROPPED = 5
+
+
+class GRPOTrainer:
+    """TRL's ``GRPOTrainer``, as far as ``docs/coming-from-trl.md`` says. One process.
+
+    Args are TRL's. Raises ``GroupwiseError`` (one sentence: value, rule, remedy) for whatever is not honoured.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if overridden := sorted(_INTERNALS & vars(cls).keys()):
+            raise ConfigError(
+                f"{cls.__name__} overrides {overridden[0]}, which groupwise.trl does not call: use a reward function, a callback or "
+                "groupwise.train instead"
+            )
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        for name, value in {"quantization_config": quantization_config, "tools": tools, "rollout_func": rollout_func,
+                            "environment_factory": environment_factory}.items():  # fmt: skip
+            if value:
+                raise ConfigError(f"{name} is not honoured by groupwise.trl: {_REFUSED[name]}")
+        if args is None:
+            args = GRPOConfig(
+                f"{(model if isinstance(model, str) else model.config._name_or_path).rstrip('/').split('/')[-1]}-GRPO"
+            )
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args is a {type(args).__name__} of {type(args).__module__}: import GRPOConfig from groupwise.trl too"
+            )
+        if args.eval_strategy != "no" and eval_dataset is None:
+            raise ConfigError(
+                f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
+            )
+        self.args: Any = args
+        _seed(args)
+        self.policy, model_config = make_policy(model, args, processing_class, peft_config)
+        self.model, self.processing_class = self.policy.model, self.policy.tokenizer
+        self.config = to_config(args, model_config)
+        self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device)
+        self.reward_func_names = self.rewards.names
+        room = self.policy.context_length - args.max_completion_length
+        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if train_dataset is None:
+            raise ConfigError("train_dataset is missing: pass a data set with a column 'prompt'")
+        self.train_prompts = self._prompts(train_dataset, "training")
+        self.schedule = Schedule.of(args, len(self.train_prompts))
+        given, self.lr_scheduler = optimizers
+        scorer, self.engine = make_parts(self.policy, self.config, given is not None)
+        own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
+        self.learner = Learner(scorer, self.config, own)
+        self.optimizer = self.learner.optimizer.adamw
+        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.control = TrainerControl()
+        self.callback_handler = callback_handler(
+            args, callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.completion_log = CompletionLog(args)
+        self._numbers: dict[str, list[float]] = defaultdict(list)
+        self._generation: tuple[tuple[int, int], Generation] | None = None
+        self.control = self._event("on_init_end")
+
+    # Training.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
+        """Train as ``args`` say, and return transformers' ``TrainOutput``.
+
+        ``resume_from_checkpoint``: a folder ``checkpoint-N``, or True for the newest one in ``output_dir``.
+        """
+        if trial is not None or any(value is not None for value in others.values()):
+            raise ConfigError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
+        updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
+        self._begin(checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint), updates)
+        started, done_before = time.perf_counter(), self.state.global_step
+        self.control = self._event("on_train_begin")
+        if self.args.eval_on_start:
+            self.evaluate()
+        epoch, first = divmod(self.state.global_step, self.schedule.updates)
+        while self.state.global_step < updates and not self.control.should_training_stop:
+            self._epoch(epoch, first)
+            epoch, first = epoch + 1, 0
+        metrics = self._summary(time.perf_counter() - started, self.state.global_step - done_before)
+        self.log(metrics)
+        self.control = self._event("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _begin(self, checkpoint: Path | None, updates: int) -> None:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
+        if checkpoint is not None:
+            self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler)
+        self.engine.refresh(self.learner.updates)
+        self.state.max_steps = updates
+        self.state.num_train_epochs = math.ceil(updates / self.schedule.updates)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.compute_steps(self.args, updates)
+        self._loss, self._total_loss, self._last_logged = 0.0, 0.0, self.state.global_step
+        self._first_step = self.state.global_step
+
+    def _epoch(self, epoch: int, first: int) -> None:
+        """The optimiser steps of one epoch from ``first`` on, until a callback ends it."""
+        self.control = self._event("on_epoch_begin")
+        for update in range(first, self.schedule.updates):
+            self._step(epoch, update)
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self.control = self._event("on_epoch_end")
+        self._log_evaluate_save()
+
+    def _step(self, epoch: int, update: int) -> None:
+        """One optimiser step: its sweeps, each scaled by their number, then AdamW."""
+        started = time.perf_counter()
+        self.control = self._event("on_step_begin")
+        stretches = self.schedule.step(update)
+        sweeps = sum(len(s.sweeps) for s in stretches)
+        found: list[dict[str, Metric]] = []
+        skipped = 0
+        for stretch in stretches:
+            generation = self._generation_of(epoch, stretch.generation)
+            shares, left_out = generation.prepared[stretch.sweeps]
+            skipped += left_out
+            found += [self.learner.accumulate(share, first=stretch.first_pass, scale=1 / sweeps) for share in shares if share]
+        for _ in range(sweeps - 1):
+            self.control = self._event("on_substep_end")
+        self.control = self._event("on_pre_optimizer_step")
+        rate = float(self.lr_scheduler.get_last_lr()[0])
+        self._fill_gradients()
+        stepped = self.learner.step(rate)
+        self.control = self._event("on_optimizer_step")
+        self.lr_scheduler.step()
+        self.engine.refresh(self.learner.updates)
+        self._check_dropped()
+        merged = merge(found)
+        self._count_loss(merged, stepped)
+        for name, number in sweep_numbers(merged, skipped, self.args.loss_type).items():
+            self._numbers[name].append(number)
+        self._numbers["step_time"].append(time.perf_counter() - started)
+        self._recent = {"grad_norm": stepped["optimizer/grad_norm"].value, "learning_rate": rate}
+        self.state.global_step += 1
+        self.state.epoch = epoch + (update + 1) / self.schedule.updates
+        self._synchronise_reference()
+        every = self.args.torch_empty_cache_steps
+        if every and self.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.control = self._event("on_step_end")
+        self._log_evaluate_save()
+
+    def _generation_of(self, epoch: int, index: int) -> Generation:
+        """The epoch's generation ``index``: sampled when it is first needed, kept until the next."""
+        if self._generation is None or self._generation[0] != (epoch, index):
+            size = self.schedule.prompts_per_generation
+            order = epoch_order(len(self.train_prompts), self.args.seed, self.args.shuffle_dataset, epoch)
+            prompts = [self.train_prompts[i] for i in order[index * size : (index + 1) * size]]
+            number = epoch * self.schedule.generations + index
+            generation = self._generate(prompts, self.args.num_generations, f"rollout/generation={number}", self._numbers)
+            self._prepare(generation, index, number)
+            self._generation = ((epoch, index), generation)
+        return self._generation[1]
+
+    def _generate(self, prompts: Sequence[Any], size: int, scope: str, numbers: dict[str, list[float]]) -> Generation:
+        extra_columns: dict[str, list[Any]] = defaultdict(list)
+        logged: dict[str, list[float]] = defaultdict(list)
+        extras: dict[str, Any] = {
+            "trainer_state": self.state,
+            "log_extra": lambda column, values: extra_columns[column].extend(values),
+            "log_metric": lambda name, value: logged[name].append(float(value)),
+        }
+        generation = generate(
+            self.engine, prompts, self.rewards, self.args, self.config.rollout, group_size=size, scope=scope, extras=extras
+        )
+        for name, number in generation_numbers(generation, self.rewards.names, self.args).items():
+            numbers[name].append(number)
+        for name, values in logged.items():
+            numbers[name].append(statistics.fmean(values))
+        if numbers is self._numbers:
+            tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in generation.groups for c in g.completions)
+            self.state.num_input_tokens_seen += tokens
+        numbers["num_tokens"] = [self.state.num_input_tokens_seen]
+        self.completion_log.keep(generation, self.rewards.names, extra_columns)
+        return generation
+
+    def _prepare(self, generation: Generation, index: int, number: int) -> None:
+        """Pack every stretch of sweeps in which the generation will be learnt from."""
+        dealt = deal(len(generation.sampled), self.schedule.steps_per_generation, self.args.seed, number)
+        for sweeps in self.schedule.sweeps_of(index):
+            generation.prepared[sweeps] = self._shares(
+                generation, [dealt[i] for i in sweeps], len(dealt), self.schedule.off_policy
+            )
+
+    def _shares(
+        self, generation: Generation, dealt: list[list[int]], sweeps: int, off_policy: bool
+    ) -> tuple[list[list[MicroBatch]], int]:
+        """Micro-batches of some sweeps, and how many tokens that count were left out of them for having no advantage.
+
+        Sweeps that are divided by the same number are packed as one, so that a prompt is computed once for all of them.
+        """
+        args, where = self.args, flat_index(generation.groups)
+        lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in generation.sampled]
+        taught = [bool(n) and (args.beta > 0 or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
+        joined = [(s, s) for s in dealt] if args.loss_type == "bnpo" else [(dealt[0], sorted(i for s in dealt for i in s))]
+        shares = [
+            Share(
+                [where[i] for i in sorted(members) if taught[i]],
+                unit_counts(args.loss_type, sweep=sweep, lengths=lengths, sweeps=sweeps, max_tokens=args.max_completion_length),
+            )
+            for sweep, members in joined
+        ]
+        advantages = generation.by_group(generation.advantages)
+        prepared = self.learner.prepare(generation.groups, shares, advantages, off_policy=off_policy)
+        return prepared, sum(lengths[i] for s in dealt for i in s if not taught[i])
+
+    def _fill_gradients(self) -> None:
+        """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
+        for master in self.learner.optimizer.masters:
+            if master.grad is None and master.requires_grad:
+                master.grad = torch.zeros_like(master)
+
+    def _check_dropped(self) -> None:
+        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
+            raise TrainingError(
+                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower learning_rate or look "
+                "at the rewards"
+            )
+
+    def _count_loss(self, found: dict[str, Metric], stepped: dict[str, Metric]) -> None:
+        loss = found["policy/loss"].value if "policy/loss" in found else 0.0
+        if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
+            self._loss += loss
+
+    @torch.no_grad()
+    def _synchronise_reference(self) -> None:
+        """reference = alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
+        if (
+            not self.args.sync_ref_model
+            or self.state.global_step % self.args.ref_model_sync_steps
+            or self.learner.reference is None
+        ):
+            return
+        pairs = zip(self.learner.scorer.named_parameters(), self.learner.reference.named_parameters(), strict=True)
+        for (_, new), (_, old) in pairs:
+            old.copy_(old.float().lerp(new.float(), self.args.ref_model_mixup_alpha))
+
+    # Logs, evaluation, checkpoints.
+
+    def _log_evaluate_save(self) -> None:
+        if self.control.should_log and self.state.global_step > self._last_logged:
+            steps = self.state.global_step - self._last_logged
+            self._total_loss += self._loss
+            logs = {"loss": self._loss / steps, **self._recent}
+            self._loss, self._last_logged = 0.0, self.state.global_step
+            self.log(logs | self._drain(self._numbers))
+            self.completion_log.write(self.state.global_step)
+        if self.control.should_evaluate:
+            self.evaluate()
+        if self.control.should_save:
+            self._save_checkpoint()
+            self.control = self._event("on_save")
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add a row to ``state.log_history`` and show it to callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    @staticmethod
+    def _drain(numbers: dict[str, list[float]], prefix: str = "") -> dict[str, float | None]:
+        """Means of what was gathered since the last log, without NaN; None where nothing else is left."""
+        out: dict[str, float | None] = {}
+        for name, gathered in numbers.items():
+            known = [x for x in gathered if not math.isnan(x)]
+            out[prefix + name] = statistics.fmean(known) if known else None
+        numbers.clear()
+        return out
+
+    def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
+        self._total_loss += self._loss
+        completions = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return {
+            "train_runtime": seconds,
+            "train_samples_per_second": completions / seconds,
+            "train_steps_per_second": steps / seconds,
+            "total_flos": self.state.total_flos,
+            "train_loss": self._total_loss / max(1, steps),
+        }
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float | None]:
+        """Sample and score the evaluation prompts; names as in training, each with ``eval_`` before it."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("evaluate() has no eval_dataset: pass one to it or to GRPOTrainer")
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, dict):
+            found: dict[str, float | None] = {}
+            for name, one in dataset.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        started = time.perf_counter()
+        prompts, size = self._prompts(dataset, metric_key_prefix), self.args.num_generations_eval or self.args.num_generations
+        per_batch = max(1, self.args.per_device_eval_batch_size // size)
+        numbers: dict[str, list[float]] = defaultdict(list)
+        for start in range(0, len(prompts), per_batch):
+            part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
+            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
+            numbers["loss"].append(self._loss_of(generation, numbers))
+        seconds, count = time.perf_counter() - started, len(prompts) * size
+        speeds = {
+            "runtime": seconds,
+            "samples_per_second": count / seconds,
+            "steps_per_second": count / per_batch / size / seconds,
+        }
+        metrics = self._drain(numbers, f"{metric_key_prefix}_") | {f"{metric_key_prefix}_{k}": v for k, v in speeds.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _loss_of(self, generation: Generation, numbers: dict[str, list[float]]) -> float:
+        everyone = list(range(len(generation.sampled)))
+        shares, skipped = self._shares(generation, [everyone], 1, False)
+        found = merge(self.learner.accumulate(share, first=True) for share in shares if share)
+        for name, number in sweep_numbers(found, skipped, self.args.loss_type).items():
+            numbers[name].append(number)
+        return found["policy/loss"].value if found else 0.0
+
+    def _save_checkpoint(self) -> None:
+        checkpoints.save(
+            Path(self.args.output_dir), self.policy, self.learner, self.lr_scheduler, self.state,
+            only_model=self.args.save_only_model, limit=self.args.save_total_limit,
+        )  # fmt: skip
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (with an adapter, the adapter alone) and the tokenizer to ``output_dir``, by default the run's."""
+        checkpoints.save_policy(self.policy, Path(output_dir or self.args.output_dir))
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` to the run's folder."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``{split}_results.json`` to the run's folder."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(self.args.output_dir) / f"{split}_results.json").write_text(json.dumps(metrics, indent=4, sort_keys=True))
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print ``metrics``, one a line."""
+        print(f"***** {split} metrics *****", *(f"  {k} = {v}" for k, v in sorted(metrics.items())), sep="\n")
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refused: uploading is left to the Hub's own command."""
+        raise ConfigError(f"push_to_hub() is not there: save_model() and then `hf upload NAME {self.args.output_dir}`")
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Refused, like ``push_to_hub``."""
+        raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
+
+    def is_world_process_zero(self) -> bool:
+        """There is one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def _event(self, name: str) -> TrainerControl:
+        event: Callable[..., TrainerControl] = getattr(self.callback_handler, name)
+        return event(self.args, self.state, self.control)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "accelerator":
+            raise AttributeError(
+                "groupwise.trl has no accelerator: it is one process, so its conditions on processes are all true"
+            )
+        raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: docs/coming-from-trl.md lists what it has")
+
+
+def _seed(args: Any) -> None:
+    if args.full_determinism:
+        from transformers import enable_full_determinism
+
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
