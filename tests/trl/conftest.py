@@ -56,7 +56,9 @@ def prompts():
 def chats():
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{a} + {a}?"}] for a in range(12)], "answer": list(range(12))})
+    return Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": f"{a} + {a}?"}] for a in range(12)], "answer": list(range(12))}
+    )
 
 
 @pytest.fixture

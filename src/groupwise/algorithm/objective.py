@@ -168,14 +168,16 @@ def policy_loss(
     if factor_T is not None:
         surrogate_T = surrogate_T * factor_T.detach().to(surrogate_T.dtype)
     loss = policy = (weights_T * surrogate_T).sum()
+    more: dict[str, Metric] = {}
     if kl_weight:
         assert reference_logprobs_T is not None
         kl_T = kl_per_token(logprobs_T, reference_logprobs_T, objective.kl_estimator)
         if objective.kl_correction:
             kl_T = kl_T * IMPORTANCE[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
+            more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
     metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
-    return loss, metrics | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
+    return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
 
 
 @torch.no_grad()

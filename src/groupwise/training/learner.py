@@ -24,6 +24,7 @@ from groupwise.types import Group
 __all__ = ["Advantages", "Learner", "MicroBatch", "Share"]
 
 Advantages = list[list[float]]
+_DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class Learner:
         }
         tokens = len(logprobs)
         found["policy/clip_share"] = Mean(numbers["clip_low"].total + numbers["clip_high"].total, tokens)  # type: ignore[union-attr]
-        found |= {f"detail/{name}": numbers[name] for name in ("clip_low", "clip_high", "clip_low_least", "clip_high_most")}
+        found |= {f"detail/{name}": numbers[name] for name in _DETAILS if name in numbers}
         if "kl" in numbers:
             found["policy/kl"] = numbers["kl"]
         if first:

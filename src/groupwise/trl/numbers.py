@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from groupwise.metrics import Metric
+from groupwise.metrics import Max, Mean, Metric
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.generation import Generation
 
@@ -40,13 +40,11 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
     ``skipped_tokens`` are those of completions without an advantage, which were not computed: none of them is clipped.
     """
     out: dict[str, float] = {}
-    for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl")):
+    for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
         if ours in found:
             out[theirs] = found[ours].value
-    if "detail/clip_low" not in found:
-        return out
-    low, high = found["detail/clip_low"], found["detail/clip_high"]
-    tokens = low.count + skipped_tokens  # type: ignore[union-attr]
+    low, high = (found.get(f"detail/clip_{side}", Mean(0.0, 0)) for side in ("low", "high"))
+    tokens = max(1, low.count + skipped_tokens)  # type: ignore[union-attr]
     shares = [m.total / tokens for m in (low, high)]  # type: ignore[union-attr]
     if loss_type == "cispo":
         return out | {"cispo_clip_ratio": shares[1]}
@@ -54,8 +52,8 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
         "clip_ratio/low_mean": shares[0],
         "clip_ratio/high_mean": shares[1],
         "clip_ratio/region_mean": sum(shares),
-        "clip_ratio/low_min": 0.0 if skipped_tokens else found["detail/clip_low_least"].value,
-        "clip_ratio/high_max": found["detail/clip_high_most"].value,
+        "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_least", Max(0.0)).value,
+        "clip_ratio/high_max": found.get("detail/clip_high_most", Max(0.0)).value,
     }
 
 
