@@ -54,7 +54,7 @@ def save(
             if learner.reference is not None:
                 reference = {n: p.detach().contiguous() for n, p in learner.reference.named_parameters()}
                 save_file(reference, aside / _REFERENCE)
-            (aside / _SCHEDULER).write_text(json.dumps({"updates": state.global_step, **_plain(scheduler.state_dict())}))
+            (aside / _SCHEDULER).write_text(json.dumps(_plain(scheduler.state_dict())))
         state.save_to_json(str(aside / _STATE))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
@@ -94,6 +94,8 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any) 
             for name, parameter in learner.reference.named_parameters():
                 parameter.data.copy_(saved[name])
         scheduler.load_state_dict(json.loads((checkpoint / _SCHEDULER).read_text()))
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
         state = TrainerState.load_from_json(str(checkpoint / _STATE))
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(

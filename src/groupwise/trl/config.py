@@ -65,7 +65,8 @@ class GRPOConfig(_Fields):
             if isinstance(value, str) and row.kind == "dict?":
                 value = json.loads(value)
             setattr(self, name, value)
-            if row.fate == "refused" and value != row.default and value not in (None, "", [], {}):
+            off = value in (None, "", [], {}) or (value is False and row.default in (None, "no"))
+            if row.fate == "refused" and value != row.default and not off:
                 raise ConfigError(f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}")
         _follow_old_names(self)
         _check_values(self)

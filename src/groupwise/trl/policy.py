@@ -32,6 +32,10 @@ def make_policy(model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any) 
         config = model_config(args, model)
         policy = load_policy(config)
     else:
+        if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+            raise ModelError(
+                f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers"
+            )
         config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
         policy = _adopt(model, args, config, tokenizer)
     if tokenizer is not None:
@@ -60,8 +64,6 @@ def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Sco
 
 
 def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any) -> Policy:
-    if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers")
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
     if getattr(base_module(model), "is_quantized", False) and not is_adapted(model):

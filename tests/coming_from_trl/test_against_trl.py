@@ -13,7 +13,7 @@ from groupwise.trl import GRPOConfig, GRPOTrainer
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.schedule import Schedule, deal, epoch_order
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CASES = {

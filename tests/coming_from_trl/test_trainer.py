@@ -1,0 +1,316 @@
+"""What scripts written for TRL do with the trainer: rewards of every kind, callbacks, evaluation, checkpoints, adapters, errors."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
+from groupwise.trl import GRPOConfig, GRPOTrainer
+
+NAMES = {
+    "loss", "grad_norm", "learning_rate", "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length",
+    "completions/max_terminated_length", "rewards/letters/mean", "rewards/letters/std", "reward", "reward_std",
+    "frac_reward_zero_std", "kl", "entropy", "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean",
+    "clip_ratio/high_max", "clip_ratio/region_mean", "step_time", "epoch", "step",
+}  # fmt: skip
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_logs_what_trl_logs_and_its_model_loads_anywhere(tiny_folder, chats, letters, settings, tmp_path):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(beta=0.1), chats)
+    before = weights(trainer)
+    output = trainer.train()
+    assert output.global_step == trainer.state.global_step == 2
+    first, second, summary = trainer.state.log_history
+    assert set(first) == set(second) == NAMES
+    assert (first["step"], second["step"], second["epoch"]) == (1, 2, pytest.approx(2 / 6))
+    assert {"train_runtime", "train_loss"} <= set(summary)
+    assert not same(before, weights(trainer))
+    trainer.save_model(str(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert all(torch.equal(p, weights(trainer)[name]) for name, p in again.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
+
+
+def test_rewards_get_what_trl_gives_them(tiny_folder, chats, settings):
+    calls = []
+
+    def plain(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **kwargs):
+        calls.append((prompts, completions, completion_ids, answer, trainer_state.global_step, kwargs))
+        log_metric("mine", 3.0)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = GRPOTrainer(str(tiny_folder), plain, settings(), chats)
+    trainer.train()
+    prompts, completions, ids, answer, step, kwargs = calls[1]
+    assert len(calls) == 2, "one call for a generation, with all of its completions"
+    assert len(prompts) == len(completions) == len(ids) == len(answer) == 8
+    assert prompts[0] == prompts[3] != prompts[4]
+    assert prompts[0] == [{"role": "user", "content": f"{answer[0]} + {answer[0]}?"}]
+    assert completions[0][0]["role"] == "assistant"
+    assert (step, kwargs) == (1, {})
+    assert trainer.state.log_history[0]["mine"] == 3.0
+
+
+def test_unused_columns_are_kept_back_where_that_is_asked_for(tiny_folder, prompts, settings):
+    def reward(completions, **kwargs):
+        assert "answer" not in kwargs
+        return [float(len(c)) for c in completions]
+
+    GRPOTrainer(str(tiny_folder), reward, settings(remove_unused_columns=True, max_steps=1), prompts).train()
+
+
+def test_async_rewards_run_side_by_side_and_none_is_left_out(tiny_folder, prompts, settings):
+    meeting = []
+
+    async def one(completions, **kwargs):
+        meeting.append("one")
+        while len(meeting) < 2:
+            await asyncio.sleep(0.001)
+        return [1.0 if i % 2 else None for i in range(len(completions))]
+
+    async def two(completions, **kwargs):
+        meeting.append("two")
+        while len(meeting) < 2:
+            await asyncio.sleep(0.001)
+        return [None] * 3 + [float(i) for i in range(3, len(completions))]
+
+    trainer = GRPOTrainer(str(tiny_folder), [one, two], settings(max_steps=1, reward_weights=[1.0, 2.0]), prompts)
+    trainer.train()
+    _, generation = trainer._generation
+    assert [r if not math.isnan(r) else None for r in generation.rewards] == [None, 1, None, 7, 8, 11, 12, 15]
+    assert generation.advantages[0] == generation.advantages[2] == 0
+    assert generation.advantages[1] == pytest.approx(-generation.advantages[3])
+    row = trainer.state.log_history[0]
+    assert (row["rewards/one/mean"], row["rewards/two/mean"], row["reward"]) == pytest.approx((1.0, 5.0, 9.0))
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, as_object):
+    from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+    folder = tmp_path / "judge"
+    config = LlamaConfig.from_pretrained(tiny_folder, num_labels=1, initializer_range=0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.save_pretrained(folder)
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    trainer = GRPOTrainer(str(tiny_folder), [judge if as_object else str(folder), letters], settings(max_steps=1), chats)
+    trainer.train()
+    assert trainer.reward_func_names == ["judge", "letters"]
+    _, generation = trainer._generation
+    for i in (0, 5):
+        text = tokenizer.apply_chat_template([*generation.prompts[i], *generation.completions[i]], tokenize=False)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        judge.config.pad_token_id = tokenizer.pad_token_id
+        with torch.no_grad():
+            hidden = judge.model(input_ids=ids).last_hidden_state
+            last = int((ids[0] != tokenizer.pad_token_id).nonzero().max())  # where transformers reads the score
+            expected = float(judge.score(hidden[0, last])[0])
+        assert generation.scores[0][i] == pytest.approx(expected, abs=1e-4)
+
+
+def test_callbacks_see_the_run_and_can_end_it(tiny_folder, prompts, letters, settings):
+    events = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            events.append(("begin", state.max_steps, model is not None))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            events.append(("step", state.global_step))
+            control.should_training_stop = state.global_step == 2
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            events.append(("log", "reward" in logs))
+
+        def on_train_end(self, args, state, control, **kwargs):
+            events.append(("end", state.global_step))
+
+    GRPOTrainer(str(tiny_folder), letters, settings(max_steps=9), prompts, callbacks=[Watch()]).train()
+    assert events == [("begin", 9, True), ("step", 1), ("log", True), ("step", 2), ("log", True), ("log", False), ("end", 2)]
+
+
+def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settings):
+    args = settings(eval_strategy="steps", eval_steps=1, num_generations_eval=2, beta=0.1)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts, eval_dataset=prompts.select(range(5)))
+    trainer.train()
+    found = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert [row["step"] for row in found] == [1, 2]
+    before = weights(trainer)
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_reward", "eval_kl", "eval_rewards/letters/mean", "eval_runtime"} <= set(metrics)
+    assert metrics["eval_reward"] == pytest.approx(found[-1]["eval_reward"]), "the same weights and seeds, the same samples"
+    assert same(before, weights(trainer))
+    both = trainer.evaluate({"a": prompts.select(range(2)), "b": prompts.select(range(2, 4))})
+    assert {"eval_a_reward", "eval_b_reward"} <= set(both)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "own optimiser"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tiny_folder, load_tiny, prompts, letters, settings, kind):
+    def make(name):
+        model, more = load_tiny(), {}
+        if kind == "adapter":
+            from peft import LoraConfig
+
+            more = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")}
+        if kind == "bfloat16":
+            model = model.to(torch.bfloat16)
+        if kind == "own optimiser":
+            more = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), None)}
+        args = settings(
+            output_dir=f"{settings().output_dir}-{name}", max_steps=4, save_strategy="steps", save_steps=1, beta=0.1, num_iterations=2,
+            learning_rate=1e-2, save_total_limit=3, lr_scheduler_type="cosine",
+        )  # fmt: skip
+        return GRPOTrainer(model, letters, args, prompts, **more)
+
+    whole = make("whole")
+    whole.train()
+    folder = Path(whole.args.output_dir)
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    resumed = make("resumed")
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert same(weights(whole), weights(resumed))
+    keys = ("reward", "loss", "kl", "learning_rate", "epoch", "num_tokens")
+    rows = [[[row.get(k) for k in keys] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
+    assert rows[0] == rows[1]
+
+
+def test_the_newest_checkpoint_is_found_and_none_is_said(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(save_strategy="steps", save_steps=1), prompts)
+    with pytest.raises(CheckpointError, match="leave it out"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    again = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=3), prompts)
+    again.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in again.state.log_history if "loss" in row] == [1, 2, 3]
+    assert same(weights(trainer), weights(trainer))
+
+
+def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, letters, settings):
+    """Plain AdamW over the module's parameters goes where the built-in one goes; sampling follows either."""
+    built_in = GRPOTrainer(load_tiny(), letters, settings(max_steps=3, adam_epsilon=1e-3, lr_scheduler_type="constant"), prompts)
+    built_in.train()
+    model = load_tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    own = GRPOTrainer(model, letters, settings(max_steps=3), prompts, optimizers=(optimizer, schedule))
+    own.train()
+    assert own.model is model
+    for name, parameter in weights(built_in).items():
+        torch.testing.assert_close(weights(own)[name], parameter, atol=2e-5, rtol=1e-3)
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        GRPOTrainer(load_tiny(), letters, settings(), prompts, optimizers=(optimizer, None))
+
+
+def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prompts, letters, settings, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(beta=0.1, learning_rate=1e-2), prompts, peft_config=config)
+    trainer.train()
+    base = dict(load_tiny().named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert "lora_" in name or torch.equal(parameter, base[plain])
+    assert trainer.state.log_history[1]["kl"] > 0
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(load_tiny(), tmp_path / "adapter", is_trainable=True)
+    more = GRPOTrainer(again, letters, settings(beta=0.1, learning_rate=1e-2, disable_dropout=True), prompts)
+    more.train()
+    assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
+
+
+def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, letters, settings, capsys):
+    from pyarrow import parquet
+
+    args = settings(log_completions=True, num_completions_to_print=1, max_steps=1)
+    GRPOTrainer(str(tiny_folder), letters, args, chats).train()
+    rows = parquet.read_table(Path(args.output_dir) / "completions" / "completions_00001.parquet").to_pylist()
+    assert len(rows) == 8
+    assert set(rows[0]) == {"step", "prompt", "completion", "letters", "advantage"}
+    assert "Step 1" in capsys.readouterr().out
+
+
+def test_a_real_tokenizer(qwen_tokenizer, chats, letters, settings):
+    import copy
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(qwen_tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=151645,
+    )  # fmt: skip
+    trainer = GRPOTrainer(Qwen2ForCausalLM(config), letters, settings(), chats, processing_class=copy.deepcopy(qwen_tokenizer))
+    trainer.train()
+    prompt = trainer.train_prompts[3]
+    assert qwen_tokenizer.decode(prompt.token_ids).endswith("3 + 3?<|im_end|>\n<|im_start|>assistant\n")
+    assert trainer.state.log_history[0]["reward_std"] > 0
+
+
+def broken(completions, **kwargs):
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"tools": [print]}, ConfigError, "tools is not honoured"),
+        ({"rollout_func": print}, ConfigError, "rollout_func is not honoured"),
+        ({"train_dataset": None}, ConfigError, "train_dataset is missing"),
+        ({"train_dataset": Dataset.from_dict({"question": ["?"]})}, DataError, "rename the column"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["?"]})}, DataError, "one generation takes 2"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["?"] * 9}).to_iterable_dataset()}, DataError, "from_list"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["?" * 500] * 9})}, DataError, "filter such rows"),
+        ({"reward_funcs": None}, RewardError, "pass a function"),
+        ({"reward_funcs": lambda completions, **kwargs: [1.0]}, RewardError, "1 rewards for 8 completions"),
+        ({"reward_funcs": lambda completions, **kwargs: ["x"] * 8}, RewardError, "a number or None"),
+        ({"reward_funcs": broken}, RewardError, "raised ValueError: no"),
+        ({"model": 3}, ModelError, "pass a name"),
+        ({"peft_config": {"r": 4}}, ModelError, "peft.LoraConfig"),
+        ({"args": object()}, ConfigError, "import GRPOConfig from groupwise.trl"),
+        ({"processing_class": 3}, ConfigError, "pass a tokenizer"),
+    ],
+)
+def test_mistakes_are_one_sentence(tiny_folder, prompts, letters, settings, changes, error, sentence):
+    given = {"model": str(tiny_folder), "reward_funcs": letters, "args": settings(), "train_dataset": prompts, **changes}
+    with pytest.raises(error, match=sentence):
+        GRPOTrainer(**given).train()
+
+
+def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monkeypatch):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
+    with pytest.raises(ConfigError, match="hf upload"):
+        trainer.push_to_hub()
+    with pytest.raises(AttributeError, match="coming-from-trl"):
+        trainer.predict(prompts)
+    with pytest.raises(ConfigError, match="compute_loss"):
+        type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: 0})
+    with pytest.raises(ConfigError, match="pass one"):
+        trainer.evaluate()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GroupwiseError, match="plain python"):
+        GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
+
+
+def test_without_arguments_the_folder_has_the_model_s_name(tiny_folder, prompts, letters, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    trainer = GRPOTrainer(str(tiny_folder), letters, train_dataset=prompts)
+    assert isinstance(trainer.args, GRPOConfig)
+    assert trainer.args.output_dir == f"{tiny_folder.name}-GRPO"
