@@ -20,6 +20,8 @@ from groupwise.algorithm.ratio import RATIOS
 from groupwise.algorithm.surrogate import SURROGATES
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig, Config
+from groupwise.errors import ConfigError
+from groupwise.training.setup import prepare
 
 
 def test_every_row_is_a_valid_config():
@@ -103,6 +105,11 @@ def test_a_resolved_config_reads_back_the_same():
 def test_bad_settings_are_refused(settings: dict, sentence: str):
     with pytest.raises(ValidationError, match=sentence):
         AlgorithmConfig(**settings)
+
+
+def test_a_run_with_a_learned_value_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="no run learns a value yet"):
+        prepare(Config(algorithm={"preset": "ppo"}, model={"name": "nowhere"}))
 
 
 CHOICES = ("baseline", "scale", "ratio_level", "surrogate", "aggregation", "kl_estimator", "kl_placement")
