@@ -47,9 +47,8 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> dict
     options.add_argument("--out", type=Path, default=FIGURES, help="folder of the JSON file and the figure (docs/figures)")
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)
-    numbers = (
-        read_numbers(experiment.name, chosen.out) if chosen.redraw else experiment.measure() | {"environment": environment()}
-    )
+    begun = environment()  # of the code that measures, should the checkout change meanwhile
+    numbers = read_numbers(experiment.name, chosen.out) if chosen.redraw else experiment.measure() | {"environment": begun}
     publish(experiment, numbers, chosen.out)
     return numbers
 

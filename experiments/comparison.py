@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common import FIGURES, ROOT, Experiment, describe, environment, markdown_table, publish, read_numbers
+from experiments.common import FIGURES, ROOT, Experiment, describe, markdown_table, publish, read_numbers
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
@@ -31,10 +31,12 @@ class Comparison:
     option: str
     """The word for a variant on the command line, such as ``presets``."""
     page: Path
+    timed: bool = True
+    """Whether seconds per step belong into the table: only where the machine does nothing else."""
 
     @property
     def experiment(self) -> Experiment:
-        return Experiment(self.name, dict, draw, partial(report, name=self.name), self.page)
+        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed), self.page)
 
 
 def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -43,12 +45,9 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
     if options.redraw:
         numbers = read_numbers(comparison.name, options.out)
     else:
-        numbers = run_all(
-            comparison.variants(options.variants), options.seeds, budget, options.work, jobs=options.jobs, settings=options.set
-        )
-        numbers |= {"settings": options.set, "environment": environment()}
-    if not all(numbers["runs"].values()):
-        raise SystemExit(f"no finished run of {', '.join(v for v, runs in numbers['runs'].items() if not runs)}")
+        jobs = 0 if options.finished else options.jobs
+        chosen = comparison.variants(options.variants)
+        numbers = run_all(chosen, options.seeds, budget, options.work, jobs=jobs, settings=options.set) | {"settings": options.set}
     publish(comparison.experiment, numbers, options.out)
     return numbers
 
@@ -70,8 +69,9 @@ def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[arg
     options.add_argument("--problems", type=int, default=plain.problems, help="held-out problems of an evaluation")
     options.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all runs")
     options.add_argument("--jobs", type=int, default=2, help="runs at a time; the cores are divided among them")
-    options.add_argument("--work", type=Path, default=ROOT / "runs" / comparison.name, help="finished runs are kept here")
+    options.add_argument("--work", type=Path, default=ROOT / "runs" / "comparisons", help="finished runs are kept here")
     options.add_argument("--out", type=Path, default=FIGURES, help="folder of the JSON file and the figure")
+    options.add_argument("--finished", action="store_true", help="start no run: show those that are finished")
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)
     budget = Budget(chosen.steps, chosen.prompts, chosen.completions, chosen.evaluate_every, chosen.problems)
@@ -79,12 +79,13 @@ def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[arg
 
 
 def held_out(numbers: Mapping[str, Any], variant: str) -> dict[int, list[float]]:
-    """Strict accuracy on held-out problems by step, one number per seed; step 0 is the shared warm-started model."""
+    """Strict accuracy on held-out problems by completions learnt from, one number per seed; 0 is the shared warm-started model."""
     found: dict[int, list[float]] = {}
     for seed, run in numbers["runs"][variant].items():
+        per_step = numbers["budget"]["completions"] // len(run["curves"]["accuracy/strict"])
         start = {**numbers["starts"][seed]["evaluations"][-1], "step": 0}
         for row in (start, *run["evaluations"]):
-            found.setdefault(row["step"], []).append(row["strict_accuracy"])
+            found.setdefault(row["step"] * per_step, []).append(row["strict_accuracy"])
     return found
 
 
@@ -105,72 +106,87 @@ def _smooth(curve: Sequence[float]) -> list[float]:
 
 
 def draw(numbers: Mapping[str, Any], path: Path) -> None:
-    """A panel per variant: training accuracy as mean and range over the seeds, held-out accuracy as points; grey: all variants."""
+    """A panel per variant: training accuracy as mean and range over the seeds, held-out accuracy as points; grey: the first one."""
     from experiments.style import COLOURS, INK, band, figure
 
-    names = list(numbers["runs"])
-    rows = -(-len(names) // 3)
-    steps = range(1, numbers["budget"]["steps"] + 1)
-    everyone = [_smooth(curve) for name in names for curve in training_accuracy(numbers, name)]
-    overall = [statistics.fmean(column) for column in zip(*everyone, strict=True)]
+    names, columns = list(numbers["runs"]), 3
+    rows = -(-len(names) // columns)
+    curves = {name: [_smooth(curve) for curve in training_accuracy(numbers, name)] for name in names}
     with figure(path, names, rows=rows, height=2.5) as axes:
-        for name, axis, colour in zip(names, axes, COLOURS * rows, strict=False):
-            axis.plot(steps, overall, color=INK, linewidth=1, linestyle="--")
-            band(axis, steps, [_smooth(curve) for curve in training_accuracy(numbers, name)], colour)
+        for index, (name, axis, colour) in enumerate(zip(names, axes, COLOURS * rows, strict=False)):
+            first = [statistics.fmean(column) for column in zip(*curves[names[0]], strict=True)]
+            if index:
+                axis.plot(_completions(numbers, len(first)), first, color=INK, linewidth=1, linestyle="--")
+            band(axis, _completions(numbers, len(curves[name][0])), curves[name], colour)
             points = held_out(numbers, name)
             mean = [statistics.fmean(accuracies) for accuracies in points.values()]
             spread = [[m - min(a) for m, a in zip(mean, points.values(), strict=True)],
                       [max(a) - m for m, a in zip(mean, points.values(), strict=True)]]  # fmt: skip
             axis.errorbar(list(points), mean, yerr=spread, fmt="o", color=colour, markersize=5, linewidth=1.2)
-            axis.set_ylim(0, max(0.75, *overall) + 0.1)
-        for axis in axes[-3:]:
-            axis.set_xlabel("step")
-        for axis in axes[::3]:
-            axis.set_ylabel("right (strict)")
+            axis.set_ylim(0, 0.9)
+            if index >= len(names) - columns:
+                axis.set_xlabel("completions")
+            if index % columns == 0:
+                axis.set_ylabel("right (strict)")
 
 
-def report(numbers: Mapping[str, Any], name: str) -> str:
+def _completions(numbers: Mapping[str, Any], steps: int) -> list[int]:
+    """Completions learnt from after each of ``steps`` steps."""
+    return [numbers["budget"]["completions"] * (i + 1) // steps for i in range(steps)]
+
+
+def report(numbers: Mapping[str, Any], name: str, timed: bool = True) -> str:
     """Figure, table, and what was measured on what."""
     budget, seeds = numbers["budget"], numbers["seeds"]
-    checks = sorted(next(iter([held_out(numbers, name) for name in numbers["runs"]])))
-    header = ["", *(f"held out, step {step}" for step in checks), f"all seeds, step {checks[-1]}", "in training, last 5 steps",
-              "gradient norm", "clipped", "s per step"]  # fmt: skip
-    rows = [[f"`{variant}`", *_row(numbers, variant, checks)] for variant in numbers["runs"]]
+    checks = sorted({at for variant in numbers["runs"] for at in held_out(numbers, variant)})
+    header = ["", *(f"held out, {at} completions" for at in checks), "the last, all seeds", "in training, last quarter",
+              "gradient norm", "clipped", *(["s per step"] if timed else [])]  # fmt: skip
+    rows = [[f"`{variant}`", *_row(numbers, variant, checks, timed)] for variant in numbers["runs"]]
     total = sum(run["seconds"] for runs in numbers["runs"].values() for run in runs.values())
+    missing = f" Not run: {', '.join(f'`{name}`' for name in numbers['missing'])}." if numbers["missing"] else ""
+    took = f" All runs together took {total / 60:.0f} minutes of process time." if timed else ""
     return "\n\n".join(
         [
-            f"![A panel per run: accuracy by step, in training and held out](figures/{name}.svg)",
+            f"![A panel per run: accuracy by completions, in training and held out](figures/{name}.svg)",
             "Lines: share of a step's own completions that are right, averaged over three steps; mean and range over the seeds. "
-            "Dashed: the mean of all panels. Points: held-out problems, mean and range.",
+            f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems, mean and range.",
             markdown_table(header, rows),
-            f"Held out: share of {budget['problems']} problems right in the form asked for, sampled at temperature 1; mean over seeds "
-            f"{', '.join(map(str, seeds))}, with the smallest and the largest. All seeds: their answers together, with a 95% interval "
-            "(Wilson's). Gradient norm: the median before clipping; clipped: the share of steps in which it was above "
-            "`optimizer.max_grad_norm`.",
+            f"Held out: share of {budget['problems']} problems right in the form asked for, sampled at temperature 1"
+            f"{_over(seeds)}. All seeds: their answers together, with a 95% interval (Wilson's). Gradient norm: the median before "
+            "clipping; clipped: the share of steps in which it was above `optimizer.max_grad_norm`.",
             f"Each run: {budget['steps']} steps of {budget['prompts_per_step']} problems x {budget['completions_per_prompt']} "
-            f"completions, {budget['completions']} completions in all. All runs together took {total / 60:.0f} minutes of process "
-            f"time. {describe(numbers)}",
+            f"completions where its name says nothing else, {budget['completions']} completions in all.{took}{missing} {describe(numbers)}",
         ]
     )
 
 
-def _row(numbers: Mapping[str, Any], name: str, checks: Sequence[int]) -> list[str]:
+def _over(seeds: Sequence[int]) -> str:
+    if len(seeds) == 1:
+        return f"; seed {seeds[0]} alone"
+    return f"; mean over seeds {', '.join(map(str, seeds))}, with the smallest and the largest"
+
+
+def _row(numbers: Mapping[str, Any], name: str, checks: Sequence[int], timed: bool) -> list[str]:
     points = held_out(numbers, name)
     accuracy, (low, high), _ = pooled(numbers, name)
-    last = statistics.fmean(x for curve in training_accuracy(numbers, name) for x in curve[-5:])
+    quarters = [curve[-max(1, len(curve) // 4) :] for curve in training_accuracy(numbers, name)]
     curves = [run["curves"] for run in numbers["runs"][name].values()]
     norms = [x for found in curves for x in found.get("optimizer/grad_norm", []) if x is not None]
     limit = max_grad_norm(numbers, name)
-    clipped = "-" if limit is None or not norms else f"{statistics.fmean(x > limit for x in norms):.0%}"
     seconds = statistics.fmean(x for found in curves for x in found["time/step_s"])
     return [
-        *(f"{statistics.fmean(points[step]):.0%} ({min(points[step]):.0%} to {max(points[step]):.0%})" for step in checks),
+        *(_spread(points[at]) if at in points else "-" for at in checks),
         f"{accuracy:.1%} [{low:.1%}, {high:.1%}]",
-        f"{last:.0%}",
+        f"{statistics.fmean(x for quarter in quarters for x in quarter):.0%}",
         f"{statistics.median(norms):.2g}" if norms else "-",
-        clipped,
-        f"{seconds:.1f}",
+        "-" if limit is None or not norms else f"{statistics.fmean(x > limit for x in norms):.0%}",
+        *([f"{seconds:.1f}"] if timed else []),
     ]
+
+
+def _spread(accuracies: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(accuracies):.0%}"
+    return mean if len(accuracies) == 1 else f"{mean} ({min(accuracies):.0%} to {max(accuracies):.0%})"
 
 
 def max_grad_norm(numbers: Mapping[str, Any], name: str) -> float | None:

@@ -5,7 +5,7 @@
     python -m experiments.learning_curves --redraw             # figure and table again, from docs/figures/learning_curves.json
 
 The quickstart's task, model, warm start and learning rate; only the preset differs. Each seed has one warm start, shared by all
-presets. Runs that are finished are kept in ``runs/learning_curves`` and not repeated.
+presets. Runs that are finished are kept in ``runs/comparisons`` and not repeated.
 """
 
 from __future__ import annotations

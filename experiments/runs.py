@@ -107,21 +107,26 @@ def run_all(
 ) -> dict[str, Any]:
     """Do what is not done yet, ``jobs`` processes at a time, and gather the numbers of every variant and seed.
 
-    Stopped and called again with the same arguments, it goes on with the runs that are not finished. A run that failed shows in
-    the list ``failed`` and can be repeated the same way.
+    Stopped and called again with the same arguments, it goes on with the runs that are not finished; with ``jobs`` 0 it only gathers.
+    Runs without a result are listed as ``missing``. The environment is that of the last run.
     """
     work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     starts = [warm_start_job(seed, budget, work, settings) for seed in seeds]
     runs = {(v.name, seed): grpo_job(v, seed, budget, work, settings) for seed in seeds for v in variants}
-    failed = [*_do(starts, jobs), *_do([*runs.values()], jobs)]
+    failed = [*_do(starts, jobs), *_do([*runs.values()], jobs)] if jobs else []
+    finished = [job for job in runs.values() if job.done]
+    if not finished:
+        raise SystemExit("no run is finished: see the logs in " + str(work))
     return {
         "budget": {**asdict(budget), "completions": budget.completions},
         "seeds": list(seeds),
         "starts": {str(seed): _result(job) for seed, job in zip(seeds, starts, strict=True) if job.done},
-        "runs": {v.name: {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done} for v in variants},
+        "runs": {v.name: found for v in variants if (found := {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done})},
         "variants": {v.name: list(v.settings) for v in variants},
+        "missing": [f"{v.name}-{seed}" for seed in seeds for v in variants if not runs[v.name, seed].done],
         "failed": failed,
+        "environment": json.loads(Path(finished[-1].result).read_text(encoding="utf-8"))["environment"],
     }
 
 
@@ -160,7 +165,7 @@ def carry_out(job: Job) -> None:
 
     from groupwise import load_config, train
 
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads, begun = os.environ.get("OMP_NUM_THREADS"), environment()
     config = load_config("quickstart", [*job.settings, *([f"training.threads={threads}"] if threads else [])])
     scratch = Path(job.result).with_suffix(".run")
     shutil.rmtree(scratch, ignore_errors=True)  # what a run that was stopped may have left
@@ -176,7 +181,7 @@ def carry_out(job: Job) -> None:
             _judged(row, config.training.steps) for row in (*summary["training_evaluations"], *summary["evaluations"])
         ],
         "seconds": round(summary["seconds"], 1),
-        "environment": environment(),
+        "environment": begun,
     }
     if job.keep_model:
         shutil.rmtree(job.keep_model, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""Which of these would have moved 46.67% towards 90%? The faults and choices of the other questions, each alone, in real runs.
+
+    python -m experiments.faults                        # every variant, seeds 0 1 2, then figure and table
+    python -m experiments.faults --variants recipe rate-1e-6 --seeds 0
+    python -m experiments.faults --redraw
+
+The quickstart's task, model and warm start, as for ``learning_curves``, and the same number of completions for all. ``recipe`` is the
+quickstart without a fault; every other run differs from it in what its name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.common import ROOT
+from experiments.comparison import Comparison, compare
+from experiments.runs import Variant
+
+__all__ = ["COMPARISON", "VARIANTS", "variants"]
+
+VARIANTS = {
+    "recipe": (),
+    "rate-1e-6": ("optimizer.learning_rate=1e-6",),
+    "rate-1e-6-bf16-weights": ("optimizer.learning_rate=1e-6", "optimizer.master_weights=false"),
+    "bf16-weights": ("optimizer.master_weights=false",),
+    "a-quarter-of-the-steps": ("rollout.prompts_per_step=16", "training.steps=5", "evaluation.every=0"),
+    "clip-0.1": ("optimizer.max_grad_norm=0.1",),
+    "mu-3": ("algorithm.updates_per_batch=3",),
+    "groups-of-2": ("rollout.completions_per_prompt=2", "rollout.prompts_per_step=16"),
+    "24-tokens": ("rollout.max_completion_tokens=24", "evaluation.max_completion_tokens=48"),
+    "beta-0.04": ("algorithm.beta=0.04",),
+}
+"""Settings by the name of the run; all sample the same number of completions."""
+
+
+def variants(names: Sequence[str]) -> list[Variant]:
+    """The named variants, or all."""
+    unknown = sorted(set(names) - set(VARIANTS))
+    if unknown:
+        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
+    return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
+
+
+COMPARISON = Comparison("faults", __doc__ or "", variants, "variants", ROOT / "docs" / "questions.md", timed=False)
+
+if __name__ == "__main__":
+    compare(COMPARISON)
