@@ -47,7 +47,9 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
     else:
         jobs = 0 if options.finished else options.jobs
         chosen = comparison.variants(options.variants)
-        numbers = run_all(chosen, options.seeds, budget, options.work, jobs=jobs, settings=options.set) | {"settings": options.set}
+        numbers = run_all(chosen, options.seeds, budget, options.work, jobs=jobs, settings=options.set) | {
+            "settings": options.set
+        }
     publish(comparison.experiment, numbers, options.out)
     return numbers
 

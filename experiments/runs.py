@@ -122,7 +122,11 @@ def run_all(
         "budget": {**asdict(budget), "completions": budget.completions},
         "seeds": list(seeds),
         "starts": {str(seed): _result(job) for seed, job in zip(seeds, starts, strict=True) if job.done},
-        "runs": {v.name: found for v in variants if (found := {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done})},
+        "runs": {
+            v.name: found
+            for v in variants
+            if (found := {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done})
+        },
         "variants": {v.name: list(v.settings) for v in variants},
         "missing": [f"{v.name}-{seed}" for seed in seeds for v in variants if not runs[v.name, seed].done],
         "failed": failed,

@@ -78,7 +78,8 @@ def made_up(right):
     runs_by_seed = {str(s): {**run, "evaluations": [{**judged, "strict_accuracy": x / 100}]} for s, x in enumerate(right)}
     starts = {s: {"evaluations": [{**judged, "strict_accuracy": 0.2}]} for s in runs_by_seed}
     budget = {"steps": 2, "prompts_per_step": 4, "completions_per_prompt": 8, "problems": 100, "completions": 64}
-    return {"runs": {"grpo": runs_by_seed}, "starts": starts, "variants": {"grpo": []}, "settings": [], "missing": ["rloo-2"], "seeds": [0, 1, 2],
+    return {"runs": {"grpo": runs_by_seed}, "starts": starts, "variants": {"grpo": []}, "settings": [],
+            "missing": ["rloo-2"], "failed": [], "seeds": [0, 1, 2],
             "budget": budget, "environment": {**runs.environment(), "date": "2026-01-01"}}  # fmt: skip
 
 

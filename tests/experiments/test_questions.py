@@ -218,12 +218,14 @@ def means(runs):
 
 def test_what_the_answers_claim_is_in_the_committed_numbers():
     """One line for each statement of the page that a number carries."""
-    loss, ratios, parts, bf16, stops = (read_numbers(n) for n in ("loss_at_zero", "ratio", "accumulation", "bf16_weights", "stop_token"))
+    loss, ratios, parts, bf16, stops = (
+        read_numbers(n) for n in ("loss_at_zero", "ratio", "accumulation", "bf16_weights", "stop_token")
+    )
     assert max(loss["first_loss"].values()) < 1e-6
     assert loss["largest_loss_without_kl"] < 1e-6
     for beta in ("0.04", "0.2"):
         curves = loss["curves"][beta]
-        assert sum(curves["loss"][-20:]) > 5 * sum(curves["loss"][:20]) > 0
+        assert sum(curves["loss"][-20:]) > 3 * sum(curves["loss"][:20]) > 0
         assert sum(curves["reward"][-20:]) > 2 * sum(curves["reward"][:20])
 
     real = ratios["real"]
