@@ -56,7 +56,7 @@ def test_the_loss_is_0_on_policy_and_becomes_beta_times_kl_while_the_reward_rise
     assert max(abs(x) for x in plain["loss"]) < 1e-6
     assert abs(leashed["loss"][0]) < 1e-6
     assert sum(leashed["reward"][-10:]) > 2 * sum(leashed["reward"][:10])
-    assert sum(leashed["loss"][-10:]) > 10 * sum(leashed["loss"][1:3])
+    assert sum(leashed["loss"][-10:]) > max(0.1, 10 * sum(leashed["loss"][1:3]))
     assert leashed["loss"][-1] == pytest.approx(0.2 * leashed["kl"][-1], rel=0.3)
 
 
