@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.floor import floor_seconds
 from benchmarks.workers import Commands, serve
 from benchmarks.workload import even_tokens, prompts, step_config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.compose import RewardSuite
@@ -55,6 +57,11 @@ class OurStep:
             "peak_memory": peak_memory_bytes(),
         }
 
+    def floor(self, prompt_lengths: list[int], lengths: list[list[int]]) -> dict[str, Any]:
+        """Seconds that the matrix products of such a step take alone."""
+        assert isinstance(self.learner.scorer, Decoder)
+        return floor_seconds(self.learner.scorer, prompt_lengths, lengths)
+
 
 class OurSampler:
     """The engine alone, over a policy that is not being trained."""
@@ -85,7 +92,10 @@ def main(commands: Commands, settings: dict[str, Any]) -> None:
     side = OurStep(settings) if settings["role"] == "step" else OurSampler(settings)
     commands.answer(ready=True)
     for command in commands:
-        commands.answer(**(side.step(**command) if isinstance(side, OurStep) else side.sample(**command)))
+        if isinstance(side, OurSampler):
+            commands.answer(**side.sample(**command))
+        else:
+            commands.answer(**(side.floor(**command) if "lengths" in command else side.step(**command)))
 
 
 if __name__ == "__main__":

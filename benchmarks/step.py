@@ -55,10 +55,13 @@ def run(args: argparse.Namespace) -> Result:
             for side, module in sides.items():
                 workers[side] = Worker(module, settings, threads=args.threads, keep_memory=args.malloc == "keep")
             measured = {regime: _take_turns(workers, args.pairs, regime == "forced") for regime in args.regimes}
+            floors = {regime: _floor(workers["ours"], sides["ours"][-1]) for regime, sides in measured.items()}
         finally:
             for worker in workers.values():
                 worker.close()
     details = {regime: {side: _summary(steps) for side, steps in sides.items()} for regime, sides in measured.items()}
+    for regime, floor in floors.items():
+        details[regime]["floor"] = floor
     for regime, by_side in details.items():
         _print(regime, by_side)
     return _result(args, details)
@@ -81,6 +84,12 @@ def _take_turns(workers: dict[str, Worker], pairs: int, forced: bool) -> dict[st
             if pair >= 0:
                 steps[side].append(step)
     return steps
+
+
+def _floor(worker: Worker, step: dict[str, Any]) -> dict[str, Any]:
+    """The matrix products of one of our steps, alone."""
+    phases = worker.ask(prompt_lengths=step["prompt_lengths"], lengths=step["lengths"])
+    return {"step_s": sum(phases.values()), "phases_s": phases}
 
 
 def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,6 +117,12 @@ def _print(regime: str, by_side: dict[str, dict[str, Any]]) -> None:
         other = pick(theirs) if theirs else None
         compared = None if "tokens" in label or "rest" in label else quotient(other, pick(ours))
         rows.append([label, float(pick(ours)), other, compared])
+    floor = by_side["floor"]
+    share = {name: ours["phases_s"][name] and floor["phases_s"][name] / ours["phases_s"][name] for name in floor["phases_s"]}
+    print(
+        f"Matrix products alone: {floor['step_s']:.3g} s, {100 * floor['step_s'] / ours['step_s']:.0f}% of our step ("
+        + ", ".join(f"{name.replace('_', ' + ')} {100 * value:.0f}%" for name, value in share.items()) + ")."
+    )  # fmt: skip
     print_table(f"Workload W, {regime} lengths, medians", ("", "groupwise", "TRL", "ratio"), rows)
 
 

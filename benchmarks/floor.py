@@ -1,0 +1,92 @@
+"""The least that a step could take here: its matrix products alone, timed on this machine in the same run.
+
+Everything else (attention, norms, softmax, drawing, the optimiser, Python) counts as nothing. The prompt is computed once per group,
+the output head only where a token is predicted, and nothing is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from groupwise.models.decoder import Decoder
+from groupwise.models.projections import rearranged_product, rearranging_helps
+
+__all__ = ["floor_seconds"]
+
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def _time(call: Callable[[], object]) -> float:
+    call()
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return sorted(found)[1]
+
+
+@torch.no_grad()
+def floor_seconds(decoder: Decoder, prompt_lengths: Sequence[int], lengths: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Seconds of matrix products in sampling, in scoring under the reference and in learning, for the given lengths."""
+    layer = decoder.layers[0]
+    weights = [layer.qkv, layer.output, layer.gate_up, layer.down]
+    flat = [n for group in lengths for n in group]
+    rows, tokens = sum(prompt_lengths) + sum(flat) - len(flat), sum(flat)
+    forward = len(decoder.layers) * sum(_forward(w, rows) for w in weights) + _forward(decoder.head, tokens)
+    backward = len(decoder.layers) * sum(_backward(w, rows) for w in weights) + _backward(decoder.head, tokens)
+    prefill = len(decoder.layers) * sum(_forward(w, sum(prompt_lengths)) for w in weights)
+    return {
+        "sampling": prefill + _decoding(decoder, flat),
+        "reference": forward,
+        "forward_backward": forward + backward,
+    }
+
+
+def _inputs(width: int, rows: int, like: Tensor) -> Tensor:
+    return torch.randn(rows, width, dtype=like.dtype)
+
+
+def _tiled(weight: Tensor, rows: int) -> int:
+    """Rows at a time: the head's output for all of them would not fit the cache, and nobody computes it so."""
+    return min(rows, 2**25 // len(weight))
+
+
+def _forward(weight: Tensor, rows: int) -> float:
+    part = _tiled(weight, rows)
+    x = _inputs(weight.shape[1], part, weight)
+    return _time(lambda: linear(x, weight)) * rows / part
+
+
+def _backward(weight: Tensor, rows: int) -> float:
+    part = _tiled(weight, rows)
+    x, grad = _inputs(weight.shape[1], part, weight), _inputs(weight.shape[0], part, weight)
+    return (_time(lambda: grad @ weight) + _time(lambda: grad.t() @ x)) * rows / part
+
+
+def _decoding(decoder: Decoder, lengths: Sequence[int]) -> float:
+    """Over all decode steps, with as many rows as are still running, rounded up to a measured size."""
+    product = rearranged_product if rearranging_helps(decoder.embedding) else (lambda w: lambda x: linear(x, w))
+    every = [product(w) for layer in decoder.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    head, width, wide = product(decoder.head), decoder.embedding.shape[1], decoder.layers[0].down.shape[1]
+    measured: dict[int, float] = {}
+    total = 0.0
+    for step in range(1, max(lengths)):
+        running = sum(n > step for n in lengths)
+        size = next((s for s in _SIZES if s >= running), running)
+        if size not in measured:
+            narrow, broad = _inputs(width, size, decoder.embedding), _inputs(wide, size, decoder.embedding)
+
+            def run(narrow: Tensor = narrow, broad: Tensor = broad) -> None:
+                for index, multiply in enumerate(every):
+                    multiply(broad if index % 4 == 3 else narrow)
+                head(narrow)
+
+            measured[size] = _time(run)
+        total += measured[size]
+    return total
