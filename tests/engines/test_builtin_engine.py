@@ -10,6 +10,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin import runner as runner_module
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
 from groupwise.models.embedded import EMBEDDED_NAME
@@ -101,6 +102,24 @@ def test_samples_do_not_depend_on_how_the_cache_grows(room, make_engine, make_pr
     monkeypatch.setattr(cache_module, "_ROOM", room)
     grown = make_engine(max_rows=6).sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
     assert ids_of(grown) == ids_of(whole)
+
+
+@pytest.mark.parametrize("rows", [3, 6, 64])
+@pytest.mark.parametrize("burst", [2, 5, 100])
+def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
+    burst, rows, make_engine, make_prompts, ids_of, monkeypatch
+):
+    """What GPUs do: ended rows are carried along, and leave when they are many."""
+    prompts = make_prompts(LENGTHS)
+    single = make_engine(max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s")
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", burst)
+    progress = []
+    engine = make_engine(max_rows=rows)
+    bursts = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s", on_progress=lambda *now: progress.append(now))
+    assert ids_of(bursts) == ids_of(single)
+    assert recorded(bursts).tolist() == pytest.approx(recorded(single).tolist(), abs=1e-5)
+    assert progress[-1] == (4 * len(LENGTHS), sum(len(ids) for group in ids_of(single) for ids in group))
+    assert len({c.finish_reason for group in bursts for c in group}) == 2  # some ended before others
 
 
 def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_of, monkeypatch):

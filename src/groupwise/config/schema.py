@@ -54,7 +54,9 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Numbers of the weights that sample and compute. bfloat16 is 2 to 5 times faster; master weights stay fp32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels. `auto` takes the fastest that is installed and exact here."""
+    """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
+    kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` is plain products. `flash_attention_2` needs the package flash-attn and acts in
+    models that are computed by their own module; Llama and Qwen models take `sdpa` for it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
     device: str = "auto"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 __all__ = ["Cache"]
 
-_ROOM = 32
-"""Positions that the table grows by at the least; long tables grow by an eighth, so that copying stays a small share."""
+_ROOM, _GPU_ROOM = 32, 256
+"""Positions that the table grows by at the least; long tables grow by an eighth, so that copying stays a small share. On GPUs gaps cost
+less, and new tables mean that a graph is captured anew."""
 
 
 class Cache:
@@ -28,7 +29,8 @@ class Cache:
         self.kv_heads, self.head_width, self.rows, self.limit = kv_heads, head_width, rows, max(1, completion_tokens)
         self._like = {"dtype": dtype, "device": device}
         self.prompt = torch.zeros(layers, 2, groups, kv_heads, prompt_tokens, head_width, **self._like)  # type: ignore[call-overload]
-        self.room = min(_ROOM, self.limit)
+        self._least = _ROOM if device.type == "cpu" else _GPU_ROOM
+        self.room = min(self._least, self.limit)
         self.own = [(self._table(self.room), self._table(self.room)) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""
 
@@ -39,7 +41,7 @@ class Cache:
         """Make room for ``positions`` of the first ``rows`` rows. Returns whether the tables are new ones."""
         if positions <= self.room:
             return False
-        step = max(_ROOM, self.room // 8 // _ROOM * _ROOM)
+        step = max(self._least, self.room // 8 // self._least * self._least)
         grown = min(self.limit, max(positions, self.room + step))
         for layer, pair in enumerate(self.own):
             larger = (self._table(grown), self._table(grown))

@@ -54,7 +54,10 @@ class DecodeWeights:
 
 @dataclass
 class DecodeStep:
-    """Where every row stands. Planned anew when rows come or go or the cache has grown, and advanced in place between."""
+    """Where every row stands. Planned anew when rows come or go or the cache has grown, and advanced in place between.
+
+    In place to the letter: a captured CUDA graph reads and writes these very tensors.
+    """
 
     groups: int
     width: int
@@ -62,10 +65,10 @@ class DecodeStep:
     """``[B]`` seeds."""
     last_tokens: Tensor
     """``[B]`` the token each row feeds in."""
+    last_logprobs: Tensor
+    """``[B]`` its log-probability; nothing before the first step."""
     own_lengths: Tensor
     """``[B]`` own positions filled so far: where this step's key and value go."""
-    longest: int
-    """The largest of them."""
     positions: Tensor
     """``[B]`` position of the fed token in its sequence."""
     row_index: Tensor
@@ -73,6 +76,8 @@ class DecodeStep:
     """``[B]`` place of each row in the ``[S * W]`` lanes of the prompt product; None where row i is lane i."""
     row_of_lane: Tensor
     """``[S * W]``; empty lanes repeat row 0, and nobody reads them."""
+    prompt_positions: int
+    """P."""
     mask: Tensor
     """``[B, P + C]`` additive: a row sees its prompt and its own positions filled so far."""
 
@@ -99,17 +104,21 @@ class DecodeStep:
         in_order = lanes == list(range(len(row_of_lane)))
         return cls(
             groups=len(prompt_lengths), width=width, keys=torch.tensor(keys, device=device),
-            last_tokens=torch.tensor(last_tokens, device=device), own_lengths=own.to(device), longest=max(own_lengths),
+            last_tokens=torch.tensor(last_tokens, device=device), last_logprobs=torch.zeros(len(lanes), device=device),
+            own_lengths=own.to(device),
             positions=(prompt_of_row + own).to(device), row_index=torch.arange(len(lanes), device=device),
             lane_of_row=None if in_order else torch.tensor(lanes, device=device), row_of_lane=row_of_lane.to(device),
+            prompt_positions=cache.prompt.shape[4],
             mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")).to(device),
         )  # fmt: skip
 
-    def advance(self, tokens: Tensor) -> None:
-        self.last_tokens = tokens
-        self.own_lengths = self.own_lengths + 1
-        self.positions = self.positions + 1
-        self.longest += 1
+    def advance(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Rows that are done may be carried along for a while: they stay at the last place there is."""
+        self.last_tokens.copy_(tokens)
+        self.last_logprobs.copy_(logprobs)
+        last = self.mask.shape[1] - 1 - self.prompt_positions
+        self.positions.add_((self.own_lengths < last).long())
+        self.own_lengths.add_(1).clamp_(max=last)
 
     def to_lanes(self, rows: Tensor) -> Tensor:
         """``[B, K, U, x]`` to ``[S * K, W * U, x]``: rows of one group beside each other."""
@@ -143,7 +152,7 @@ def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeS
     heads, kv_heads, epsilon = decoder.heads, decoder.kv_heads, decoder.epsilon
     cos, sin = decoder.rope(step.positions)
     scale = decoder.head_width**-0.5
-    step.mask[step.row_index, cache.prompt.shape[4] + step.own_lengths] = 0
+    step.mask.scatter_(1, (step.own_lengths + step.prompt_positions)[:, None], 0.0)
     x = embedding(step.last_tokens, decoder.embedding)
     rows, turned = len(x), heads + kv_heads
     rotated = torch.empty(rows, turned, decoder.head_width, dtype=x.dtype, device=x.device)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.cache import Cache
-from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
+from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.engines.builtin.runner import Runner, burst_length
 from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
 from groupwise.models.ops import rms_norm
@@ -50,6 +51,8 @@ class _Row:
     key: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    done: bool = False
+    """It has ended, and is carried along until it leaves."""
 
 
 class BuiltinEngine:
@@ -124,6 +127,7 @@ class _Batch:
         self.sampled_tokens = 0
         longest = max(len(p.token_ids) for p in prompts)
         self.decoder.reserve_positions(longest + settings.max_tokens)
+        self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
         self.cache = Cache(
             layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
@@ -131,7 +135,8 @@ class _Batch:
             dtype=self.decoder.dtype, device=self.decoder.device,
         )  # fmt: skip
         self.weights = DecodeWeights(self.decoder, self.max_rows)
-        self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
+        self.runner = Runner(self.decoder, self.weights, self.cache, self.draw)
+        self.burst = burst_length(self.decoder.device)
         self.step: DecodeStep | None = None
 
     def advance(self) -> bool:
@@ -140,22 +145,22 @@ class _Batch:
         self._admit()
         if not self.rows:
             return self.finished > before  # all that was admitted ended with its first token; others may still be waiting
-        longest = self.step.longest if self.step else max(len(row.tokens) for row in self.rows) - 1
-        if self.cache.reserve(longest + 1, len(self.rows)):
+        running = [len(row.tokens) for row in self.rows if not row.done]
+        count = min(self.burst, self.settings.max_tokens - min(running))
+        if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), len(self.rows)):
             self.step = None
         if self.step is None:
             self.step = DecodeStep.plan(
                 self.cache,
                 group_of_row=[row.owner.slot for row in self.rows],
                 prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
-                own_lengths=[len(row.tokens) - 1 for row in self.rows],
+                own_lengths=[min(len(row.tokens) - 1, self.cache.room - 1) for row in self.rows],
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
             )
-        logits = decode(self.decoder, self.weights, self.cache, self.step)
-        tokens, logprobs = self.draw(logits, self.step.keys, self.step.own_lengths + 1)
-        self.step.advance(tokens)
-        self._take(tokens.tolist(), logprobs.tolist(), list(self.rows))
+        for tokens, logprobs in zip(*self.runner.run(self.step, count), strict=True):
+            self._take(tokens, logprobs, self.rows)
+        self._leave()
         return True
 
     def _admit(self) -> None:
@@ -181,6 +186,7 @@ class _Batch:
         self.rows.extend(starting)
         self.step = None
         self._take(tokens.tolist(), logprobs.tolist(), starting)
+        self._leave()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.weights.head(rms_norm(hidden, self.decoder.final_norm, self.decoder.epsilon))
@@ -207,18 +213,23 @@ class _Batch:
             group.last_hidden = last
 
     def _take(self, tokens: list[int], logprobs: list[float], rows: list[_Row]) -> None:
-        """Append sampled tokens to ``rows`` and let those that ended leave."""
-        self.sampled_tokens += len(rows)
-        leaving = []
+        """Append sampled tokens to the ``rows`` that are not done, and note which ended with them."""
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            if row.done:
+                continue
+            self.sampled_tokens += 1
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens:
-                leaving.append(row)
-        for row in leaving:
+            row.done = token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens
+
+    def _leave(self) -> None:
+        """Let go of rows that are done: at once where a burst is one step, else when they are an eighth, since that plans anew."""
+        done = [row for row in self.rows if row.done]
+        if not done or (self.burst > 1 and len(done) < len(self.rows) / 8):
+            return
+        for row in done:
             self._finish(row)
-        if leaving:
-            self.step = None
+        self.step = None
 
     def _finish(self, row: _Row) -> None:
         stopped = row.tokens[-1] in self.engine.end_token_ids
