@@ -26,22 +26,41 @@ class Rollout:
     failures: list[RewardFailure]
     sampling_s: float
     scoring_s: float
+    replaced: tuple[Group, ...] = ()
+    """Groups that were sampled for this step too, and gave way to others that have variance."""
+
+    @property
+    def informative(self) -> int:
+        """Groups that there is something to learn from."""
+        return sum(group.has_variance for group in self.groups)
+
+    def refilled(self, more: Rollout, size: int) -> Rollout:
+        """With the groups of ``more``: those with variance come first, and of the others only as many stay as ``size`` has room for."""
+        groups = sorted([*self.groups, *more.groups], key=lambda group: not group.has_variance)  # stable
+        return Rollout(
+            groups[:size],
+            [*self.failures, *more.failures],
+            self.sampling_s + more.sampling_s,
+            self.scoring_s + more.scoring_s,
+            (*self.replaced, *groups[size:]),
+        )
 
     def metrics(self, style: AnswerStyle) -> dict[str, Metric]:
-        """What the completions and their scores look like; names as in ``tracking.metric_table``."""
-        completions = [c for group in self.groups for c in group.completions]
+        """What the completions and their scores look like, replaced ones included; names as in ``tracking.metric_table``."""
+        groups = [*self.groups, *self.replaced]
+        completions = [c for group in groups for c in group.completions]
         lengths = [len(c.token_ids) for c in completions]
         found: dict[str, Metric] = {
-            "reward/mean": Mean.of(r for g in self.groups for r in g.rewards),
-            "reward/std": Mean.of(statistics.stdev(g.rewards) for g in self.groups),
-            "groups/zero_variance": Mean.of(not g.has_variance for g in self.groups),
+            "reward/mean": Mean.of(r for g in groups for r in g.rewards),
+            "reward/std": Mean.of(statistics.stdev(g.rewards) for g in groups),
+            "groups/zero_variance": Mean.of(not g.has_variance for g in groups),
             "groups/failed": Sum(len(self.failures)),
             "completions/tokens_mean": Mean.of(lengths),
             "completions/tokens_max": Max(max(lengths, default=0)),
             "completions/truncated": Mean.of(not c.stopped for c in completions),
             "completions/stop_rate": Mean.of(c.stopped for c in completions),
             "accuracy/strict": Mean.of(
-                grade(c.text, g.prompt.problem.answer, style).strict for g in self.groups for c in g.completions
+                grade(c.text, g.prompt.problem.answer, style).strict for g in groups for c in g.completions
             ),
             "time/sample_s": Sum(self.sampling_s),
             "time/score_s": Sum(self.scoring_s),
@@ -49,9 +68,9 @@ class Rollout:
         }
         if style == "xml":
             found["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.text for c in completions], score=1.0))
-        names = self.groups[0].components if self.groups else ()
+        names = groups[0].components if groups else ()
         for name in names:
-            found[f"reward/{name}"] = Mean.of(s for g in self.groups for s in g.components[name] if s is not None)
+            found[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
         return found
 
 
@@ -69,9 +88,13 @@ def collect(
     *,
     seed: int,
     step: int,
+    refill: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
     """Sample ``completions_per_prompt`` completions for each prompt and score every group.
+
+    ``refill``: which round of further problems this is; 0 for the step's own. It is part of the samples' names, since a problem may
+    come up again.
 
     Raises RewardError where a reward function fails and the config says to stop.
     """
@@ -81,7 +104,7 @@ def collect(
         config.completions_per_prompt,
         rollout_settings(config),
         seed=seed,
-        scope=f"rollout/step={step}",
+        scope=f"rollout/step={step}" + (f"/refill={refill}" if refill else ""),
         on_progress=on_progress,
     )
     done = time.perf_counter()

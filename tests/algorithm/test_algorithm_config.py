@@ -107,11 +107,6 @@ def test_bad_settings_are_refused(settings: dict, sentence: str):
         AlgorithmConfig(**settings)
 
 
-def test_a_run_with_a_learned_value_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="no run learns a value yet"):
-        prepare(Config(algorithm={"preset": "ppo"}, model={"name": "nowhere"}))
-
-
 CHOICES = ("baseline", "scale", "ratio_level", "surrogate", "aggregation", "kl_estimator", "kl_placement")
 
 

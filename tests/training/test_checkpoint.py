@@ -56,6 +56,28 @@ def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters,
     assert all(torch.equal(same_step[0][name], same_step[1][name]) for name in same_step[0])
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "ppo", "beta": 0.1, "updates_per_batch": 2},
+        {"beta": 0.1, "kl_target": 0.02, "kl_gain": 0.5},
+        {"beta": 0.1, "reference_every": 1, "reference_mixing": 0.3},
+        {"entropy_bonus": 0.01, "entropy_floor": 5.0, "top_entropy_share": 0.5, "sampler_correction": "token"},
+    ],
+    ids=["critic", "steered leash", "moving reference", "stateless"],
+)
+def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, letters, quiet, tmp_path, algorithm):
+    config = small_config(
+        algorithm=algorithm, training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 3}, rollout={"refill_rounds": 2}
+    )
+    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    checkpoint = whole / "checkpoints" / "step-1"
+    resumed = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=checkpoint).folder
+    assert metrics_of(resumed) == metrics_of(whole, first=1)
+    one, other = final_weights(whole), final_weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def begun(config, letters, quiet, folder, steps=1):
     """A run, by the loop's own verbs, after ``steps`` steps."""
     run = start(config, rewards=letters, console=quiet, run_folder=folder)

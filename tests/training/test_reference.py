@@ -21,7 +21,7 @@ def same(one, other):
 
 
 def test_beta_0_copies_nothing(tiny_llama, monkeypatch):
-    monkeypatch.setattr("groupwise.training.learner.make_reference", lambda scorer: pytest.fail("a reference was made"))
+    monkeypatch.setattr("groupwise.training.reference.make_reference", lambda scorer: pytest.fail("a reference was made"))
     learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.0}))
     assert learner.reference is None
     learner.renew_reference()

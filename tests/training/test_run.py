@@ -239,7 +239,15 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
         rollout={"max_completion_tokens": 4},
         data={"limit": 8},
     ).folder
-    for folder in (plain, full):
+    beyond = go(
+        "beyond",
+        algorithm={
+            "preset": "ppo", "beta": 0.1, "kl_target": 0.1, "entropy_bonus": 1e-3, "top_entropy_share": 0.5,
+            "sampler_correction": "token", "updates_per_batch": 2,
+        },
+        rollout={"refill_rounds": 1},
+    ).folder  # fmt: skip
+    for folder in (plain, full, beyond):
         for row in lines_of(folder / "metrics.jsonl"):
             logged |= row.keys() - {"step", "time_s"}
     assert [name for name in sorted(logged) if describe_metric(name) is None] == []
@@ -247,6 +255,44 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
     assert components <= logged
     assert (METRICS.keys() - {"reward/<component>"}) - logged == set()
     assert logged - components == METRICS.keys() - {"reward/<component>"}
+
+
+def rarely(completions, **columns):
+    """Varies within few groups: 1 for a completion of only ASCII characters that begins with a letter."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [float(text[:1].isascii() and text[:1].isalpha()) for text in texts]
+
+
+def test_groups_without_variance_are_refilled_a_bounded_number_of_times(go, small_config):
+    seen: dict[int, list] = {}
+    for rounds in (0, 1, 3):
+        seen[rounds] = []
+        go(
+            f"rounds-{rounds}",
+            rewards={"functions": [{"function": "rarely"}]},
+            functions={"rarely": rarely},
+            rollout={"refill_rounds": rounds, "prompts_per_step": 5, "completions_per_prompt": 2},
+            on_step=seen[rounds].append,
+            training={"steps": 4},
+        )
+    informative = {rounds: sum(g.has_variance for r in reports for g in r.groups) for rounds, reports in seen.items()}
+    assert informative[0] < informative[1] <= informative[3]
+    assert all(len(r.groups) == 5 for reports in seen.values() for r in reports), "the batch keeps its size"
+    assert "groups/sampled" not in seen[0][0].metrics
+    for rounds in (1, 3):
+        for report in seen[rounds]:
+            sampled = report.metrics["groups/sampled"]
+            lacking = sum(not g.has_variance for g in report.groups)
+            assert 5 <= sampled <= 5 * (1 + rounds)
+            assert lacking == 0 or sampled > 5
+            assert report.metrics["groups/zero_variance"] >= lacking / 5 - 1e-9, "of all that were sampled"
+    again = []
+    go(
+        "again", rewards={"functions": [{"function": "rarely"}]}, functions={"rarely": rarely}, on_step=again.append,
+        rollout={"refill_rounds": 3, "prompts_per_step": 5, "completions_per_prompt": 2}, training={"steps": 4},
+    )  # fmt: skip
+    texts = [[[c.text for g in r.groups for c in g.completions] for r in reports] for reports in (again, seen[3])]
+    assert texts[0] == texts[1]
 
 
 def test_the_reported_numbers_are_those_of_the_groups(go):
@@ -271,7 +317,7 @@ def test_the_reported_numbers_are_those_of_the_groups(go):
     assert [r.metrics["progress/policy_version"] for r in seen] == [1, 2]
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo"])
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo"])
 def test_every_preset_runs(go, preset):
     rows = lines_of(
         go(algorithm={"preset": preset, "beta": 0.05} if preset == "grpo" else {"preset": preset}).folder / "metrics.jsonl"

@@ -83,6 +83,38 @@ class AlgorithmConfig(Section):
     only with `updates_per_batch` above 1. Null takes the plain squared error."""
     value_loss_weight: float = Field(default=0.1, gt=0)
     """With `baseline: value`: weight of the value's loss beside the policy's."""
+    value_learning_rate: float = Field(default=1e-3, gt=0)
+    """With `baseline: value`: learning rate of the value's own head, a single linear layer that starts from nothing."""
+    value_trains_trunk: bool = False
+    """With `baseline: value`: let the value's error reach the policy's layers too, at the policy's learning rate."""
+    mask_truncated: bool = False
+    """Leave completions that were cut at the token limit out of the loss and out of its count of tokens (DAPO's overlong filtering):
+    a cut says little about the text before it. They still count in their group's mean. If most are cut, raise the limit instead."""
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Weight of the entropy of each token's whole distribution, taken off the loss: keeps exploration alive, and too much of it makes
+    text random. Costs some time in the output head. 0.001 is a start."""
+    entropy_floor: float | None = Field(default=None, gt=0)
+    """The bonus acts only on batches whose sampled tokens have less mean entropy than this, in nats. Null: on all."""
+    top_entropy_share: float = Field(default=1.0, gt=0, le=1)
+    """Only this share of the batch's tokens, those of highest entropy, takes part in the policy's loss: the forks of the text, where it
+    is decided what comes (arXiv 2506.01939 has 0.2). Costs one more forward pass."""
+    sampler_correction: Literal["none", "token", "sequence"] = "none"
+    """Weigh each token, or completion, by how much likelier the trainer finds it than the sampler did: for samplers whose numbers differ
+    (another engine, quantised weights). `policy/sampler_mismatch` says whether there is anything to correct."""
+    sampler_correction_mode: Literal["truncate", "mask"] = "truncate"
+    """Beyond the cap: hold the weight there, or leave the token (the completion) out."""
+    sampler_correction_cap: float = Field(default=2.0, ge=1)
+    """Largest weight that the correction gives."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593): it rises while the KL is above and falls while below.
+    `beta` is where it starts. 0.05 to 0.1 is a usual band. Null keeps `beta` fixed."""
+    kl_gain: float = Field(default=0.1, gt=0)
+    """With `kl_target`: share by which `beta` changes a step, for an error of 100%; errors count up to 20%."""
+    reference_every: int | None = Field(default=None, ge=1)
+    """Renew the reference every so many steps, beside the outer iterations. Null: never."""
+    reference_mixing: float = Field(default=1.0, gt=0, le=1)
+    """How far a renewal goes: 1 makes the reference the policy, 0.1 moves it a tenth of the way. Small, with `reference_every: 1`, it is
+    a moving average of the policy, at the cost of an fp32 copy."""
 
     @model_validator(mode="after")
     def follow_preset(self) -> AlgorithmConfig:
@@ -111,6 +143,25 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "algorithm.scale is 'group_std' with kl_placement 'token_reward', but in a group whose completions all scored the "
                 "same the KL would be divided by about 0; set scale to 'batch_std' or 'none', or kl_placement to 'reward'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_companions(self) -> AlgorithmConfig:
+        """Settings that act on something that another setting has switched off."""
+        if self.entropy_floor is not None and self.entropy_bonus == 0:
+            raise ValueError(
+                f"algorithm.entropy_floor is {self.entropy_floor} with entropy_bonus 0, so nothing would lift the entropy; "
+                "set entropy_bonus, to 0.001 for a start"
+            )
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError(
+                f"algorithm.kl_target is {self.kl_target} with beta 0, but a coefficient of 0 stays 0; set beta to where it should start"
+            )
+        if self.reference_mixing < 1 and self.reference_every is None and self.reference_updates == 1:
+            raise ValueError(
+                f"algorithm.reference_mixing is {self.reference_mixing}, but the reference is never renewed; set reference_every, "
+                "to 1 for a moving average"
             )
         return self
 

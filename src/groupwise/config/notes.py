@@ -48,15 +48,21 @@ def _algorithm(config: Config) -> Iterator[str]:
 def _unused_in_the_objective(algorithm: AlgorithmConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Why some settings have no effect, and which."""
     if algorithm.beta == 0:
-        no_reference = ("reference_updates", "kl_estimator", "kl_placement", "kl_correction")
+        no_reference = (
+            "reference_updates", "reference_every", "reference_mixing", "kl_estimator", "kl_placement", "kl_correction"
+        )  # fmt: skip
         yield "algorithm.beta is 0, so no reference is kept", no_reference
     elif algorithm.kl_placement != "loss":
         yield "the KL is part of the reward, not of the loss", ("kl_correction",)
     if algorithm.baseline != "value":
-        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight")
+        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight", "value_learning_rate", "value_trains_trunk")
         yield "algorithm.baseline is not value, so no value is learned", learned
     elif algorithm.updates_per_batch == 1:
         yield "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed", ("value_clip",)
+    if algorithm.sampler_correction == "none":
+        yield "algorithm.sampler_correction is none", ("sampler_correction_mode", "sampler_correction_cap")
+    if algorithm.kl_target is None:
+        yield "algorithm.kl_target is not set, so beta stays as it is", ("kl_gain",)
     clipping = ("epsilon", "epsilon_high", "dual_clip", "delta")
     if algorithm.surrogate == "reinforce":
         yield "algorithm.surrogate is reinforce, which has no ratio to clip", ("ratio_level", *clipping)

@@ -66,7 +66,7 @@ PRESETS: Mapping[str, Preset] = {
             "beta": 0.0,
         },
         beyond=(
-            "Dynamic sampling and the overlong penalty belong to rollout and rewards. The paper writes the token mean per "
+            "Dynamic sampling is rollout.refill_rounds, and the overlong penalty a reward. The paper writes the token mean per "
             "prompt; here it is over the whole batch, so that a token weighs the same whichever prompt it answers."
         ),
     ),

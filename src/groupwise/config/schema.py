@@ -169,6 +169,9 @@ class RolloutConfig(Section):
     engine: Literal["auto", "builtin", "transformers"] = "auto"
     """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3). `transformers`: any causal model by its own
     module. `auto` takes the built-in one where the architecture allows."""
+    refill_rounds: int = Field(default=0, ge=0)
+    """Dynamic sampling (DAPO): replace groups whose completions all scored the same by those of further problems, at most this many
+    times a step. Every step then has more to learn from and takes longer; `groups/sampled` counts what it took."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
 
@@ -277,6 +280,11 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but the run has only {self.optimizer_steps} optimiser "
                 "steps (training.steps x algorithm.updates_per_batch): the peak rate would never be reached; lower it"
+            )
+        if self.algorithm.reference_every and self.model.lora:
+            raise ValueError(
+                f"algorithm.reference_every is {self.algorithm.reference_every}, but with model.lora the reference is the model "
+                "without its adapter, which cannot be renewed: leave reference_every out"
             )
         if self.algorithm.reference_updates > 1 and self.model.lora:
             raise ValueError(

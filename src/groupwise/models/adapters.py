@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from groupwise.errors import ModelError
 from groupwise.models.decoder import why_unsupported
+from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer, Padded
 
 if TYPE_CHECKING:
@@ -110,9 +111,9 @@ class AdapterScorer(ModuleScorer):
         """The trainable tensors: the adapter's."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
-    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
-        """See ``ModuleScorer.logprobs``. Dropout stays on until the next call, since the backward pass may recompute."""
-        result = super().logprobs(batch, temperature)
+    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+        """See ``ModuleScorer.score``. Dropout stays on until the next call, since the backward pass may recompute."""
+        result = super().score(batch, temperature, entropy=entropy, keep_hidden=keep_hidden)
         self._set_dropout(torch.is_grad_enabled())
         return result
 
@@ -154,8 +155,12 @@ class ReferenceWithoutAdapter:
 
     @torch.no_grad()
     def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+        return self.score(batch, temperature).logprobs_T
+
+    @torch.no_grad()
+    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         with self._reference():
-            return self.scorer.logprobs(batch, temperature)
+            return self.scorer.score(batch, temperature, entropy=entropy, keep_hidden=keep_hidden)
 
     @contextmanager
     def _reference(self) -> Iterator[None]:

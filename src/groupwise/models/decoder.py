@@ -19,7 +19,7 @@ from torch.nn.functional import embedding
 from groupwise.models.attention import default_implementation, plan_attention
 from groupwise.models.layer import Layer, Shape, layer_forward
 from groupwise.models.layout import Packed, pack
-from groupwise.models.logprobs import token_logprobs
+from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.ops import rms_norm
 
 __all__ = ["Decoder", "why_unsupported"]
@@ -159,5 +159,9 @@ class Decoder:
 
     def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
-        rows = self.hidden(packed).index_select(0, packed.predict_rows_T)
-        return token_logprobs(rms_norm(rows, self.final_norm, self.epsilon), self.head, packed.targets_T, temperature)
+        return self.score(packed, temperature).logprobs_T
+
+    def score(self, packed: Packed, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        rows = rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, self.epsilon)
+        return score_tokens(rows, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)

@@ -9,13 +9,26 @@ rows, which is fast, and which needs no adding up. Axes: T tokens, D model width
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["token_logprobs", "token_logprobs_and_entropy"]
+__all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a policy says about given tokens. Differentiable; what was not asked for is None."""
+
+    logprobs_T: Tensor
+    """``[T]`` in fp32 and nats."""
+    entropy_T: Tensor | None = None
+    """``[T]`` in fp32 and nats: of the whole distribution that the token was drawn from."""
+    hidden_T: Tensor | None = None
+    """``[T, D]``: what the output head read, that is the state in which the token was chosen."""
 
 _SLICE, _NARROWEST = 4096, 256
 """Columns of the vocabulary at a time (fewer for very many rows), and"""
@@ -158,3 +171,13 @@ def token_logprobs_and_entropy(
     logprobs, _, entropy = _forward(hidden, weight, targets, temperature, True)
     assert entropy is not None
     return logprobs, entropy
+
+
+def score_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False
+) -> Scored:
+    """``token_logprobs``, with entropies and the hidden states themselves if asked for."""
+    kept = hidden if keep_hidden else None
+    if entropy:
+        return Scored(*token_logprobs_and_entropy(hidden, weight, targets, temperature), kept)
+    return Scored(token_logprobs(hidden, weight, targets, temperature), None, kept)

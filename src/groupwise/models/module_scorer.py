@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.models.logprobs import token_logprobs
+from groupwise.models.logprobs import Scored, score_tokens
 
 __all__ = ["ModuleScorer", "Padded"]
 
@@ -70,18 +70,33 @@ class ModuleScorer:
 
     def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
+        return self.score(batch, temperature).logprobs_T
+
+    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
         self._set_modes(learning=torch.is_grad_enabled())
         try:
             head = _plain_head(self.module)
             if head is None:
-                logits = self.module(**inputs).logits.flatten(0, 1).index_select(0, batch.predict_rows_T)
-                scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
-                return scaled.gather(1, batch.targets_T[:, None])[:, 0]
+                return self._score_by_logits(inputs, batch, temperature, entropy, keep_hidden)
             hidden = self.module.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.predict_rows_T)
-            return token_logprobs(hidden, head, batch.targets_T, temperature)
+            return score_tokens(hidden, head, batch.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
         finally:
             self.module.eval()  # and so it is when the backward pass recomputes
+
+    def _score_by_logits(
+        self, inputs: dict[str, Any], batch: Padded, temperature: float, entropy: bool, keep_hidden: bool
+    ) -> Scored:
+        """For heads that scale or cap what they give."""
+        output = self.module(**inputs, output_hidden_states=keep_hidden)
+        rows = batch.predict_rows_T
+        scaled = torch.log_softmax(output.logits.flatten(0, 1).index_select(0, rows).float() / temperature, dim=-1)
+        return Scored(
+            scaled.gather(1, batch.targets_T[:, None])[:, 0],
+            -(scaled.exp() * scaled).sum(-1) if entropy else None,
+            output.hidden_states[-1].flatten(0, 1).index_select(0, rows) if keep_hidden else None,
+        )
 
     def _set_modes(self, learning: bool) -> None:
         """Evaluation mode, as dropout has no place in a policy ratio; but gradient checkpointing acts only in parts that are training.

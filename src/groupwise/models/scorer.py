@@ -13,6 +13,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.models.adapters import AdapterScorer, ReferenceWithoutAdapter, is_adapted
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.load import Policy
+from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
 
 __all__ = ["Scorer", "copy_weights", "make_reference", "make_scorer"]
@@ -34,6 +35,10 @@ class Scorer(Protocol):
 
     def logprobs(self, batch: Any, temperature: float = 1.0) -> Tensor:
         """``[T]`` in fp32, differentiable."""
+        ...
+
+    def score(self, batch: Any, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         ...
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError
 from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
@@ -25,6 +26,7 @@ __all__ = ["MODEL", "find_checkpoint", "latest_checkpoint", "load_checkpoint", "
 MODEL = "model"
 """The policy's folder inside a checkpoint."""
 _STATE, _OPTIMIZER, _REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
+_CRITIC = "critic.safetensors"
 
 
 def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, keep: int) -> Path:
@@ -35,9 +37,12 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, k
         aside.mkdir(parents=True)
         save_model(policy, aside / MODEL)
         save_file(_own(learner.optimizer.state()), aside / _OPTIMIZER)
-        if learner.reference is not None:
-            save_file(_own({n: p.data for n, p in learner.reference.named_parameters()}), aside / _REFERENCE)
-        (aside / _STATE).write_text(json.dumps({"step": step, "updates": learner.updates}))
+        if learner.moving_reference is not None:
+            save_file(_own(learner.moving_reference.state()), aside / _REFERENCE)
+        if learner.critic is not None:
+            save_file(_own(learner.critic.state()), aside / _CRITIC)
+        control = None if learner.kl_control is None else learner.kl_control.state_dict()
+        (aside / _STATE).write_text(json.dumps({"step": step, "updates": learner.updates, "kl_control": control}))
         for path in aside.iterdir():
             if path.is_file():
                 _sync(path)
@@ -82,10 +87,12 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
         step, updates = int(state["step"]), int(state["updates"])
         learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
-        if learner.reference is not None:
-            saved = load_file(checkpoint / _REFERENCE)
-            for name, parameter in learner.reference.named_parameters():
-                parameter.data.copy_(saved[name])
+        if learner.moving_reference is not None:
+            learner.moving_reference.load_state(load_file(checkpoint / _REFERENCE))
+        if learner.critic is not None:
+            learner.critic.load_state(load_file(checkpoint / _CRITIC))
+        if learner.kl_control is not None and state.get("kl_control"):
+            learner.kl_control = AdaptiveKL.from_state_dict(state["kl_control"])
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {checkpoint} cannot be read ({error}): it is damaged or belongs to another model; use an earlier one"

@@ -32,6 +32,8 @@ from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport", "start"]
 
+_REFILL_SEED = 0x5EED
+"""Apart from the run's own order of problems, so that refills do not run ahead of it."""
 _MOST_DROPPED = 5
 """Updates dropped in a row, for gradients that are not finite, after which a run stops."""
 
@@ -110,9 +112,12 @@ class Run:
         return done
 
     def renew_reference_if_due(self, step: int) -> None:
-        """Outer iterations: ``reference_updates`` of them, equally long, each starting with a reference that is the policy."""
+        """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
+        ``reference_every``-th step."""
         outer, steps = self.config.algorithm.reference_updates, self.config.training.steps
-        if self.learner and step > 0 and step * outer // steps != (step - 1) * outer // steps:
+        every = self.config.algorithm.reference_every
+        new_iteration = step * outer // steps != (step - 1) * outer // steps
+        if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
             self.learner.renew_reference()
 
     def prompts(self, step: int) -> list[Prompt]:
@@ -123,17 +128,39 @@ class Run:
         )
         return [available[i] for i in indices]
 
+    def refill_prompts(self, step: int, refill: int, count: int) -> list[Prompt]:
+        """Further problems for a step whose groups have no variance; a function of seed, step and round alone."""
+        available, rounds = self.prepared.train_prompts, self.config.rollout.refill_rounds
+        indices = problems_for_step(
+            len(available), self.config.rollout.prompts_per_step, step * rounds + refill - 1, self.config.training.seed + _REFILL_SEED
+        )
+        return [available[i] for i in indices[:count]]
+
     def collect(self, step: int, bar: Phase) -> Rollout:
-        """Sample and score the step's groups."""
+        """Sample and score the step's groups; with dynamic sampling, replace those without variance."""
         self.step_started = time.perf_counter()
-        rollout = collect(
-            self.engine, self.prompts(step), self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
-            on_progress=lambda finished, tokens: bar.advance(0, completions=finished),
-        )  # fmt: skip
+        size, prompts = self.config.rollout.prompts_per_step, self.prompts(step)
+        sampled = len(prompts)
+        rollout = self._collect(prompts, step, 0, bar)
+        for refill in range(1, self.config.rollout.refill_rounds + 1):
+            missing = size - rollout.informative
+            if missing <= 0:
+                break
+            prompts = self.refill_prompts(step, refill, missing)
+            sampled += len(prompts)
+            rollout = rollout.refilled(self._collect(prompts, step, refill, bar), size)
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
         self.metrics = rollout.metrics(self.style)
+        if self.config.rollout.refill_rounds:
+            self.metrics["groups/sampled"] = Sum(sampled)
         return rollout
+
+    def _collect(self, prompts: Sequence[Prompt], step: int, refill: int, bar: Phase) -> Rollout:
+        return collect(
+            self.engine, prompts, self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
+            refill=refill, on_progress=lambda finished, tokens: bar.advance(0, completions=finished),
+        )  # fmt: skip
 
     def learn(self, rollout: Rollout) -> Advantages:
         """Update the policy, and tell the engine."""

@@ -83,12 +83,8 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     ModelError : the model cannot be loaded (a folder without weights, an unknown name).
     RewardError : a reward function cannot be loaded, or needs a column that the data lacks.
     DataError, AnswerError : the data is missing, empty or unreadable, or a prompt does not fit the context.
-    ConfigError : no prompt at all could fit beside the completion, or the settings ask for a learned value.
+    ConfigError : no prompt at all could fit beside the completion.
     """
-    if config.algorithm.baseline == "value":
-        raise ConfigError(
-            "algorithm.baseline is 'value', but no run learns a value yet; choose 'group_mean', 'leave_one_out', 'batch_mean' or 'none'"
-        )
     check_model(config.model)
     system, answer_style = resolve_system(config.prompt, config.data)
     suite = RewardSuite.from_config(config.rewards, answer_style, rewards)

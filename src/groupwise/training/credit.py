@@ -1,0 +1,102 @@
+"""From rewards to every micro-batch's advantages: where the KL is part of the reward, or a value is learned, they need the passes
+that came before. Whole groups of the whole batch are looked at, before anything is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from groupwise.algorithm import Objective, explained_variance, kl_in_reward, kl_penalty
+from groupwise.metrics import Mean, Metric
+from groupwise.training.microbatches import MicroBatch, members_of
+
+__all__ = ["Advantages", "assign_advantages"]
+
+Advantages = list[list[float]]
+PerToken = list[list[list[float]]]
+
+
+def assign_advantages(
+    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float
+) -> tuple[Advantages, dict[str, Metric]]:
+    """Give every micro-batch its completions' (or tokens') advantages. Returns them by group, averaged over tokens, and metrics."""
+    rewards = [list(group) for group in rewards]
+    if objective.kl_in_reward:
+        _take_off_kl(micro_batches, rewards, objective, beta)
+    if objective.needs_values:
+        return _by_value(micro_batches, rewards, objective, beta)
+    if objective.kl_in_token_reward:
+        by_token = objective.token_advantages(rewards, _penalties(micro_batches, rewards, objective, beta))
+        _give_tokens(micro_batches, by_token)
+        return _means(by_token), {}
+    advantages = objective.advantages(rewards)
+    for micro_batch in micro_batches:
+        chosen = [advantages[g][m] for g, m in members_of(micro_batch)]
+        micro_batch.advantages_N = torch.tensor(chosen, device=micro_batch.sampled_T.device)
+    return advantages, {}
+
+
+def _take_off_kl(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float) -> None:
+    for micro_batch in micro_batches:
+        assert micro_batch.reference_T is not None
+        taken = kl_in_reward(
+            micro_batch.sampled_T, micro_batch.reference_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
+            beta=beta, estimator=objective.kl_estimator,
+        )  # fmt: skip
+        for (group, member), penalty in zip(members_of(micro_batch), taken.tolist(), strict=True):
+            rewards[group][member] -= penalty
+
+
+def _penalties(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float) -> PerToken:
+    penalties: PerToken = [[[] for _ in group] for group in rewards]
+    for micro_batch in micro_batches:
+        assert micro_batch.reference_T is not None
+        taken = kl_penalty(micro_batch.sampled_T, micro_batch.reference_T, beta=beta, estimator=objective.kl_estimator)
+        for (group, member), piece in micro_batch.by_member(taken):
+            penalties[group][member] = piece
+    return penalties
+
+
+def _by_value(
+    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float
+) -> tuple[Advantages, dict[str, Metric]]:
+    """Generalised advantage estimation over the completions that take part; others have no values and get advantage 0."""
+    values: PerToken = [[[] for _ in group] for group in rewards]
+    for micro_batch in micro_batches:
+        assert micro_batch.values_T is not None
+        for (group, member), piece in micro_batch.by_member(micro_batch.values_T):
+            values[group][member] = piece
+    penalties = _penalties(micro_batches, rewards, objective, beta) if objective.kl_in_token_reward else None
+    taking_part = [[m for m, tokens in enumerate(group) if tokens] for group in values]
+
+    def chosen(source: Sequence[Sequence[object]]) -> list[list]:  # type: ignore[type-arg]
+        return [[source[g][m] for m in members] for g, members in enumerate(taking_part)]
+
+    some_values = chosen(values)
+    found = objective.value_advantages(chosen(rewards), some_values, None if penalties is None else chosen(penalties))
+    by_token, returns = (_spread(numbers, taking_part, rewards) for numbers in found)
+    _give_tokens(micro_batches, by_token)
+    for micro_batch in micro_batches:
+        flat = [r for g, m in members_of(micro_batch) for r in returns[g][m]]
+        micro_batch.returns_T = torch.tensor(flat, dtype=torch.float32, device=micro_batch.sampled_T.device)
+    return _means(by_token), {"value/explained_variance": Mean(explained_variance(some_values, found[1]), 1)}
+
+
+def _spread(numbers: PerToken, taking_part: list[list[int]], rewards: list[list[float]]) -> PerToken:
+    out: PerToken = [[[] for _ in group] for group in rewards]
+    for g, members in enumerate(taking_part):
+        for m, tokens in zip(members, numbers[g], strict=True):
+            out[g][m] = tokens
+    return out
+
+
+def _give_tokens(micro_batches: Sequence[MicroBatch], by_token: PerToken) -> None:
+    for micro_batch in micro_batches:
+        flat = [a for g, m in members_of(micro_batch) for a in by_token[g][m]]
+        micro_batch.advantages_T = torch.tensor(flat, dtype=torch.float32, device=micro_batch.sampled_T.device)
+
+
+def _means(by_token: PerToken) -> Advantages:
+    return [[sum(tokens) / len(tokens) if tokens else 0.0 for tokens in group] for group in by_token]

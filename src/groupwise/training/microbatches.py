@@ -1,0 +1,102 @@
+"""A batch of groups, cut to a budget of tokens and packed: what one forward and backward pass is made of.
+
+Axes: N completions and T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithm import BatchCounts, Objective
+from groupwise.batching import Part, cut_batch
+from groupwise.models.scorer import Scorer
+from groupwise.types import Group
+
+__all__ = ["MicroBatch", "Share", "cut", "members_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Completions that are swept together, by (group, completion), and the counts that their weights in the loss are made of.
+
+    Usually one share is the whole batch. Several divide a batch among several optimiser steps, or add up several denominators in one.
+    """
+
+    members: Sequence[tuple[int, int]]
+    counts: BatchCounts
+
+
+@dataclass
+class MicroBatch:
+    """Some completions, packed, with everything the loss needs to know about them."""
+
+    parts: list[Part]
+    packed: Any
+    sampled_T: Tensor
+    weights_T: Tensor
+    advantages_N: Tensor | None = None
+    advantages_T: Tensor | None = None
+    reference_T: Tensor | None = None
+    old_T: Tensor | None = None
+    """The policy's own logprobs at the first update, by which later ones are measured; None on-policy."""
+    correction_T: Tensor | None = None
+    """Weights that make up for the sampler's mismatch, from the first update on."""
+    mask_T: Tensor | None = None
+    """1 for tokens that take part in the policy's loss, else 0; None for all."""
+    values_T: Tensor | None = None
+    """What the critic said before the first update."""
+    returns_T: Tensor | None = None
+    """What it should have said."""
+    value_weights_T: Tensor | None = None
+
+    def factor_T(self) -> Tensor | None:
+        """What multiplies the surrogate of each token."""
+        found = [x for x in (self.correction_T, self.mask_T) if x is not None]
+        return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
+
+    def by_member(self, numbers_T: Tensor) -> list[tuple[tuple[int, int], list[float]]]:
+        """One number per token, taken apart by completion."""
+        pieces = numbers_T.split(self.packed.lengths_N.tolist())
+        return [(member, piece.tolist()) for member, piece in zip(members_of(self), pieces, strict=True)]
+
+
+def members_of(micro_batch: MicroBatch) -> list[tuple[int, int]]:
+    """(group, completion) of each of its N completions."""
+    return [(part.group, member) for part in micro_batch.parts for member in part.members]
+
+
+def cut(groups: Sequence[Group], share: Share, scorer: Scorer, objective: Objective, budget: int) -> list[MicroBatch]:
+    """Pack a share's completions, at most ``budget`` tokens at a time."""
+    chosen: dict[int, list[int]] = {}
+    for group, member in share.members:
+        chosen.setdefault(group, []).append(member)
+    listed = list(chosen.items())
+    sizes = [
+        (len(groups[i].prompt.token_ids), [len(groups[i].completions[m].token_ids) for m in members]) for i, members in listed
+    ]
+    return [
+        _pack(
+            groups,
+            [Part(listed[p.group][0], tuple(listed[p.group][1][m] for m in p.members)) for p in parts],
+            share.counts,
+            scorer,
+            objective,
+        )
+        for parts in cut_batch(sizes, budget)
+    ]
+
+
+def _pack(groups: Sequence[Group], parts: list[Part], counts: BatchCounts, scorer: Scorer, objective: Objective) -> MicroBatch:
+    chosen = [(groups[p.group].prompt.token_ids, [groups[p.group].completions[m] for m in p.members]) for p in parts]
+    packed = scorer.prepare([(prompt, [c.token_ids for c in completions]) for prompt, completions in chosen])
+    sampled = torch.tensor([x for _, completions in chosen for c in completions for x in c.logprobs])
+    weights = objective.weights(packed.lengths_N, packed.sequence_T, counts)
+    out = MicroBatch(parts, packed, sampled.to(scorer.device), weights)
+    if objective.needs_values:
+        out.value_weights_T = objective.value_weights(packed.lengths_N, packed.sequence_T, counts)
+    return out

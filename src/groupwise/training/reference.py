@@ -1,0 +1,45 @@
+"""The policy that the KL is measured from: frozen, renewed now and then, or a moving average of the policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from groupwise.models.scorer import Scorer, make_reference
+
+__all__ = ["Reference"]
+
+
+class Reference:
+    """A copy of the policy as it was when this was made, and what has been mixed into it since.
+
+    With ``mixing`` a below 1, each renewal makes it (1 - a) reference + a policy (TR-DPO, arXiv 2404.09656). The average is kept in
+    fp32: a bf16 copy would round most of a small share away.
+    """
+
+    def __init__(self, scorer: Scorer, mixing: float = 1.0) -> None:
+        self.policy, self.mixing = scorer, mixing
+        self.scorer = make_reference(scorer)
+        self._average: dict[str, Tensor] = {}
+        if mixing < 1:
+            self._average = {name: p.detach().float().clone() for name, p in self.scorer.named_parameters()}
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Move to the policy as it is now, or the share ``mixing`` of the way."""
+        policy = dict(self.policy.named_parameters())
+        for name, parameter in self.scorer.named_parameters():
+            if self._average:
+                self._average[name].lerp_(policy[name].float(), self.mixing)
+            parameter.copy_(self._average[name] if self._average else policy[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights by name, in fp32 where they are averages; for a checkpoint."""
+        return self._average or {name: p.data for name, p in self.scorer.named_parameters()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.scorer.named_parameters():
+            if self._average:
+                self._average[name].copy_(state[name])
+            parameter.copy_(state[name])

@@ -1,0 +1,347 @@
+"""What stands around the objective: a learned value, masks of tokens and completions, entropy, the sampler's correction, a leash that is
+steered, a reference that moves. Each against a slow loop in float64, and each the same however the batch is cut."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from slow_grpo import (
+    config_of, distance, learner_of, make_groups, present_model, slow_advantages, slow_gradient, slow_logprobs, watch_gradients,
+)  # fmt: skip
+
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
+from groupwise.training.critic import Critic
+
+REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
+EVERYTHING = {
+    "mask_truncated": {"mask_truncated": True, "aggregation": "token_mean"},
+    "entropy": {"entropy_bonus": 0.1},
+    "top_entropy": {"top_entropy_share": 0.3},
+    "correction": {"sampler_correction": "token", "sampler_correction_cap": 1.05},
+    "correction_of_completions": {"sampler_correction": "sequence", "sampler_correction_mode": "mask", "sampler_correction_cap": 1.2},
+    "value": {"preset": "ppo", "value_trains_trunk": True},
+    "value_masked": {"preset": "ppo", "mask_truncated": True},
+    "steered": {"beta": 0.2, "kl_target": 0.05, "skip_zero_variance": False},
+}
+
+
+def slow_logits(model, prompt_ids, completion_ids, temperature=1.0):
+    """``[T, V]`` log-probabilities of all tokens, for one completion."""
+    ids = torch.tensor([[*prompt_ids, *completion_ids]])
+    return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1] / temperature, -1)
+
+
+def each(groups):
+    """Every completion with its group's prompt and its own advantage."""
+    for group in groups:
+        for completion, advantage in zip(group.completions, slow_advantages(group.rewards), strict=True):
+            yield group.prompt.token_ids, completion, advantage
+
+
+def one_gradient(model, groups, config, **changes):
+    learner, _ = learner_of(copy.deepcopy(model), config)
+    for name, value in changes.items():
+        setattr(learner, name, value)
+    seen = watch_gradients(learner)
+    _, metrics = learner.learn(groups)
+    return seen[0], metrics
+
+
+def perturbed(groups, size=0.2):
+    """As if another engine had sampled: its log-probabilities are off."""
+    generator = torch.Generator().manual_seed(8)
+    out = []
+    for group in groups:
+        completions = []
+        for c in group.completions:
+            noise = size * torch.randn(len(c.logprobs), generator=generator)
+            completions.append(replace(c, logprobs=tuple(min(-1e-4, x + n) for x, n in zip(c.logprobs, noise.tolist(), strict=True))))
+        out.append(replace(group, completions=tuple(completions)))
+    return out
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_how_the_batch_is_cut_changes_nothing(name, tiny_llama):
+    model = tiny_llama(seed=3)
+    groups = perturbed(make_groups(copy.deepcopy(model).double(), REWARDS))
+    found = [
+        one_gradient(model, groups, config_of(algorithm=dict(EVERYTHING[name]), training={"micro_batch_tokens": budget}))
+        for budget in (10_000, 40, 1)
+    ]
+    for gradient, metrics in found[1:]:
+        assert distance(gradient, found[0][0]) < 1e-5
+        assert metrics["policy/loss"].value == pytest.approx(found[0][1]["policy/loss"].value, abs=1e-5)
+        for metric in ("value/loss", "policy/full_entropy", "policy/tokens_kept", "policy/correction", "policy/correction_cut"):
+            if metric in metrics:
+                assert metrics[metric].value == pytest.approx(found[0][1][metric].value, rel=1e-4), metric
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_of_them_changes_the_gradient(name, tiny_llama):
+    """Or a test of invariance would pass for a setting that does nothing."""
+    model = tiny_llama(seed=3)
+    groups = perturbed(make_groups(copy.deepcopy(model).double(), REWARDS))
+    plain = {key: EVERYTHING[name][key] for key in ("preset", "beta", "aggregation") if key in EVERYTHING[name]}
+    if name.startswith("value"):
+        plain = {"preset": "reinforce++"}
+    if name == "steered":
+        plain["beta"] = 0.1
+    with_it, _ = one_gradient(model, groups, config_of(algorithm=dict(EVERYTHING[name])))
+    without, _ = one_gradient(model, groups, config_of(algorithm=plain))
+    assert distance(with_it, without) > 1e-3
+
+
+def test_truncated_completions_leave_the_loss_and_its_count_of_tokens(tiny_llama):
+    model = tiny_llama(seed=3)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    assert {c.stopped for g in groups for c in g.completions} == {True, False}
+    gradient, _ = one_gradient(model, groups, config_of(algorithm={"mask_truncated": True, "aggregation": "token_mean"}))
+    before, loss = copy.deepcopy(model).double(), 0.0
+    tokens = sum(len(c.token_ids) for _, c, _ in each(groups) if c.stopped)
+    for prompt, completion, advantage in each(groups):  # advantages are the whole group's
+        if completion.stopped:
+            loss = loss - advantage * slow_logprobs(before, prompt, completion.token_ids).sum() / tokens
+    assert distance(gradient, slow_gradient(loss, before)) < 1e-5
+
+
+def test_a_batch_that_was_cut_off_whole_teaches_nothing(tiny_llama):
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"mask_truncated": True}))
+    groups = [
+        replace(g, completions=tuple(replace(c, finish_reason="length") for c in g.completions))
+        for g in make_groups(before, REWARDS)
+    ]
+    assert learner.learn(groups)[1] == {}
+    assert learner.updates == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_entropy_bonus_is_the_slow_loop_s(temperature, tiny_qwen2):
+    model = tiny_qwen2(seed=3)
+    before = copy.deepcopy(model).double()
+    groups = make_groups(before, REWARDS, temperature=temperature)
+    config = config_of(algorithm={"entropy_bonus": 0.3, "skip_zero_variance": False}, rollout={"temperature": temperature})
+    gradient, metrics = one_gradient(model, groups[::2], config)  # those with variance
+    loss, entropies = 0.0, []
+    for prompt, completion, advantage in each(groups[::2]):
+        scores = slow_logits(before, prompt, completion.token_ids, temperature)
+        chosen = scores[torch.arange(len(scores)), torch.tensor(completion.token_ids)]
+        entropy = -(scores.exp() * scores).sum(-1)
+        loss = loss - (advantage * chosen + 0.3 * entropy).mean() / 8
+        entropies += entropy.tolist()
+    assert distance(gradient, slow_gradient(loss, before)) < 1e-5
+    assert metrics["policy/full_entropy"].value == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
+
+
+def test_above_its_floor_there_is_no_entropy_bonus(tiny_llama):
+    model = tiny_llama(seed=3)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    shown = [-x for g in groups for c in g.completions for x in c.logprobs]
+    shown = sum(shown) / len(shown)
+    for floor, acts in ((shown + 0.01, True), (shown - 0.01, False)):
+        gradient, metrics = one_gradient(model, groups, config_of(algorithm={"entropy_bonus": 0.3, "entropy_floor": floor}))
+        reference, _ = one_gradient(model, groups, config_of(algorithm={"entropy_bonus": 0.3} if acts else {}))
+        assert distance(gradient, reference) == 0
+        assert metrics["policy/entropy_bonus"].value == (0.3 if acts else 0)
+        assert ("policy/full_entropy" in metrics) is acts
+
+
+def test_only_the_tokens_of_most_entropy_are_learnt(tiny_llama):
+    model = tiny_llama(seed=3)
+    before = copy.deepcopy(model).double()
+    groups = make_groups(before, [REWARDS[0], REWARDS[2]])
+    gradient, metrics = one_gradient(model, groups, config_of(algorithm={"top_entropy_share": 0.25}))
+    rows = [slow_logits(before, prompt, c.token_ids) for prompt, c, _ in each(groups)]
+    entropies = [-(scores.exp() * scores).sum(-1).detach() for scores in rows]
+    flat = torch.cat(entropies).sort(descending=True).values
+    kept = math.ceil(len(flat) / 4)
+    loss = 0.0
+    for scores, entropy, (_, completion, advantage) in zip(rows, entropies, each(groups), strict=True):
+        chosen = scores[torch.arange(len(scores)), torch.tensor(completion.token_ids)]
+        loss = loss - advantage * (chosen * (entropy >= flat[kept - 1])).mean() / 8
+    assert distance(gradient, slow_gradient(loss, before)) < 1e-5
+    assert metrics["policy/tokens_kept"].value == kept / len(flat)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_correction_for_the_sampler_is_the_slow_loop_s(level, mode, tiny_llama):
+    model = tiny_llama(seed=3)
+    before = copy.deepcopy(model).double()
+    groups = perturbed(make_groups(before, [REWARDS[0], REWARDS[2]]))
+    settings = {"sampler_correction": level, "sampler_correction_mode": mode, "sampler_correction_cap": 1.1}
+    gradient, metrics = one_gradient(model, groups, config_of(algorithm=settings))
+    loss, weights = 0.0, []
+    for prompt, completion, advantage in each(groups):
+        new = slow_logprobs(before, prompt, completion.token_ids)
+        difference = new.detach() - torch.tensor(completion.logprobs, dtype=torch.float64)
+        raw = (difference if level == "token" else difference.sum().expand(len(new))).exp()
+        weight = raw.clamp(max=1.1) if mode == "truncate" else raw * (raw <= 1.1)
+        loss = loss - (advantage * weight * new).mean() / 8
+        weights += weight.tolist()
+    assert distance(gradient, slow_gradient(loss, before)) < 1e-5
+    assert metrics["policy/correction"].value == pytest.approx(sum(weights) / len(weights), abs=1e-5)
+    assert metrics["policy/sampler_mismatch"].value > 0.1, "logged whether it is corrected or not"
+
+
+def test_the_correction_is_that_of_the_first_update_throughout(tiny_llama):
+    settings = {"sampler_correction": "token", "updates_per_batch": 2, "epsilon": 5.0}
+    learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-2, "max_grad_norm": None}))
+    groups = perturbed(make_groups(before, [REWARDS[0], REWARDS[2]]))
+    models, seen, step = [], watch_gradients(learner), learner.optimizer.step
+
+    def watched(rate):
+        models.append(present_model(learner, before))
+        return step(rate)
+
+    learner.optimizer.step = watched
+    learner.learn(groups)
+    loss = 0.0
+    for prompt, completion, advantage in each(groups):
+        old, new = (slow_logprobs(model, prompt, completion.token_ids) for model in (before, models[1]))
+        weight = (old.detach() - torch.tensor(completion.logprobs, dtype=torch.float64)).exp().clamp(max=2.0)
+        loss = loss - (advantage * weight * (new - old.detach()).exp()).mean() / 8
+    assert distance(seen[1], slow_gradient(loss, models[1])) < 1e-5
+
+
+def test_beta_is_steered_by_the_kl_of_each_batch(tiny_llama):
+    settings = {"beta": 0.2, "kl_target": 0.05, "kl_gain": 0.5}
+    learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 3e-3}))
+    groups = make_groups(before, REWARDS)
+    beta, seen = 0.2, []
+    for _ in range(6):
+        _, metrics = learner.learn(groups)
+        assert metrics["policy/beta"].value == pytest.approx(beta)
+        kl = metrics["policy/kl"].value
+        seen.append(kl)
+        beta *= 1 + 0.5 * max(-0.2, min(0.2, (kl - 0.05) / 0.05))
+        assert learner.beta == pytest.approx(beta)
+    assert seen[0] < 0.05 < max(seen), "it was to fall first and to rise later"
+
+
+def test_a_moving_average_of_the_policy_is_kept_in_fp32(tiny_llama):
+    settings = {"beta": 0.1, "reference_every": 1, "reference_mixing": 1e-3}
+    config = config_of(algorithm=settings, model={"dtype": "bfloat16"}, optimizer={"learning_rate": 1e-2})
+    learner, before = learner_of(tiny_llama().to(torch.bfloat16), config)
+    average = {name: p.detach().float().clone() for name, p in learner.scorer.named_parameters()}
+    groups = make_groups(before, REWARDS)
+    for _ in range(5):
+        learner.learn(groups)
+        learner.renew_reference()
+        for name, p in learner.scorer.named_parameters():
+            average[name] = 0.999 * average[name] + 0.001 * p.detach().float()
+    moved = 0.0
+    for name, found in learner.moving_reference.state().items():
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, average[name], rtol=1e-6, atol=1e-7)
+        assert torch.equal(dict(learner.reference.named_parameters())[name], found.to(torch.bfloat16))
+        moved += float((found - found.to(torch.bfloat16).float()).abs().sum())
+    assert moved > 0, "in bf16 alone it would have been lost"
+
+
+def slow_gae(rewards, values, gamma, lam):
+    """Schulman et al. (arXiv 1506.02438), by its definition: a sum of discounted errors, not by recursion."""
+    values = [*values, 0.0]
+    errors = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+def test_ppo_s_policy_gradient_is_the_slow_loop_s(tiny_llama):
+    """A value that is not 0, a KL in the tokens' rewards, gamma and lambda below 1, and no whitening."""
+    settings = {"preset": "ppo", "scale": "none", "gamma": 0.9, "gae_lambda": 0.8, "beta": 0.1, "value_trains_trunk": False}
+    config = config_of(algorithm=settings, optimizer={"learning_rate": 1e-2, "max_grad_norm": None})
+    learner, before = learner_of(tiny_llama(seed=3), config)
+    other = copy.deepcopy(before)
+    with torch.no_grad():
+        for p in learner.reference.module.parameters():
+            p.mul_(1.1)
+        other.load_state_dict(learner.reference.module.state_dict())
+        learner.critic.weight.copy_(torch.linspace(-0.5, 0.5, len(learner.critic.weight)))
+        learner.critic.bias.fill_(0.3)
+    groups = make_groups(before, REWARDS)
+    seen = watch_gradients(learner)
+    weight, bias = learner.critic.weight.detach().double().clone(), 0.3
+    learner.learn(groups)
+    loss, tokens = 0.0, sum(len(c.token_ids) for _, c, _ in each(groups))
+    for group in groups:
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            ids = group.prompt.token_ids, completion.token_ids
+            new = slow_logprobs(before, *ids)
+            whole = torch.tensor([[*ids[0], *ids[1]]])
+            states = before.model(input_ids=whole, use_cache=False).last_hidden_state[0, len(ids[0]) - 1 : -1]
+            values = (states @ weight + bias).tolist()
+            penalties = (0.1 * (new - slow_logprobs(other, *ids))).tolist()
+            rewards = [-p for p in penalties]
+            rewards[-1] += reward
+            for logprob, advantage in zip(new, slow_gae(rewards, values, 0.9, 0.8), strict=True):
+                loss = loss - advantage * logprob / tokens
+    assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
+
+
+def test_without_a_critic_s_opinion_ppo_is_the_outcome_return(tiny_llama):
+    """lambda = gamma = 1 and a value of 0: every token's advantage is its completion's reward."""
+    model = tiny_llama(seed=3)
+    settings = {"preset": "ppo", "scale": "none", "gamma": 1.0, "gae_lambda": 1.0, "beta": 0.0}
+    before = copy.deepcopy(model).double()
+    groups = make_groups(before, REWARDS)
+    ppo, _ = one_gradient(model, groups, config_of(algorithm=settings))
+    plain = {"baseline": "none", "scale": "none", "aggregation": "token_mean", "beta": 0.0}
+    outcome, _ = one_gradient(model, groups, config_of(algorithm=plain))
+    assert distance(ppo, outcome) < 1e-6
+
+
+def test_the_value_learns_what_is_coming(tiny_llama):
+    settings = {"preset": "ppo", "beta": 0.0, "value_learning_rate": 0.1}
+    config = config_of(algorithm=settings, optimizer={"learning_rate": 1e-9})
+    learner, before = learner_of(tiny_llama(seed=3), config)
+    groups = make_groups(before, REWARDS)
+    found = [learner.learn(groups)[1] for _ in range(150)]
+    assert found[0]["value/explained_variance"].value == pytest.approx(0, abs=1e-6)
+    assert found[-1]["value/explained_variance"].value > 0.6
+    assert found[-1]["value/loss"].value < 0.5 * found[0]["value/loss"].value
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_the_value_reaches_the_trunk_only_where_it_may(reaches, tiny_llama):
+    settings = {"preset": "ppo", "beta": 0.0, "value_trains_trunk": reaches, "value_loss_weight": 5.0}
+    learner, before = learner_of(tiny_llama(seed=3), config_of(algorithm=settings))
+    with torch.no_grad():
+        learner.critic.weight.fill_(0.1)
+    groups = [replace(g, rewards=tuple(0.0 for _ in g.rewards)) for g in make_groups(before, REWARDS)]
+    light, _ = learner_of(tiny_llama(seed=3), config_of(algorithm={**settings, "value_loss_weight": 1e-9}))
+    with torch.no_grad():
+        light.critic.weight.fill_(0.1)
+    gradients = []
+    for one in (learner, light):
+        seen = watch_gradients(one)
+        one.learn(groups)
+        gradients.append(seen[0])
+    assert (distance(*gradients) > 1e-3) is reaches
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_critic_alone():
+    critic = Critic(4, config_of(algorithm={"preset": "ppo"}).algorithm, torch.device("cpu"))
+    critic.values(torch.full((3, 4), float("inf"))).sum().backward()
+    critic.step(made=True)
+    assert torch.equal(critic.weight, torch.zeros(4))
+    critic.values(torch.ones(3, 4)).sum().backward()
+    critic.step(made=False)
+    assert torch.equal(critic.weight, torch.zeros(4))
+    critic.values(torch.ones(3, 4)).sum().backward()
+    critic.step(made=True)
+    assert (critic.weight != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"entropy_floor": 0.2}, "entropy_bonus"),
+        ({"kl_target": 0.1, "beta": 0.0}, "beta"),
+        ({"reference_mixing": 0.5}, "reference_every"),
+    ],
+)
+def test_a_setting_whose_companion_is_missing_is_refused(settings, word):
+    with pytest.raises((ConfigError, ValueError), match=word):
+        Config(algorithm=settings)
