@@ -20,8 +20,6 @@ from groupwise.algorithm.ratio import RATIOS
 from groupwise.algorithm.surrogate import SURROGATES
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig, Config
-from groupwise.errors import ConfigError
-from groupwise.training.setup import prepare
 
 
 def test_every_row_is_a_valid_config():

@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from slow_grpo import (
-    config_of, distance, learner_of, make_groups, present_model, slow_advantages, slow_gradient, slow_logprobs, watch_gradients,
+    config_of,
+    distance,
+    learner_of,
+    make_groups,
+    present_model,
+    slow_advantages,
+    slow_gradient,
+    slow_logprobs,
+    watch_gradients,
 )  # fmt: skip
 
 from groupwise.config.schema import Config
@@ -21,7 +29,11 @@ EVERYTHING = {
     "entropy": {"entropy_bonus": 0.1},
     "top_entropy": {"top_entropy_share": 0.3},
     "correction": {"sampler_correction": "token", "sampler_correction_cap": 1.05},
-    "correction_of_completions": {"sampler_correction": "sequence", "sampler_correction_mode": "mask", "sampler_correction_cap": 1.2},
+    "correction_of_completions": {
+        "sampler_correction": "sequence",
+        "sampler_correction_mode": "mask",
+        "sampler_correction_cap": 1.2,
+    },
     "value": {"preset": "ppo", "value_trains_trunk": True},
     "value_masked": {"preset": "ppo", "mask_truncated": True},
     "steered": {"beta": 0.2, "kl_target": 0.05, "skip_zero_variance": False},
@@ -58,7 +70,9 @@ def perturbed(groups, size=0.2):
         completions = []
         for c in group.completions:
             noise = size * torch.randn(len(c.logprobs), generator=generator)
-            completions.append(replace(c, logprobs=tuple(min(-1e-4, x + n) for x, n in zip(c.logprobs, noise.tolist(), strict=True))))
+            completions.append(
+                replace(c, logprobs=tuple(min(-1e-4, x + n) for x, n in zip(c.logprobs, noise.tolist(), strict=True)))
+            )
         out.append(replace(group, completions=tuple(completions)))
     return out
 
@@ -79,7 +93,9 @@ def test_how_the_batch_is_cut_changes_nothing(name, tiny_llama):
                 assert metrics[metric].value == pytest.approx(found[0][1][metric].value, rel=1e-4), metric
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    "name", sorted(EVERYTHING.keys() - {"steered"})
+)  # which only acts on later batches, as a test below shows
 def test_each_of_them_changes_the_gradient(name, tiny_llama):
     """Or a test of invariance would pass for a setting that does nothing."""
     model = tiny_llama(seed=3)
@@ -87,8 +103,6 @@ def test_each_of_them_changes_the_gradient(name, tiny_llama):
     plain = {key: EVERYTHING[name][key] for key in ("preset", "beta", "aggregation") if key in EVERYTHING[name]}
     if name.startswith("value"):
         plain = {"preset": "reinforce++"}
-    if name == "steered":
-        plain["beta"] = 0.1
     with_it, _ = one_gradient(model, groups, config_of(algorithm=dict(EVERYTHING[name])))
     without, _ = one_gradient(model, groups, config_of(algorithm=plain))
     assert distance(with_it, without) > 1e-3
@@ -188,7 +202,9 @@ def test_the_correction_for_the_sampler_is_the_slow_loop_s(level, mode, tiny_lla
 
 def test_the_correction_is_that_of_the_first_update_throughout(tiny_llama):
     settings = {"sampler_correction": "token", "updates_per_batch": 2, "epsilon": 5.0}
-    learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-2, "max_grad_norm": None}))
+    learner, before = learner_of(
+        tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-2, "max_grad_norm": None})
+    )
     groups = perturbed(make_groups(before, [REWARDS[0], REWARDS[2]]))
     models, seen, step = [], watch_gradients(learner), learner.optimizer.step
 

@@ -68,7 +68,10 @@ def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters,
 )
 def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, letters, quiet, tmp_path, algorithm):
     config = small_config(
-        algorithm=algorithm, training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 3}, rollout={"refill_rounds": 2}
+        algorithm=algorithm,
+        training={"steps": 3},
+        output={"checkpoint_every": 1, "keep_checkpoints": 3},
+        rollout={"refill_rounds": 2},
     )
     whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
     checkpoint = whole / "checkpoints" / "step-1"

@@ -202,8 +202,8 @@ def poison(monkeypatch, bad):
     """Make the gradient of the updates whose number (from 0) is in ``bad`` not a number."""
     made, loss = [0], run_module.Learner._backward
 
-    def backward(self, micro_batch, first):
-        found = loss(self, micro_batch, first)
+    def backward(self, micro_batch, first, scale):
+        found = loss(self, micro_batch, first, scale)
         if made[0] in bad:
             self.optimizer.parameters[0].grad.fill_(float("nan"))
         made[0] += 1

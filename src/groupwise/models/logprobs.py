@@ -30,6 +30,7 @@ class Scored:
     hidden_T: Tensor | None = None
     """``[T, D]``: what the output head read, that is the state in which the token was chosen."""
 
+
 _SLICE, _NARROWEST = 4096, 256
 """Columns of the vocabulary at a time (fewer for very many rows), and"""
 _ROWS = 512

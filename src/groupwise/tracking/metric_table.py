@@ -18,7 +18,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "Groups whose completions all scored the same: their advantages are 0 and they teach nothing.",
     ),
     "groups/failed": ("count", "Groups left out because a reward function failed (rewards.on_error: skip)."),
-    "groups/sampled": ("count", "Groups sampled for the step, refills and failed ones included; only with rollout.refill_rounds."),
+    "groups/sampled": (
+        "count",
+        "Groups sampled for the step, refills and failed ones included; only with rollout.refill_rounds.",
+    ),
     "completions/tokens_mean": ("tokens", "Mean length of a completion, stop token included."),
     "completions/tokens_max": ("tokens", "Longest completion of the step."),
     "completions/truncated": ("share", "Completions cut at rollout.max_completion_tokens; when it grows, so should the limit."),

@@ -55,5 +55,7 @@ class Critic:
             raise ValueError(f"the value head has {len(state['weight'])} inputs, but this model's states have {len(self.weight)}")
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             parameter.copy_(state[name])
-            moments = {key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
+            moments = {
+                key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state
+            }
             self.adamw.state[parameter].update(moments)

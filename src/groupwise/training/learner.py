@@ -263,9 +263,12 @@ class Learner:
         return found
 
     def _value_loss(self, micro_batch: MicroBatch, scored: Scored) -> tuple[Tensor, dict[str, Metric]]:
-        assert self.critic and scored.hidden_T is not None
+        assert self.critic
+        assert scored.hidden_T is not None
         old_T, returns_T, weights_T = micro_batch.values_T, micro_batch.returns_T, micro_batch.value_weights_T
-        assert old_T is not None and returns_T is not None and weights_T is not None
+        assert old_T is not None
+        assert returns_T is not None
+        assert weights_T is not None
         loss, numbers = value_loss(
             values_T=self.critic.values(scored.hidden_T), old_values_T=old_T, returns_T=returns_T, weights_T=weights_T,
             clip=self.objective.value_clip,

@@ -132,7 +132,10 @@ class Run:
         """Further problems for a step whose groups have no variance; a function of seed, step and round alone."""
         available, rounds = self.prepared.train_prompts, self.config.rollout.refill_rounds
         indices = problems_for_step(
-            len(available), self.config.rollout.prompts_per_step, step * rounds + refill - 1, self.config.training.seed + _REFILL_SEED
+            len(available),
+            self.config.rollout.prompts_per_step,
+            step * rounds + refill - 1,
+            self.config.training.seed + _REFILL_SEED,
         )
         return [available[i] for i in indices[:count]]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
