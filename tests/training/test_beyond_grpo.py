@@ -203,7 +203,7 @@ def test_the_correction_for_the_sampler_is_the_slow_loop_s(level, mode, tiny_lla
 def test_the_correction_is_that_of_the_first_update_throughout(tiny_llama):
     settings = {"sampler_correction": "token", "updates_per_batch": 2, "epsilon": 5.0}
     learner, before = learner_of(
-        tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-3, "max_grad_norm": None})
+        tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-4, "max_grad_norm": None})
     )
     groups = perturbed(make_groups(before, [REWARDS[0], REWARDS[2]]))
     models, seen, step = [], watch_gradients(learner), learner.optimizer.step
