@@ -296,6 +296,35 @@ def test_ppo_s_policy_gradient_is_the_slow_loop_s(tiny_llama):
     assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_value_s_own_gradient_is_the_slow_loop_s_in_head_and_trunk(clip, tiny_llama):
+    settings = {
+        "preset": "ppo", "scale": "none", "gamma": 1.0, "gae_lambda": 1.0, "beta": 0.0, "value_trains_trunk": True,
+        "value_loss_weight": 0.5, "value_clip": clip,
+    }  # fmt: skip
+    learner, before = learner_of(tiny_llama(seed=3), config_of(algorithm=settings))
+    with torch.no_grad():
+        learner.critic.weight.copy_(torch.linspace(-0.5, 0.5, len(learner.critic.weight)))
+    groups = make_groups(before, REWARDS)
+    seen, of_head = watch_gradients(learner), []
+    step = learner.critic.step
+    learner.critic.step = lambda made: (of_head.append(learner.critic.weight.grad.clone()), step(made))
+    weight = learner.critic.weight.detach().double().clone().requires_grad_()
+    learner.learn(groups)
+    policy = value = 0.0
+    tokens = sum(len(c.token_ids) for _, c, _ in each(groups))
+    for group in groups:
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            ids = group.prompt.token_ids, completion.token_ids
+            whole = torch.tensor([[*ids[0], *ids[1]]])
+            values = before.model(input_ids=whole, use_cache=False).last_hidden_state[0, len(ids[0]) - 1 : -1] @ weight
+            policy = policy - ((reward - values.detach()) * slow_logprobs(before, *ids)).sum() / tokens
+            value = value + (values - reward).square().sum() / tokens / 2  # within the batch's first update nothing is clipped
+    (slow_head,) = torch.autograd.grad(0.5 * value, weight, retain_graph=True)
+    assert torch.linalg.vector_norm(of_head[0].double() - slow_head) < 1e-5 * torch.linalg.vector_norm(slow_head)
+    assert distance(seen[0], slow_gradient(policy + 0.5 * value, before)) < 1e-5
+
+
 def test_without_a_critic_s_opinion_ppo_is_the_outcome_return(tiny_llama):
     """lambda = gamma = 1 and a value of 0: every token's advantage is its completion's reward."""
     model = tiny_llama(seed=3)

@@ -41,8 +41,10 @@ def mean(steps, name):
         {"beta": 0.0},
         {"beta": 0.02, "updates_per_batch": 2},
         {"preset": "rloo"},
+        {"preset": "ppo", "beta": 0.0, "value_learning_rate": 1e-2, "updates_per_batch": 2},
+        {"beta": 0.0, "entropy_bonus": 1e-3, "mask_truncated": False, "sampler_correction": "token"},
     ],
-    ids=["grpo", "two updates and a leash", "rloo"],
+    ids=["grpo", "two updates and a leash", "rloo", "ppo", "with an entropy bonus and a correction"],
 )
 def test_reward_rises_where_letters_are_asked_for(small_config, quiet, tmp_path, algorithm):
     """A tenth of the bytes are lower-case letters, so that is where a random model starts."""

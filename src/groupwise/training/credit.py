@@ -4,6 +4,7 @@ that came before. Whole groups of the whole batch are looked at, before anything
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -81,7 +82,9 @@ def _by_value(
     for micro_batch in micro_batches:
         flat = [r for g, m in members_of(micro_batch) for r in returns[g][m]]
         micro_batch.returns_T = torch.tensor(flat, dtype=torch.float32, device=micro_batch.sampled_T.device)
-    return _means(by_token), {"value/explained_variance": Mean(explained_variance(some_values, found[1]), 1)}
+    explained = explained_variance(some_values, found[1])
+    # Where returns do not vary there is nothing to explain, and no number.
+    return _means(by_token), {} if math.isnan(explained) else {"value/explained_variance": Mean(explained, 1)}
 
 
 def _spread(numbers: PerToken, taking_part: list[list[int]], rewards: list[list[float]]) -> PerToken:
