@@ -12,6 +12,7 @@ __all__ = [
     "GroupwiseError",
     "ModelError",
     "RewardError",
+    "StoppedError",
     "TrainingError",
 ]
 
@@ -50,3 +51,11 @@ class TrainingError(GroupwiseError):
     """Training cannot go on: for example, the loss or the gradient is not finite several steps in a row."""
 
     exit_code = 1
+
+
+class StoppedError(GroupwiseError):
+    """Somebody stopped the run by a signal, and it saved itself. The exit code is the shells': 128 + the signal's number."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

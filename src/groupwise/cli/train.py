@@ -32,6 +32,16 @@ def train(
         Path | None,
         typer.Option("--run-folder", metavar="DIR", help="Where the run is written; runs/RECIPE-DATE-TIME by itself."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run.",
+        ),
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
+    ] = False,
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
@@ -45,8 +55,10 @@ def train(
       groupwise train gsm8k-1.5b-24gb completions_per_prompt=4 micro_batch_tokens=2048
       groupwise train mine.yaml 'rewards.functions=[correctness, my_rewards.py:short]'
       groupwise train mine.yaml --run-folder runs/first-try
+      groupwise train mine.yaml --run-folder runs/first-try --resume
 
-    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on.
+    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on; 130 and 143 that
+    Ctrl-C or SIGTERM stopped it, after the step was finished or abandoned, and saved. A second Ctrl-C ends it at once.
     """
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
@@ -60,7 +72,19 @@ def train(
     from groupwise.cli.show import console, print_json
     from groupwise.training.loop import train as run_training
 
-    result = run_training(config, recipe=find_source(source).stem, run_folder=run_folder, console=console(stderr=as_json))
+    recipe = find_source(source).stem
+    if resume and run_folder is None and config.output.folder is None:
+        from groupwise.training.resume import newest_run
+
+        run_folder = newest_run(recipe)
+    result = run_training(
+        config,
+        recipe=recipe,
+        run_folder=run_folder,
+        console=console(stderr=as_json),
+        resume=resume,
+        accept_changes=accept_changes,
+    )
     if as_json:
         print_json({"folder": str(result.folder), "summary": result.summary})
 

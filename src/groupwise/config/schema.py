@@ -255,6 +255,8 @@ class OutputConfig(Section):
     """Write a checkpoint every so many steps; 0 writes only the final model."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
+    keep_best: bool = False
+    """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)
     """Groups per step whose completions and scores are written to `completions.jsonl`."""
 

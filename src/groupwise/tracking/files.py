@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["json_line", "write_json", "write_json_lines", "write_text"]
+__all__ = ["json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
 
 LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,59 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Keep every other run out of this folder until ``release``, or until this process ends, however it ends.
+
+        The lock is the system's, on the folder itself: no file is left behind. Where the file system has none, nothing is locked.
+
+        Raises:
+            ConfigError: a run is going on in it.
+        """
+        try:
+            import fcntl
+        except ImportError:  # not a Unix
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise ConfigError(
+                f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name another "
+                "with output.folder=PATH"
+            ) from None
+        except OSError:
+            os.close(handle)
+            return
+        self._lock = handle
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder | None:
+        """The folder of a run that began before, locked; None where there is none yet.
+
+        Raises:
+            ConfigError: another run is going on in it, or it is not a run's folder or cannot be written.
+        """
+        if not path.is_dir() or not any(path.iterdir()):
+            return None
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise ConfigError(
+                f"{str(path)!r} is no run's folder (it has no config.yaml), and a run never writes over anything else: name a run's "
+                "folder, or an empty one"
+            )
+        if not os.access(path, os.W_OK):
+            raise folder.lost(path, PermissionError(13, "Permission denied"))
+        folder.lock()
+        folder.evaluations.mkdir(exist_ok=True)
+        return folder
 
     @classmethod
     def create(
@@ -48,6 +102,7 @@ class RunFolder:
         wanted = path or (Path(config.output.folder) if config.output.folder else None)
         try:
             folder = cls(make_named(wanted.expanduser()) if wanted else make_default(recipe_name))
+            folder.lock()
             folder.evaluations.mkdir(exist_ok=True)
             folder.write_start(config, recipe_name, command)
         except OSError as error:
@@ -137,6 +192,12 @@ class RunFolder:
 def make_named(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with output.folder=PATH")
+    checkpoints = sorted((path / "checkpoints").glob("step-*/state.json"))
+    if checkpoints:
+        raise ConfigError(
+            f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: carry it on with "
+            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with output.folder=PATH"
+        )
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(
             f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with output.folder=PATH"

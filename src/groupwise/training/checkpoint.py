@@ -1,14 +1,18 @@
 """Checkpoints: the policy as a model folder, and the state of learning as safetensors and JSON. Nothing is pickled.
 
-A checkpoint is written aside and renamed when it is complete, so a folder ``step-N`` is always whole. Problem order and sampling need
-no state: they are functions of seed and step.
+A checkpoint is written aside, synced, and renamed when it is complete, so a folder ``step-N`` is always whole. Its ``manifest.json``
+has every file's size and SHA-256: a file that was damaged or changed since is refused, and so is one that was put there. (A checksum
+is no signature: whoever can rewrite the manifest as well is not found out.) Problem order and sampling need no state: they are
+functions of seed and step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +25,81 @@ from groupwise.errors import CheckpointError
 from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
 
-__all__ = ["MODEL", "find_checkpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "MODEL",
+    "find_checkpoint",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "newest_sound_checkpoint",
+    "read_state",
+    "save_checkpoint",
+    "set_damaged_aside",
+    "verify_checkpoint",
+]
 
 MODEL = "model"
 """The policy's folder inside a checkpoint."""
-_STATE, _OPTIMIZER, _REFERENCE = "state.json", "optimizer.safetensors", "reference.safetensors"
+_STATE, _OPTIMIZER, _REFERENCE, _MANIFEST = "state.json", "optimizer.safetensors", "reference.safetensors", "manifest.json"
 _CRITIC = "critic.safetensors"
 
 
-def save_checkpoint(folder: Path, step: int, policy: Policy, learner: Learner, keep: int) -> Path:
-    """Write ``folder/step-N`` and remove the oldest beyond ``keep``."""
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    policy: Policy,
+    learner: Learner,
+    keep: int,
+    *,
+    about: Mapping[str, Any] | None = None,
+    keep_best: bool = False,
+) -> Path:
+    """Write ``folder/step-N`` and remove the oldest beyond ``keep``.
+
+    ``about``: what else ``state.json`` says, as JSON values; ``score`` in it is what ``keep_best`` goes by: the checkpoint with the
+    highest is kept whatever its age, the earlier of two equals.
+
+    Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
+    """
     target, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
+    if target.exists() and _is_sound(target):  # a step of a run has one state; replacing it would open a gap for a kill
+        return target
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_model(policy, aside / MODEL)
-        save_file(_own(learner.optimizer.state()), aside / _OPTIMIZER)
-        if learner.moving_reference is not None:
-            save_file(_own(learner.moving_reference.state()), aside / _REFERENCE)
-        if learner.critic is not None:
-            save_file(_own(learner.critic.state()), aside / _CRITIC)
-        control = None if learner.kl_control is None else learner.kl_control.state_dict()
-        (aside / _STATE).write_text(json.dumps({"step": step, "updates": learner.updates, "kl_control": control}))
-        for path in aside.iterdir():
-            if path.is_file():
-                _sync(path)
+        _write(aside, step, policy, learner, about or {})
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _sync(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint {target} cannot be written ({error.strerror or error}): free space or make the folder writable; "
-            "the checkpoints before it are whole"
+            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}): free space or make the folder "
+            "writable; the checkpoints before it are whole"
         ) from error
-    for old in sorted(_complete(folder), key=_step_of)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    _remove_old(folder, keep, keep_best)
     return target
+
+
+def _write(aside: Path, step: int, policy: Policy, learner: Learner, about: Mapping[str, Any]) -> None:
+    save_model(policy, aside / MODEL)
+    save_file(_own(learner.optimizer.state()), aside / _OPTIMIZER)
+    if learner.moving_reference is not None:
+        save_file(_own(learner.moving_reference.state()), aside / _REFERENCE)
+    if learner.critic is not None:
+        save_file(_own(learner.critic.state()), aside / _CRITIC)
+    parts = {}
+    for name, part in learner.parts.items():
+        tensors, parts[name] = part.checkpoint_state()
+        if tensors:
+            save_file(_own(tensors), aside / f"part-{name}.safetensors")
+    state = {
+        "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row, "parts": parts,
+        "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **about,
+    }  # fmt: skip
+    (aside / _STATE).write_text(json.dumps(state), encoding="utf-8")
+    (aside / _MANIFEST).write_text(json.dumps({"files": _files(aside)}, indent=1), encoding="utf-8")
+    for path in [*aside.rglob("*"), aside]:
+        _sync(path)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -64,12 +107,36 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(_complete(folder), key=_step_of, default=None)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """``path`` if it is a checkpoint, else the newest whole one in it or in the ``checkpoints`` of the run's folder that it is.
+def newest_sound_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint in ``folder`` whose files are what was written, or None; ``warn`` is told of each that is passed over."""
+    for checkpoint in sorted(_complete(folder), key=_step_of, reverse=True):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            warn(f"PASSED OVER: {error}")
+        else:
+            return checkpoint
+    return None
 
-    Raises CheckpointError where there is none.
+
+def set_damaged_aside(folder: Path, sound: Path) -> None:
+    """Rename what is newer than ``sound`` to ``damaged-step-N``: it must not count as one of those that are kept."""
+    for checkpoint in _complete(folder):
+        if _step_of(checkpoint) > _step_of(sound):
+            away = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            shutil.rmtree(away, ignore_errors=True)
+            checkpoint.rename(away)
+
+
+def find_checkpoint(path: Path, warn: Callable[[str], None] = lambda sentence: None) -> Path:
+    """``path`` if it is a checkpoint, else the newest sound one in it or in the ``checkpoints`` of the run's folder that it is.
+
+    Raises CheckpointError where there is none, and where ``path`` itself is one that is damaged.
     """
-    found = path if (path / _STATE).is_file() else latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    if (path / _STATE).is_file():
+        verify_checkpoint(path)
+        return path
+    found = newest_sound_checkpoint(path, warn) or newest_sound_checkpoint(path / "checkpoints", warn)
     if found is None:
         raise CheckpointError(
             f"{path} holds no whole checkpoint: name a run's folder or its checkpoints/step-N, written with output.checkpoint_every"
@@ -77,15 +144,49 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Raises CheckpointError unless the files are those of the manifest, byte for byte, and no other."""
+    try:
+        wanted, there = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"], _files(checkpoint)
+        differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _unreadable(checkpoint, error) from error
+    if differing:
+        name = differing[0]
+        what = "is missing" if name not in there else "was put there" if name not in wanted else "is not what was written"
+        raise _unreadable(checkpoint, f"{name} {what}")
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    try:
+        verify_checkpoint(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What ``state.json`` says: step, updates, and what the run noted about itself.
+
+    Raises CheckpointError when it cannot be read.
+    """
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        int(state["step"]), int(state["updates"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _unreadable(checkpoint, error) from error
+    return state
+
+
 def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
-    """Restore masters, moments, reference and counters, exactly, into a learner whose policy was loaded from the checkpoint's
-    ``MODEL`` folder. Returns the number of steps that are done.
+    """Restore masters, moments, reference, parts and counters, exactly, into a learner whose policy was loaded from the
+    checkpoint's ``MODEL`` folder. Returns the number of steps that are done.
 
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
+    verify_checkpoint(checkpoint)
+    state = read_state(checkpoint)
     try:
-        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
-        step, updates = int(state["step"]), int(state["updates"])
         learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
         if learner.moving_reference is not None:
             learner.moving_reference.load_state(load_file(checkpoint / _REFERENCE))
@@ -93,15 +194,52 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
             learner.critic.load_state(load_file(checkpoint / _CRITIC))
         if learner.kl_control is not None and state.get("kl_control"):
             learner.kl_control = AdaptiveKL.from_state_dict(state["kl_control"])
+        for name, part in learner.parts.items():
+            tensors = checkpoint / f"part-{name}.safetensors"
+            part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state["parts"][name])
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint} cannot be read ({error}): it is damaged or belongs to another model; use an earlier one"
-        ) from error
-    learner.updates = updates
-    return step
+        raise _unreadable(checkpoint, error) from error
+    learner.updates, learner.dropped_in_a_row = int(state["updates"]), int(state.get("dropped_in_a_row", 0))
+    return int(state["step"])
 
 
-def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _unreadable(checkpoint: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {checkpoint} cannot be read ({why}): it is damaged or belongs to another model; use an earlier one"
+    )
+
+
+def _remove_old(folder: Path, keep: int, keep_best: bool) -> None:
+    newest_first = sorted(_complete(folder), key=_step_of, reverse=True)
+    kept = set(newest_first[:keep])
+    if keep_best:
+        scored = [(score, -_step_of(p), p) for p in newest_first if (score := _score(p)) is not None]
+        kept |= {max(scored)[2]} if scored else set()
+    for old in [*(p for p in newest_first if p not in kept), *folder.glob(".step-*.partial")]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _score(checkpoint: Path) -> float | None:
+    try:
+        score = read_state(checkpoint).get("score")
+    except CheckpointError:
+        return None
+    return None if score is None else float(score)
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below ``folder`` but the manifest itself."""
+    out = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
+        if path.name == _MANIFEST and path.parent == folder:
+            continue
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        out[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return out
+
+
+def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,19 @@ from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.types import Group
 
-__all__ = ["Advantages", "Learner", "MicroBatch", "Share"]
+__all__ = ["Advantages", "Learner", "MicroBatch", "Share", "Stateful"]
 
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
+
+
+class Stateful(Protocol):
+    """Something with a state that a resumed run needs: put it into ``Learner.parts`` under a name, and checkpoints hold it."""
+
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Named tensors, and JSON values."""
+
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore exactly what ``checkpoint_state`` gave. KeyError or ValueError: it belongs to another run."""
 
 
 class Learner:
@@ -42,6 +52,7 @@ class Learner:
         self.critic = Critic(_width(scorer), config.algorithm, scorer.device) if self.objective.needs_values else None
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
+        self.parts: dict[str, Stateful] = {}
         self.updates = 0
         self.dropped_in_a_row = 0
         self._entropy_bonus = 0.0
@@ -135,7 +146,7 @@ class Learner:
         norm, made = self.optimizer.step(rate)
         if self.critic:
             self.critic.step(made)
-        self.updates += 1
+        self.updates += made
         self.dropped_in_a_row = 0 if made else self.dropped_in_a_row + 1
         return {
             "optimizer/grad_norm": Max(norm),

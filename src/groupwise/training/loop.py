@@ -37,6 +37,8 @@ def train(
     rewards: Mapping[str, RewardFunction] | None = None,
     console: Console | None = None,
     resume_from: Path | None = None,
+    resume: bool = False,
+    accept_changes: bool = False,
 ) -> RunResult:
     """Train a policy as ``config`` says.
 
@@ -48,18 +50,22 @@ def train(
         console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
         resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
             one that the run would have had. The new run has a folder of its own.
+        resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet.
+        accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
 
-    Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible.
+    Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
+    ``StoppedError`` when SIGTERM or Ctrl-C ended it, after saving.
     """
     run = start(
-        config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from
-    )
-    with closing(run.trackers):
+        config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from,
+        resume=resume, accept_changes=accept_changes,
+    )  # fmt: skip
+    with closing(run):
         if not run.checkpoint:
             run.evaluate_at_start("base")
             run.warm_start()
         done = run.begin_learning()
-        with run.trackers.phase("GRPO", max(0, config.training.steps - done), "steps") as bar:
+        with run.signals, run.trackers.phase("GRPO", max(0, config.training.steps - done), "steps") as bar:
             for step in range(done, config.training.steps):
                 run.renew_reference_if_due(step)
                 rollout = run.collect(step, bar)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.console import Console
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.order import problems_for_step
 from groupwise.engines import Engine, make_engine
-from groupwise.errors import TrainingError
+from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -24,9 +24,12 @@ from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import RewardFunction
 from groupwise.rollout import Rollout, collect
 from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
-from groupwise.training.checkpoint import MODEL, find_checkpoint, load_checkpoint, save_checkpoint
+from groupwise.tracking.journal import cut_back
+from groupwise.training.checkpoint import MODEL, find_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from groupwise.training.learner import Advantages, Learner
+from groupwise.training.resume import about_run, check_drift, continue_in, earlier_evaluations
 from groupwise.training.setup import Prepared, prepare
+from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.types import Group, Prompt
 
@@ -68,6 +71,11 @@ class Run:
     evaluations: list[Evaluation] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     step_started: float = 0.0
+    signals: StopSignals = field(default_factory=StopSignals)
+
+    def close(self) -> None:
+        self.trackers.close()
+        self.folder.release()
 
     @property
     def style(self) -> Any:
@@ -93,10 +101,17 @@ class Run:
         with self.trackers.phase("warm start", settings.steps, "steps") as bar:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
-                on_step=lambda _, loss: bar.advance(loss=loss),
+                on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
             )  # fmt: skip
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
+
+    def _warm_start_dropped(self, step: int, in_a_row: int) -> None:
+        self.trackers.say(f"warm start, step {step + 1}: the gradient was not finite, and its update was not made", "yellow")
+        if in_a_row >= _MOST_DROPPED:
+            raise TrainingError(
+                f"the gradient was not finite in {_MOST_DROPPED} steps of the warm start in a row: lower warm_start.learning_rate"
+            )
 
     def begin_learning(self) -> int:
         """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them.
@@ -140,8 +155,26 @@ class Run:
         return [available[i] for i in indices[:count]]
 
     def collect(self, step: int, bar: Phase) -> Rollout:
-        """Sample and score the step's groups; with dynamic sampling, replace those without variance."""
+        """Sample and score the step's groups; with dynamic sampling, replace those without variance.
+
+        A signal abandons it here: nothing has been learnt from it yet.
+        """
         self.step_started = time.perf_counter()
+        try:
+            self.signals.may_abandon = True
+            rollout, sampled = self._collect_and_refill(step, bar)
+            self.signals.may_abandon = False
+        except AbandonStep:
+            self.stop(step)
+        for failure in rollout.failures:
+            self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
+        self.metrics = rollout.metrics(self.style)
+        if self.config.rollout.refill_rounds:
+            self.metrics["groups/sampled"] = Sum(sampled)
+        return rollout
+
+    def _collect_and_refill(self, step: int, bar: Phase) -> tuple[Rollout, int]:
+        """The rollout, and how many groups it took."""
         size, prompts = self.config.rollout.prompts_per_step, self.prompts(step)
         sampled = len(prompts)
         rollout = self._collect(prompts, step, 0, bar)
@@ -152,12 +185,7 @@ class Run:
             prompts = self.refill_prompts(step, refill, missing)
             sampled += len(prompts)
             rollout = rollout.refilled(self._collect(prompts, step, refill, bar), size)
-        for failure in rollout.failures:
-            self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
-        self.metrics = rollout.metrics(self.style)
-        if self.config.rollout.refill_rounds:
-            self.metrics["groups/sampled"] = Sum(sampled)
-        return rollout
+        return rollout, sampled
 
     def _collect(self, prompts: Sequence[Prompt], step: int, refill: int, bar: Phase) -> Rollout:
         return collect(
@@ -176,7 +204,8 @@ class Run:
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
-                "optimizer.learning_rate, or look at the last completions and rewards in the run's folder"
+                "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
+                f"{self._last_good()}"
             )
         return advantages
 
@@ -198,12 +227,37 @@ class Run:
         self.trackers.completions(step + 1, rollout.groups, advantages)
         return on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages)) is not False
 
+    def _last_good(self) -> str:
+        found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
+        return f"the last good checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
+
+    def save(self, done: int) -> Path:
+        """A checkpoint after ``done`` steps. Raises CheckpointError when the disk does not take it."""
+        assert self.learner is not None
+        return save_checkpoint(
+            self.folder.checkpoints, done, self.policy, self.learner, keep=self.config.output.keep_checkpoints,
+            about=about_run(self.prepared, self.evaluations, done), keep_best=self.config.output.keep_best,
+        )  # fmt: skip
+
     def checkpoint_if_due(self, step: int) -> None:
+        """Also when a signal asked for it. A disk that is full is told, and the run goes on: the next one may succeed."""
         every = self.config.output.checkpoint_every
-        if self.learner and every and (step + 1) % every == 0:
-            save_checkpoint(
-                self.folder.checkpoints, step + 1, self.policy, self.learner, keep=self.config.output.keep_checkpoints
-            )
+        if self.signals.received is not None:
+            self.stop(step + 1)
+        if every and (step + 1) % every == 0:
+            try:
+                self.save(step + 1)
+            except CheckpointError as error:
+                self.trackers.say(f"NOT SAVED: {error}", "red")
+
+    def stop(self, done: int) -> NoReturn:
+        """Save after ``done`` steps and end the run, as a signal asked."""
+        number = self.signals.received
+        assert number is not None
+        saved = self.save(done)
+        raise StoppedError(
+            f"stopped by {number.name} after step {done}, which is saved in {saved}: carry on with --resume", 128 + number
+        )
 
     def evaluate_if_due(self, step: int) -> None:
         every = self.config.evaluation.every
@@ -232,22 +286,43 @@ def start(
     rewards: Mapping[str, RewardFunction] | None = None,
     console: Console | None = None,
     resume_from: Path | None = None,
+    resume: bool = False,
+    accept_changes: bool = False,
 ) -> Run:
     """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
-    checkpoint = find_checkpoint(resume_from) if resume_from else None
+    said: list[str] = []
+    checkpoint = find_checkpoint(resume_from, said.append) if resume_from else None
     keep_freed_memory()
     started = time.perf_counter()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     prepared = prepare(config, rewards)
-    folder = RunFolder.create(config, run_folder, recipe)
-    trackers = make_trackers(config, folder, console)
-    for note in prepared.notes:
-        trackers.say(f"Note: {note}", "dim")
-    policy = _load(config.model, checkpoint)
-    scorer = make_scorer(policy, config.model)
-    engine = make_engine(policy, config.rollout, scorer)
-    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started, checkpoint)
+    folder: RunFolder | None = None
+    wanted = run_folder or (Path(config.output.folder) if config.output.folder else None)
+    if resume and wanted:
+        folder, checkpoint = continue_in(wanted.expanduser(), said.append)
+    carried_on = folder is not None
+    folder = folder or RunFolder.create(config, run_folder, recipe)
+    try:
+        state = read_state(checkpoint) if checkpoint else {}
+        check_drift(state, prepared, said.append, accept=accept_changes or not carried_on)
+        if carried_on:
+            cut_back(folder, int(state.get("step", 0)))
+        if carried_on and not checkpoint:
+            said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
+        trackers = make_trackers(config, folder, console)
+        for sentence in said:
+            trackers.say(sentence, "yellow")
+        for note in prepared.notes:
+            trackers.say(f"Note: {note}", "dim")
+        policy = _load(config.model, checkpoint)
+        scorer = make_scorer(policy, config.model)
+        engine = make_engine(policy, config.rollout, scorer)
+    except BaseException:
+        folder.release()
+        raise
+    evaluations = earlier_evaluations(state, folder) if carried_on else []
+    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started, checkpoint, evaluations=evaluations)
 
 
 def _load(config: ModelConfig, checkpoint: Path | None) -> Policy:

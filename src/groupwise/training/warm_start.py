@@ -37,10 +37,12 @@ def warm_start(
     style: AnswerStyle,
     config: Config,
     on_step: Callable[[int, float], None] | None = None,
+    on_dropped: Callable[[int, int], None] | None = None,
 ) -> None:
     """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own.
 
-    ``on_step(steps done, loss in nats per token)`` is called after each step.
+    ``on_step(steps done, loss in nats per token)`` is called after each step. A gradient that is not finite is dropped:
+    ``on_dropped(step from 0, how many in a row)`` hears of it, and may raise.
     """
     settings = config.warm_start
     rates = OptimizerConfig(
@@ -48,11 +50,15 @@ def warm_start(
         master_weights=config.optimizer.master_weights,
     )  # fmt: skip
     optimizer = MasterAdamW(scorer.named_parameters(), rates)
+    in_a_row = 0
     for step in range(settings.steps):
         indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
         examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
         loss = _backward(scorer, examples, config.training.micro_batch_tokens)
-        optimizer.step(learning_rate_at(rates, step, settings.steps))
+        _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
+        in_a_row = 0 if made else in_a_row + 1
+        if not made and on_dropped:
+            on_dropped(step, in_a_row)
         if on_step:
             on_step(step + 1, loss)
     optimizer.close()

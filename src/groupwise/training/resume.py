@@ -1,0 +1,124 @@
+"""Carrying on a run: in which folder, from which checkpoint, and whether it is still the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.schema import Config
+from groupwise.errors import CheckpointError
+from groupwise.evaluation import Evaluation
+from groupwise.tracking import RunFolder
+from groupwise.tracking.environment import hide_secrets
+from groupwise.training.checkpoint import newest_sound_checkpoint, set_damaged_aside
+from groupwise.training.setup import Prepared
+
+__all__ = ["about_run", "check_drift", "continue_in", "drift", "earlier_evaluations", "newest_run"]
+
+_HARMLESS = (
+    "output.",
+    "evaluation.",
+    "training.threads",
+    "training.micro_batch_tokens",
+    "rollout.max_concurrent_sequences",
+    "model.gradient_checkpointing",
+)
+"""Settings that leave what is learnt as it is, rounding apart."""
+
+
+def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int) -> dict[str, Any]:
+    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and its score."""
+    mode = prepared.config.evaluation.modes[0]
+    scores = [e.strict_accuracy for e in evaluations if e.stage == f"step-{step}" and e.mode == mode]
+    return {
+        "config": hide_secrets(prepared.config.model_dump(mode="json")),
+        "data": prepared.problems.fingerprint,
+        "evaluations": [e.to_summary() for e in evaluations],
+        "score": scores[0] if scores else None,
+    }
+
+
+def newest_run(recipe: str, root: Path = Path("runs")) -> Path:
+    """The newest folder of ``recipe`` below ``root`` that is not finished.
+
+    Raises CheckpointError where there is none.
+    """
+    found = [p.parent for p in root.glob(f"{recipe}-*/config.yaml") if not (p.parent / "summary.json").exists()]
+    if not found:
+        raise CheckpointError(
+            f"no unfinished run of {recipe} was found in {str(root)!r}: name its folder with --run-folder, or start without --resume"
+        )
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
+
+
+def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | None, Path | None]:
+    """The run's folder, locked, and its newest sound checkpoint; None for what is not there yet.
+
+    Raises CheckpointError when the folder has checkpoints and every one is damaged: starting over is not what was asked for.
+    """
+    folder = RunFolder.reopen(path)
+    if folder is None:
+        return None, None
+    found = newest_sound_checkpoint(folder.checkpoints, say)
+    if found is None and any(folder.checkpoints.glob("step-*")):
+        folder.release()
+        raise CheckpointError(
+            f"every checkpoint in {folder.checkpoints} is damaged, and nothing is left to carry on from: start anew in another folder"
+        )
+    if found is not None:
+        set_damaged_aside(folder.checkpoints, found)
+    return folder, found
+
+
+def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:
+    """What differs from the run that wrote ``state``: what changes the result, and what does not, a line each."""
+    before, now = _flat(state.get("config", {})), _flat(hide_secrets(prepared.config.model_dump(mode="json")))
+    harmful, harmless = [], []
+    for key in sorted(before.keys() | now.keys()) if before else []:
+        if before.get(key) != now.get(key):
+            line = f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+            longer = key == "training.steps" and _steps_only_extend(prepared.config)
+            (harmless if longer or key.startswith(_HARMLESS) else harmful).append(line)
+    if state.get("data", prepared.problems.fingerprint) != prepared.problems.fingerprint:
+        harmful.append(f"the data itself: fingerprint {state['data']} -> {prepared.problems.fingerprint}")
+    return harmful, harmless
+
+
+def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str], None], accept: bool) -> None:
+    """Say what changed since the checkpoint. Raises CheckpointError where that changes the result, unless ``accept``."""
+    harmful, harmless = drift(state, prepared)
+    if harmful and not accept:
+        raise CheckpointError(
+            f"this is not the run that wrote the checkpoint, since what follows has changed ({'; '.join(harmful)}): change it back, "
+            "or accept a run that is neither the one nor the other with --accept-changes"
+        )
+    for line in [*harmful, *harmless]:
+        say(f"Changed since the checkpoint: {line}")
+
+
+def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Evaluation]:
+    """The evaluations before the checkpoint, with their records from the run's folder; one whose records are gone is left out."""
+    names = {f.name for f in fields(Evaluation)} - {"records"}
+    out = []
+    for row in state.get("evaluations", []):
+        path = folder.evaluation_file(row["stage"], row["mode"])
+        if not path.is_file() or not names <= row.keys():
+            continue
+        records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        values = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names}
+        out.append(Evaluation(**values, records=records))
+    return out
+
+
+def _steps_only_extend(config: Config) -> bool:
+    """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it."""
+    return config.optimizer.schedule == "constant" and config.algorithm.reference_updates == 1
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else str(key)).items()}

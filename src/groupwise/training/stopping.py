@@ -1,0 +1,45 @@
+"""SIGTERM and Ctrl-C: the step is finished, or abandoned where nothing has been learnt from it yet; then the run saves itself.
+
+A second signal ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run carries on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["AbandonStep", "StopSignals"]
+
+
+class AbandonStep(BaseException):
+    """Raised by a signal inside the sampling of a step. Not an Exception: a reward function's ``except`` must not swallow it."""
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT are noted instead of ending the process. Outside the main thread it does nothing."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.may_abandon = False
+        """Whether the step has changed nothing yet, so that it can be dropped on the spot."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+        if self.may_abandon:
+            self.may_abandon = False
+            raise AbandonStep

@@ -1,0 +1,117 @@
+"""Carrying on in the same folder: from what, whether it is the same run, and what a signal leaves."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from groupwise import train
+from groupwise.errors import CheckpointError, ConfigError, StoppedError
+from groupwise.tracking import RunFolder
+
+EVERY = {"training": {"steps": 4}, "output": {"checkpoint_every": 1, "keep_checkpoints": 4}}
+
+
+def go(config, letters, quiet, folder, **more):
+    return train(config, rewards=letters, console=quiet, run_folder=folder, **more)
+
+
+def steps_in(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_carries_on(small_config, letters, quiet, tmp_path, number):
+    config = small_config(training={"steps": 4})
+
+    def stop(report):
+        if report.step == 2:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(StoppedError, match="after step 2, which is saved") as caught:
+        go(config, letters, quiet, tmp_path / "run", on_step=stop)
+    assert caught.value.exit_code == 128 + number
+    go(config, letters, quiet, tmp_path / "run", resume=True)
+    assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tmp_path):
+    calls = []
+
+    def letters(completions, **columns):
+        calls.append(0)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [float(i) for i, _ in enumerate(completions)]
+
+    with pytest.raises(StoppedError, match="saved"):
+        go(small_config(**EVERY), {"letters": letters}, quiet, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(small_config, letters, quiet, tmp_path):
+    config = small_config(**EVERY)
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    state = folder / "checkpoints" / "step-4" / "state.json"
+    state.write_text(state.read_text().replace('"updates": 4', '"updates": 9'))
+    (folder / "checkpoints" / "step-3" / "model" / "pytorch_model.bin").write_bytes(b"planted")
+    go(config, letters, quiet, folder, resume=True)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["damaged-step-3", "damaged-step-4", "step-1", "step-2", "step-3", "step-4"]
+    assert steps_in(folder) == [1, 2, 3, 4]
+
+
+def test_without_a_sound_checkpoint_nothing_starts(small_config, letters, quiet, tmp_path):
+    config = small_config(**EVERY)
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    for manifest in folder.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+        go(config, letters, quiet, folder, resume=True)
+
+
+def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, letters, quiet, tmp_path):
+    folder = go(small_config(**EVERY), letters, quiet, tmp_path / "run").folder
+    other = small_config(**EVERY, optimizer={"learning_rate": 2e-3})
+    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes"):
+        go(other, letters, quiet, folder, resume=True)
+    go(other, letters, quiet, folder, resume=True, accept_changes=True)
+    go(small_config(**EVERY, optimizer={"learning_rate": 2e-3}, evaluation={"problems": 2}), letters, quiet, folder, resume=True)
+
+
+def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):
+    data = tmp_path / "mine.jsonl"
+    data.write_text(sums.read_text())
+    config = small_config(**EVERY, data={"source": str(data), "holdout": 6})
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    data.write_text(data.read_text().replace("0 + 1 = ?", "0 + 1 is?"))
+    with pytest.raises(CheckpointError, match="the data itself"):
+        go(config, letters, quiet, folder, resume=True)
+
+
+def test_a_folder_with_a_checkpoint_says_so_and_holds_one_run_at_a_time(small_config, letters, quiet, tmp_path):
+    config = small_config(**EVERY)
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    with pytest.raises(ConfigError, match=r"holds a run with a checkpoint.*--resume"):
+        go(config, letters, quiet, folder)
+    other = RunFolder(folder)
+    other.lock()
+    with pytest.raises(ConfigError, match="another run is going on"):
+        go(config, letters, quiet, folder, resume=True)
+    other.release()
+    go(config, letters, quiet, folder, resume=True)
+
+
+def test_the_summary_has_the_evaluations_before_the_stop(small_config, letters, quiet, tmp_path):
+    config = small_config(**EVERY, evaluation={"problems": 4, "modes": ["sampled"], "at_start": True, "every": 2})
+
+    def stop(report):
+        if report.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        go(config, letters, quiet, tmp_path / "run", on_step=stop)
+    summary = go(config, letters, quiet, tmp_path / "run", resume=True).summary
+    assert [row["stage"] for row in summary["evaluations"]] == ["base", "final"]
+    assert [row["stage"] for row in summary["training_evaluations"]] == ["step-2"]
+    assert summary["comparison"]["before"] == "base"
