@@ -76,7 +76,8 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
 def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:
     """What differs from the run that wrote ``state``: what changes the result, and what does not, a line each."""
     before, now = _flat(state.get("config", {})), _flat(hide_secrets(prepared.config.model_dump(mode="json")))
-    harmful, harmless = [], []
+    harmful: list[str] = []
+    harmless: list[str] = []
     for key in sorted(before.keys() | now.keys()) if before else []:
         if before.get(key) != now.get(key):
             line = f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
@@ -108,7 +109,7 @@ def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Eva
         if not path.is_file() or not names <= row.keys():
             continue
         records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        values = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names}
+        values: dict[str, Any] = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names}
         out.append(Evaluation(**values, records=records))
     return out
 
