@@ -25,7 +25,7 @@ def tiny_folder(tmp_path_factory):
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False, initializer_range=0.2,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

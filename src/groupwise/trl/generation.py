@@ -15,6 +15,8 @@ from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Generation", "PromptSet", "generate"]
 
+_TEMPLATE_BYTES = 256
+"""What a chat template may add to a prompt, roughly."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -36,6 +38,11 @@ class PromptSet:
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
         self.keep_columns = not args.remove_unused_columns
         self._kept: dict[int, Prompt] = {}
+        for index, prompt in enumerate(
+            dataset["prompt"] if hasattr(dataset, "column_names") else [row["prompt"] for row in dataset]
+        ):
+            if _bytes(prompt) > room - _TEMPLATE_BYTES:  # a token is a byte at least, so that all others are sure to fit
+                self[index]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -73,6 +80,10 @@ class PromptSet:
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_arguments
         )
         return list(found["input_ids"])
+
+
+def _bytes(prompt: Any) -> int:
+    return len(prompt.encode()) if isinstance(prompt, str) else sum(len(str(m.get("content")).encode()) + 16 for m in prompt)
 
 
 @dataclass
