@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -26,6 +25,7 @@ from groupwise.trl.config import GRPOConfig
 from groupwise.trl.generation import Generation, PromptSet, generate
 from groupwise.trl.numbers import generation_numbers, sweep_numbers
 from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
+from groupwise.trl.outputs import Outputs, drain
 from groupwise.trl.policy import make_parts, make_policy
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.schedule import Schedule, deal, epoch_order, flat_index, unit_counts
@@ -50,7 +50,7 @@ _INTERNALS = frozenset(
 _MOST_DROPPED = 5
 
 
-class GRPOTrainer:
+class GRPOTrainer(Outputs):
     """TRL's ``GRPOTrainer``, as far as ``docs/coming-from-trl.md`` says. One process.
 
     Args are TRL's. Raises ``GroupwiseError`` (one sentence: value, rule, remedy) for whatever is not honoured.
@@ -314,30 +314,13 @@ class GRPOTrainer:
             self._total_loss += self._loss
             logs = {"loss": self._loss / steps, **self._recent}
             self._loss, self._last_logged = 0.0, self.state.global_step
-            self.log(logs | self._drain(self._numbers))
+            self.log(logs | drain(self._numbers))
             self.completion_log.write(self.state.global_step)
         if self.control.should_evaluate:
             self.evaluate()
         if self.control.should_save:
             self._save_checkpoint()
             self.control = self._event("on_save")
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a row to ``state.log_history`` and show it to callbacks."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-
-    @staticmethod
-    def _drain(numbers: dict[str, list[float]], prefix: str = "") -> dict[str, float | None]:
-        """Means of what was gathered since the last log, without NaN; None where nothing else is left."""
-        out: dict[str, float | None] = {}
-        for name, gathered in numbers.items():
-            known = [x for x in gathered if not math.isnan(x)]
-            out[prefix + name] = statistics.fmean(known) if known else None
-        numbers.clear()
-        return out
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         self._total_loss += self._loss
@@ -378,7 +361,7 @@ class GRPOTrainer:
             "samples_per_second": count / seconds,
             "steps_per_second": count / per_batch / size / seconds,
         }
-        metrics = self._drain(numbers, f"{metric_key_prefix}_") | {f"{metric_key_prefix}_{k}": v for k, v in speeds.items()}
+        metrics = drain(numbers, f"{metric_key_prefix}_") | {f"{metric_key_prefix}_{k}": v for k, v in speeds.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -398,57 +381,9 @@ class GRPOTrainer:
             only_model=self.args.save_only_model, limit=self.args.save_total_limit,
         )  # fmt: skip
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (with an adapter, the adapter alone) and the tokenizer to ``output_dir``, by default the run's."""
-        checkpoints.save_policy(self.policy, Path(output_dir or self.args.output_dir))
-
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the run's folder."""
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``{split}_results.json`` to the run's folder."""
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        (Path(self.args.output_dir) / f"{split}_results.json").write_text(json.dumps(metrics, indent=4, sort_keys=True))
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print ``metrics``, one a line."""
-        print(f"***** {split} metrics *****", *(f"  {k} = {v}" for k, v in sorted(metrics.items())), sep="\n")
-
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Refused: uploading is left to the Hub's own command."""
-        raise ConfigError(f"push_to_hub() is not there: save_model() and then `hf upload NAME {self.args.output_dir}`")
-
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Refused, like ``push_to_hub``."""
-        raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
-
-    def is_world_process_zero(self) -> bool:
-        """There is one process."""
-        return True
-
-    is_local_process_zero = is_world_process_zero
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
     def _event(self, name: str) -> TrainerControl:
         event: Callable[..., TrainerControl] = getattr(self.callback_handler, name)
         return event(self.args, self.state, self.control)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "accelerator":
-            raise AttributeError(
-                "groupwise.trl has no accelerator: it is one process, so its conditions on processes are all true"
-            )
-        raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: docs/coming-from-trl.md lists what it has")
 
 
 def _seed(args: Any) -> None:
