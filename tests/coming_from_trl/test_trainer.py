@@ -1,7 +1,9 @@
 """What scripts written for TRL do with the trainer: rewards of every kind, callbacks, evaluation, checkpoints, adapters, errors."""
 
 import asyncio
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,9 @@ def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monk
 
 def test_without_arguments_the_folder_has_the_model_s_name(tiny_folder, prompts, letters, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    trainer = GRPOTrainer(str(tiny_folder), letters, train_dataset=prompts)
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "wide"))  # whose context has room for TRL's 256 tokens of completion
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}), encoding="utf-8")
+    trainer = GRPOTrainer(str(folder), letters, train_dataset=prompts)
     assert isinstance(trainer.args, GRPOConfig)
-    assert trainer.args.output_dir == f"{tiny_folder.name}-GRPO"
+    assert trainer.args.output_dir == "wide-GRPO"

@@ -278,7 +278,7 @@ class GRPOTrainer(Outputs):
     def _fill_gradients(self) -> None:
         """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
         for master in self.learner.optimizer.masters:
-            if master.grad is None and master.requires_grad:
+            if master.grad is None:
                 master.grad = torch.zeros_like(master)
 
     def _check_dropped(self) -> None:
