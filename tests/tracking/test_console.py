@@ -9,7 +9,7 @@ from rich.console import Console
 from groupwise.config.schema import Config
 from groupwise.evaluation import build_summary, evaluate_stage
 from groupwise.tracking import ConsoleTracker, Trackers
-from groupwise.tracking.numbers import clock, headline, number, sparkline
+from groupwise.tracking.numbers import clock, number, sparkline
 from groupwise.tracking.tables import summary_table
 from groupwise.tracking.text import harmless, visible
 from groupwise.types import Completion, Problem, Prompt
@@ -25,12 +25,23 @@ METRICS = {
     "accuracy/format": 0.75,
     "policy/kl": 0.0125,
     "policy/clip_share": 0.01,
+    "reward/correctness": 1.25,
+    "reward/my_own_reward_with_a_long_name": 0.25,
+    "policy/entropy": 0.4321,
     "completions/tokens_mean": 87.4,
+    "completions/tokens_max": 128,
     "completions/stop_rate": 0.875,
     "completions/truncated": 0.125,
     "groups/zero_variance": 0.25,
     "optimizer/grad_norm": 0.773,
     "speed/sampled_tokens_per_s": 1234.5,
+    "speed/learnt_tokens_per_s": 567.8,
+    "time/step_s": 8.94,
+    "time/sample_s": 2.75,
+    "time/score_s": 0.04,
+    "time/reference_s": 1.25,
+    "time/learn_s": 4.5,
+    "memory/peak_gib": 3.71,
 }
 
 
@@ -85,8 +96,10 @@ def test_a_log_has_one_line_a_step_and_no_control_codes():
     lines = text.splitlines()
     assert sum(line.startswith("step 1/2") for line in lines) == 2
     assert (
-        "step 2/2  reward 1.500 ± 0.250  accuracy 50.0%  format 75.0%  KL 0.0125  clipped 1.0%  length 87.4  stopped 87.5%  "
-        "truncated 12.5%  no variance 25.0%  grad norm 0.773  tokens/s 1,234" in lines
+        "step 2/2  0:00 left  reward 1.500 ± 0.250  reward/correctness 1.25  reward/my_own_reward_with_a_long_name 0.25  "
+        "accuracy 50.0%  format 75.0%  length 87.4 (max 128)  stopped 87.5%  truncated 12.5%  no variance 25.0%  KL 0.0125  "
+        "entropy 0.432  clipped 1.0%  grad norm 0.773  sampled tokens/s 1,234  learnt tokens/s 568  step 8.9 s  peak memory 3.7 GiB"
+        in lines
     )
     assert any(line.startswith("evaluation, base (sampled): done, 3/3 problems in 0:00, tokens 21") for line in lines)
 
@@ -120,9 +133,34 @@ def test_a_terminal_gets_bars_while_it_lasts_and_its_cursor_back():
     assert "30/60 steps" in shown
     assert "50/200 problems" in shown
     assert "tokens 3,222" in shown
-    assert all(f"{label} {value}" in shown for label, value in headline(METRICS))
     assert "left" in shown
     assert written().count("\x1b[?25l") == written().count("\x1b[?25h") == 1  # cursor hidden once, shown once
+
+
+EVERYTHING = (
+    "reward 1.500 ± 0.250", "correctness 1.25", "accuracy 50.0%", "format 75.0%", "length 87.4 (max 128)", "stopped 87.5%",
+    "truncated 12.5%", "no variance 25.0%", "KL 0.0125", "entropy 0.432", "clipped 1.0%", "grad norm 0.773", "sampled 1,234",
+    "learnt 568", "step 8.9 s", "sampling 2.8 s", "scoring 0.0 s", "reference 1.2 s", "learning 4.5 s", "peak 3.7 GiB",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "most_lines"), [(80, 20), (160, 11)])
+def test_the_live_view_shows_everything_whole_at(width, most_lines):
+    console, _ = terminal(width=width)
+    tracker = ConsoleTracker(console)
+    with tracker.phase("GRPO", 2000, "steps") as bar:
+        for step in range(1, 31):
+            tracker.step(step, {**METRICS, "reward/mean": 1.5 + 0.01 * (step - 30)})
+            bar.advance(1, completions=64)
+        lines = "".join(s.text for s in console.render(tracker.display)).splitlines()
+    shown = "\n".join(lines)
+    assert [number for number in EVERYTHING if number not in shown] == []
+    assert "30/2,000 steps" in shown
+    assert " left" in shown
+    assert "…" not in shown, "something was cut"
+    assert "my_own_reward_with_a_long_name 0.25" in shown
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= most_lines
 
 
 def test_an_interrupted_phase_says_so_and_gives_the_terminal_back():

@@ -84,6 +84,18 @@ def test_completions_are_written_whole_with_their_scores(tmp_path):
     }
 
 
+def test_the_first_groups_are_written_token_by_token(tmp_path):
+    folder = RunFolder(tmp_path)
+    JsonlTracker(folder, log_completions=2, log_tokens=1).completions(3, [group(0), group(1)])
+    rows = lines(folder.completions)
+    assert [(row.get("token_ids"), row.get("logprobs")) for row in rows] == [
+        ([5, 6, 2], [-0.1, -0.2, -0.3]),
+        ([5, 6], [-0.1, -0.2]),
+        (None, None),
+        (None, None),
+    ]
+
+
 def test_no_completions_are_written_when_none_are_wanted(tmp_path):
     JsonlTracker(RunFolder(tmp_path), log_completions=0).completions(1, [group()])
     assert os.listdir(tmp_path) == []
@@ -98,7 +110,7 @@ def test_a_failing_sink_is_named_once_and_the_others_go_on(tmp_path, caplog):
         trackers.completions(3, [group()])
         trackers.close()
     assert [record.message for record in caplog.records] == [
-        "Broken failed (RuntimeError: disk on fire): the run goes on without it"
+        f"Broken failed (RuntimeError: disk on fire): the run goes on without it; {folder.metrics} has every number"
     ]
     assert broken.calls == 2  # the step, and the attempt to close it
     assert len(lines(folder.metrics)) == 3
@@ -166,9 +178,9 @@ def test_without_sinks_everything_is_quiet():
 
 
 def test_settings_reach_the_sinks(tmp_path):
-    config = Config.model_validate({"output": {"log_completions": 9}, "evaluation": {"show": 5}})
+    config = Config.model_validate({"output": {"log_completions": 9, "log_tokens": 3}, "evaluation": {"show": 5}})
     jsonl, console = make_trackers(config, RunFolder(tmp_path), Console()).sinks
-    assert (jsonl.log_completions, console.show) == (9, 5)
+    assert (jsonl.log_completions, jsonl.log_tokens, console.show) == (9, 3, 5)
 
 
 def test_every_metric_has_a_unit_and_a_sentence():

@@ -141,6 +141,14 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 def _output(config: Config) -> Iterator[str]:
     output = config.output
+    for name, users in (("project", {"wandb", "trackio"}), ("offline", {"wandb"})):
+        if not users & set(output.trackers):
+            reason = f"output.trackers does not name {' or '.join(sorted(users))}"
+            for chosen in _chosen(output, name):
+                yield _without_effect(f"output.{chosen}", getattr(output, chosen), reason)
+    if output.log_tokens > output.log_completions:
+        for name in _chosen(output, "log_tokens"):
+            yield _without_effect(f"output.{name}", output.log_tokens, f"output.log_completions is {output.log_completions}")
     if output.checkpoint_every == 0:
         for name in _chosen(output, "keep_checkpoints"):
             yield _without_effect(f"output.{name}", output.keep_checkpoints, "output.checkpoint_every is 0")

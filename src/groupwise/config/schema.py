@@ -259,6 +259,16 @@ class OutputConfig(Section):
     """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)
     """Groups per step whose completions and scores are written to `completions.jsonl`."""
+    log_tokens: int = Field(default=1, ge=0)
+    """Of these, groups whose tokens are written too, with the log-probability of each, for the report to show completions token by
+    token. About 13 bytes a token; 0 writes none."""
+    trackers: list[Literal["jsonl", "tensorboard", "wandb", "trackio"]] = Field(default=["jsonl"])
+    """Where each step's numbers go besides the terminal: `tensorboard` (into the run's folder), `wandb` (Weights & Biases), `trackio`.
+    The run's own files, `jsonl`, are always written, named or not. Each of the others is an extra: `pip install 'groupwise[wandb]'`."""
+    project: str = Field(default="groupwise", min_length=1)
+    """The project that the run belongs to in wandb and trackio; there the run has its folder's name."""
+    offline: bool = False
+    """Talk to no service: wandb writes into the run's folder, and `wandb sync` sends it later."""
 
 
 class Config(Section):

@@ -16,11 +16,13 @@ from groupwise.tracking.base import EvaluationResult, Tracker
 from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.jsonl import JsonlTracker
 from groupwise.tracking.live import Phase
-from groupwise.tracking.metric_table import METRICS, describe_metric
+from groupwise.tracking.metric_table import EVALUATION_METRICS, METRICS, describe_metric
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.services import check_trackers, start_services
 from groupwise.types import Group
 
 __all__ = [
+    "EVALUATION_METRICS",
     "METRICS",
     "ConsoleTracker",
     "EvaluationResult",
@@ -29,6 +31,7 @@ __all__ = [
     "RunFolder",
     "Tracker",
     "Trackers",
+    "check_trackers",
     "describe_metric",
     "make_trackers",
 ]
@@ -36,11 +39,17 @@ __all__ = [
 logger = logging.getLogger("groupwise")
 
 
-def make_trackers(config: Config, run_folder: RunFolder | None, console: Console | ConsoleTracker | None = None) -> Trackers:
-    """The run's sinks: its folder and the terminal. Either may be ``None``, as on processes other than the first."""
+def make_trackers(
+    config: Config, run_folder: RunFolder | None, console: Console | ConsoleTracker | None = None, done: int = 0
+) -> Trackers:
+    """The run's sinks: its folder, the services of ``output.trackers``, and the terminal. ``done`` steps are there already.
+
+    Folder or terminal may be ``None``, as on processes other than the first; without a folder there are no services.
+    """
     sinks: list[Tracker] = []
     if run_folder is not None:
-        sinks.append(JsonlTracker(run_folder, config.output.log_completions))
+        sinks.append(JsonlTracker(run_folder, config.output.log_completions, config.output.log_tokens))
+        sinks += start_services(config, run_folder, done)
     if isinstance(console, Console):
         console = ConsoleTracker(console, show=config.evaluation.show)
     return Trackers(sinks if console is None else [*sinks, console])
@@ -108,8 +117,15 @@ class Trackers:
             self.sinks.remove(sink)
             with contextlib.suppress(Exception):
                 sink.close()
-            name = type(sink).__name__
-            logger.warning("%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error)
+            name = getattr(sink, "name", type(sink).__name__)
+            kept = "" if isinstance(sink, (JsonlTracker, ConsoleTracker)) else self.kept
+            logger.warning("%s failed (%s: %s): the run goes on without it%s", name, type(error).__name__, error, kept)
+
+    @property
+    def kept(self) -> str:
+        """Where the numbers are that a service did not take."""
+        files = [sink.folder.metrics for sink in self.sinks if isinstance(sink, JsonlTracker)]
+        return f"; {files[0]} has every number" if files else ""
 
 
 def follow(sink: ConsoleTracker, source: Phase, shown: Phase) -> None:

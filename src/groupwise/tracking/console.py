@@ -98,9 +98,10 @@ class ConsoleTracker:
         if self.live and self.phases:
             self.display.step(metrics)
             return
-        total = self.phases[-1].total if self.phases else None
-        label = f"step {step}" if total is None else f"step {step}/{total:g}"
-        self.print("  ".join([label, *(f"{name} {value}" for name, value in headline(metrics))]))
+        phase = self.phases[-1] if self.phases else None
+        label = f"step {step}" if phase is None or phase.total is None else f"step {step}/{phase.total:g}"
+        left = [f"{clock(phase.left_s)} left"] if phase and phase.left_s is not None else []
+        self.print("  ".join([label, *left, *(f"{name} {value}" for name, value in headline(metrics))]))
 
     def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
         """Completions go to the run's folder; on the terminal they would drown the numbers."""

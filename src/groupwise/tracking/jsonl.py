@@ -11,7 +11,7 @@ from typing import Any
 from groupwise.tracking.base import EvaluationResult
 from groupwise.tracking.files import json_line
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.types import Group
+from groupwise.types import Completion, Group
 
 __all__ = ["JsonlTracker"]
 
@@ -19,12 +19,14 @@ __all__ = ["JsonlTracker"]
 class JsonlTracker:
     """Appends a line and flushes it, so that a run that is killed keeps every finished step.
 
-    ``log_completions`` bounds how many groups of a step are written; 0 writes none.
+    ``log_completions`` bounds how many groups of a step are written; 0 writes none. The first ``log_tokens`` of them are written
+    with their tokens.
     """
 
-    def __init__(self, folder: RunFolder, log_completions: int = 4) -> None:
+    def __init__(self, folder: RunFolder, log_completions: int = 4, log_tokens: int = 0) -> None:
         self.folder = folder
         self.log_completions = log_completions
+        self.log_tokens = log_tokens
         self.started_s = time.monotonic()
         self.files: dict[Path, BufferedWriter] = {}
 
@@ -34,7 +36,9 @@ class JsonlTracker:
 
     def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
         for p, group in enumerate(groups[: self.log_completions]):
-            for row in completion_rows(step, group, advantages[p] if advantages is not None else None):
+            for row in completion_rows(
+                step, group, advantages[p] if advantages is not None else None, tokens=p < self.log_tokens
+            ):
                 self.append(self.folder.completions, row)
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -51,8 +55,11 @@ class JsonlTracker:
         self.files[path].flush()
 
 
-def completion_rows(step: int, group: Group, advantages: Sequence[float] | None) -> list[dict[str, Any]]:
-    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here."""
+def completion_rows(step: int, group: Group, advantages: Sequence[float] | None, *, tokens: bool = False) -> list[dict[str, Any]]:
+    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here.
+
+    ``tokens`` adds the ids and, to three decimals, the log-probabilities they were sampled with.
+    """
     return [
         {
             "step": step,
@@ -67,6 +74,11 @@ def completion_rows(step: int, group: Group, advantages: Sequence[float] | None)
             "finish_reason": completion.finish_reason,
             "tokens": len(completion.token_ids),
             "policy_version": completion.policy_version,
+            **(token_columns(completion) if tokens else {}),
         }
         for g, completion in enumerate(group.completions)
     ]
+
+
+def token_columns(completion: Completion) -> dict[str, Any]:
+    return {"token_ids": list(completion.token_ids), "logprobs": [round(value, 3) for value in completion.logprobs]}

@@ -13,12 +13,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.tracking.numbers import clock, fields, headline, sparkline
+from groupwise.tracking.numbers import clock, fields, sections, sparkline
 
 __all__ = ["LiveDisplay", "Phase"]
 
 HISTORY = 32
 """Steps that the sparklines look back."""
+MOST_COLUMNS = 7
+LONGEST_LABEL = 30
+TRENDS = {"rewards": "reward/mean", "answers": "accuracy/strict"}
+"""Rows that end with the recent course of a metric, and which."""
 
 
 @dataclass
@@ -66,6 +70,7 @@ class LiveDisplay:
         self.metrics: Mapping[str, float] = {}
         self.history: dict[str, deque[float]] = {}
         self.live: Live | None = None
+        self.fitted_to, self.columns = 0, MOST_COLUMNS
 
     def begin(self, phase: Phase) -> None:
         self.phases.append(phase)
@@ -90,7 +95,7 @@ class LiveDisplay:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self.metrics = metrics
-        for name in ("reward/mean", "accuracy/strict"):
+        for name in TRENDS.values():
             if name in metrics:
                 self.history.setdefault(name, deque(maxlen=HISTORY)).append(metrics[name])
 
@@ -127,15 +132,37 @@ class LiveDisplay:
         return self.console.width < 110
 
     def watched(self) -> Table:
-        """The watched numbers in three or four columns of label and value, reward and accuracy with their recent course."""
-        columns, look_back = (3, 8) if self.narrow else (4, HISTORY // 2)
-        table = Table.grid(padding=(0, 2, 0, 0))
-        cells: list[Text] = []
-        trends = {"reward": "reward/mean", "accuracy": "accuracy/strict"}
-        for label, value in headline(self.metrics):
-            past = list(self.history.get(trends.get(label, ""), ()))[-look_back:]
-            trend = f" {sparkline(past)}" if len(past) > 1 and not self.console.options.ascii_only else ""
-            cells.append(self.text(f"{label} ", "dim") + self.text(value, "bold") + self.text(trend, "green"))
-        for i in range(0, len(cells), columns):
-            table.add_row(*cells[i : i + columns])
+        """The watched numbers, a row for each subject, in as many columns as there is room for; never more than a moment ago, so that
+        nothing jumps to and fro between steps."""
+        if self.console.width != self.fitted_to:
+            self.fitted_to, self.columns = self.console.width, MOST_COLUMNS
+        table = self.in_columns(self.columns)
+        while self.columns > 1 and self.natural_width(table) > self.console.width:
+            self.columns -= 1
+            table = self.in_columns(self.columns)
         return table
+
+    def natural_width(self, table: Table) -> int:
+        return self.console.measure(table, options=self.console.options.update(max_width=10_000)).maximum
+
+    def in_columns(self, columns: int) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(columns + 2):
+            table.add_column(no_wrap=True)
+        for title, found in sections(self.metrics):
+            cells = [self.cell(label, value) for label, value in found]
+            for i in range(0, len(cells), columns):
+                row = cells[i : i + columns]
+                empty = [self.text("")] * (columns - len(row))
+                table.add_row(self.text("" if i else title, "cyan"), *row, *empty, *([] if i else self.trend(title)))
+        return table
+
+    def cell(self, label: str, value: str) -> Text:
+        """A long label is cut, never the value."""
+        shown = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 2] + ".."
+        return self.text(f"{shown} ", "dim") + self.text(value, "bold")
+
+    def trend(self, title: str) -> list[Text]:
+        """The recent course of what a row is about, where it has one."""
+        past = list(self.history.get(TRENDS.get(title, ""), ()))[-(8 if self.narrow else HISTORY // 2) :]
+        return [self.text(sparkline(past), "green")] if len(past) > 1 and not self.console.options.ascii_only else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["METRICS", "describe_metric"]
+__all__ = ["EVALUATION_METRICS", "METRICS", "describe_metric"]
 
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("reward", "Mean reward over the step's completions: the quantity that GRPO raises."),
@@ -65,9 +65,20 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """Name -> (unit, meaning). ``reward/<component>`` stands for one name per reward function."""
 
+EVALUATION_METRICS: dict[str, tuple[str, str]] = {
+    "evaluation/<mode>_strict": ("share", "Held-out problems answered right in the form asked for."),
+    "evaluation/<mode>_lenient": ("share", "Held-out problems with the right answer anywhere."),
+    "evaluation/<mode>_format": ("share", "Held-out problems answered in exactly the form asked for."),
+    "evaluation/<mode>_stopped": ("share", "Held-out problems whose answer the model ended by itself."),
+    "evaluation/<mode>_tokens": ("tokens", "Mean length of an answer to a held-out problem."),
+}
+"""What tensorboard, wandb and trackio get of an evaluation; ``<mode>`` is ``greedy`` or ``sampled``. The run's folder has it whole."""
+
 
 def describe_metric(name: str) -> tuple[str, str] | None:
     """Unit and meaning of a logged name; ``None`` for a name that the table does not know."""
     if name in METRICS:
         return METRICS[name]
+    if name.startswith("evaluation/"):
+        return EVALUATION_METRICS.get("evaluation/<mode>_" + name.rpartition("_")[2])
     return METRICS["reward/<component>"] if name.startswith("reward/") else None

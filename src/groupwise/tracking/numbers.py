@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["clock", "fields", "headline", "interval", "number", "percent", "sparkline"]
+__all__ = [
+    "clock",
+    "evaluation_numbers",
+    "evaluation_step",
+    "fields",
+    "headline",
+    "interval",
+    "number",
+    "percent",
+    "sections",
+    "sparkline",
+]
 
 Metrics = Mapping[str, float]
 
@@ -51,13 +63,49 @@ def sparkline(history: Sequence[float]) -> str:
     return "".join(blocks[round((value - low) / span * 7 + 1e-9) if span else 0] for value in known)
 
 
-def headline(metrics: Metrics) -> list[tuple[str, str]]:
-    """Label and value of the numbers to watch; those that the step did not log are left out."""
+def sections(metrics: Metrics) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The numbers to watch by what they are about: title, then label and value. What the step did not log is left out."""
     shown = []
-    for label, name, show in WATCHED:
-        if name in metrics:
-            shown.append((label, show(metrics[name], metrics)))
+    for title, watched in WATCHED:
+        found = [(label, show(metrics[name], metrics)) for label, name, show in watched if name in metrics]
+        if title == "rewards":
+            found += components(metrics)
+        if found:
+            shown.append((title, found))
     return shown
+
+
+def headline(metrics: Metrics) -> list[tuple[str, str]]:
+    """The same in one row, for a log, where labels stand alone: of the times only the step's."""
+    shown = []
+    for title, cells in sections(metrics):
+        for label, value in cells[:1] if title == "seconds" else cells:
+            shown.append((LONG_LABELS.get((title, label), label if title != "rewards" else f"reward/{label}"), value))
+    return shown
+
+
+def components(metrics: Metrics) -> list[tuple[str, str]]:
+    """Each reward function's mean score, under its own name."""
+    own = ("reward/mean", "reward/std")
+    names = [name for name in metrics if name.startswith("reward/") and name not in own]
+    return [(name.removeprefix("reward/"), number(metrics[name])) for name in names]
+
+
+def evaluation_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """An evaluation's figures under the names of ``metric_table.EVALUATION_METRICS``, for sinks that know numbers only."""
+    mode = summary["mode"]
+    names = {
+        "strict": "strict_accuracy", "lenient": "lenient_accuracy", "format": "format_rate", "stopped": "stop_rate",
+        "tokens": "mean_tokens",
+    }  # fmt: skip
+    return {f"evaluation/{mode}_{name}": float(summary[key]) for name, key in names.items()}
+
+
+def evaluation_step(stage: str, last_step: int) -> int:
+    """The step after which a stage was judged: 0 before the first, ``last_step`` for the last."""
+    if stage.startswith("step-") and stage[5:].isdigit():
+        return int(stage[5:])
+    return 0 if stage in ("base", "warm_start") else last_step
 
 
 def fields(numbers: Metrics) -> list[tuple[str, str]]:
@@ -77,16 +125,77 @@ def as_number(value: float, metrics: Metrics) -> str:
     return number(value)
 
 
-WATCHED: tuple[tuple[str, str, Callable[[float, Metrics], str]], ...] = (
-    ("reward", "reward/mean", reward),
-    ("accuracy", "accuracy/strict", as_percent),
-    ("format", "accuracy/format", as_percent),
-    ("KL", "policy/kl", as_number),
-    ("clipped", "policy/clip_share", as_percent),
-    ("length", "completions/tokens_mean", as_number),
-    ("stopped", "completions/stop_rate", as_percent),
-    ("truncated", "completions/truncated", as_percent),
-    ("no variance", "groups/zero_variance", as_percent),
-    ("grad norm", "optimizer/grad_norm", as_number),
-    ("tokens/s", "speed/sampled_tokens_per_s", as_number),
+def as_seconds(value: float, metrics: Metrics) -> str:
+    return f"{value:.1f} s"
+
+
+def as_gib(value: float, metrics: Metrics) -> str:
+    return f"{value:.1f} GiB"
+
+
+def length(mean: float, metrics: Metrics) -> str:
+    longest = metrics.get("completions/tokens_max")
+    return number(mean) if longest is None else f"{mean:.1f} (max {longest:.0f})"
+
+
+Watched = tuple[str, str, Callable[[float, Metrics], str]]
+
+WATCHED: tuple[tuple[str, tuple[Watched, ...]], ...] = (
+    ("rewards", (("reward", "reward/mean", reward),)),
+    ("answers", (("accuracy", "accuracy/strict", as_percent), ("format", "accuracy/format", as_percent))),
+    (
+        "completions",
+        (
+            ("length", "completions/tokens_mean", length),
+            ("stopped", "completions/stop_rate", as_percent),
+            ("truncated", "completions/truncated", as_percent),
+        ),
+    ),
+    (
+        "groups",
+        (
+            ("no variance", "groups/zero_variance", as_percent),
+            ("failed", "groups/failed", as_number),
+            ("sampled", "groups/sampled", as_number),
+        ),
+    ),
+    (
+        "policy",
+        (
+            ("KL", "policy/kl", as_number),
+            ("entropy", "policy/entropy", as_number),
+            ("clipped", "policy/clip_share", as_percent),
+            ("grad norm", "optimizer/grad_norm", as_number),
+            ("value loss", "value/loss", as_number),
+        ),
+    ),
+    (
+        "tokens/s",
+        (
+            ("sampled", "speed/sampled_tokens_per_s", as_number),
+            ("learnt", "speed/learnt_tokens_per_s", as_number),
+        ),
+    ),
+    (
+        "seconds",
+        (
+            ("step", "time/step_s", as_seconds),
+            ("sampling", "time/sample_s", as_seconds),
+            ("scoring", "time/score_s", as_seconds),
+            ("reference", "time/reference_s", as_seconds),
+            ("learning", "time/learn_s", as_seconds),
+        ),
+    ),
+    ("memory", (("peak", "memory/peak_gib", as_gib),)),
 )
+"""Title of a row, then label, metric and form of each number in it."""
+
+LONG_LABELS = {
+    ("rewards", "reward"): "reward",
+    ("tokens/s", "sampled"): "sampled tokens/s",
+    ("tokens/s", "learnt"): "learnt tokens/s",
+    ("groups", "failed"): "failed groups",
+    ("groups", "sampled"): "sampled groups",
+    ("memory", "peak"): "peak memory",
+}
+"""What a label is called where no title stands before it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ class RunFolder:
     config.yaml            every setting, defaults included
     environment.json       versions, machine, code revision, seeds, command
     metrics.jsonl          one line a step
-    completions.jsonl      a few groups a step, with their rewards
+    completions.jsonl      a few groups a step, with their rewards, of the first ones token by token
     evaluations/           one file per stage and mode, one line per problem
     checkpoints/           to carry on from
+    tensorboard/, wandb/   where output.trackers asks for them
     final_model/           a Hugging Face folder
     summary.json           what the run came to
     """
@@ -121,7 +125,14 @@ class RunFolder:
             "evaluation.seed": config.evaluation.seed,
         }
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(self.environment, {"recipe": recipe_name, "started": started, "seeds": seeds, **describe_environment(command)})
+        about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started, "seeds": seeds}
+        write_json(self.environment, {**about, **describe_environment(command)})
+
+    @property
+    def tracking_id(self) -> str:
+        """By which a tracking service knows this run again when it is carried on."""
+        found = json.loads(self.environment.read_bytes())
+        return str(found.get("id") or hashlib.sha256(str(found.get("started")).encode()).hexdigest()[:12])
 
     @property
     def config(self) -> Path:

@@ -303,6 +303,7 @@ def start(
         folder, checkpoint = continue_in(wanted.expanduser(), said.append)
     carried_on = folder is not None
     folder = folder or RunFolder.create(config, run_folder, recipe)
+    trackers = Trackers()
     try:
         state = read_state(checkpoint) if checkpoint else {}
         check_drift(state, prepared, said.append, accept=accept_changes or not carried_on)
@@ -310,7 +311,7 @@ def start(
             cut_back(folder, int(state.get("step", 0)))
         if carried_on and not checkpoint:
             said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
-        trackers = make_trackers(config, folder, console)
+        trackers = make_trackers(config, folder, console, int(state.get("step", 0)))
         for sentence in said:
             trackers.say(sentence, "yellow")
         for note in prepared.notes:
@@ -319,6 +320,7 @@ def start(
         scorer = make_scorer(policy, config.model)
         engine = make_engine(policy, config.rollout, scorer)
     except BaseException:
+        trackers.close()
         folder.release()
         raise
     evaluations = earlier_evaluations(state, folder) if carried_on else []

@@ -17,6 +17,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import RewardFunction
+from groupwise.tracking.services import check_trackers
 from groupwise.types import Problem, Prompt
 
 __all__ = ["LazyPrompts", "Prepared", "prepare"]
@@ -83,9 +84,10 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     ModelError : the model cannot be loaded (a folder without weights, an unknown name).
     RewardError : a reward function cannot be loaded, or needs a column that the data lacks.
     DataError, AnswerError : the data is missing, empty or unreadable, or a prompt does not fit the context.
-    ConfigError : no prompt at all could fit beside the completion.
+    ConfigError : no prompt at all could fit beside the completion, or a tracker's package is not installed.
     """
     check_model(config.model)
+    check_trackers(config)
     system, answer_style = resolve_system(config.prompt, config.data)
     suite = RewardSuite.from_config(config.rewards, answer_style, rewards)
     problems = load_problems(config.data)

@@ -1,0 +1,65 @@
+"""Weights & Biases. Without a network (``output.offline``) the run's folder keeps the records, for ``wandb sync``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
+from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.environment import hide_secrets
+from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
+from groupwise.tracking.run_folder import RunFolder
+from groupwise.types import Group
+
+__all__ = ["WandbTracker"]
+
+START_TIMEOUT_S = 60.0
+
+
+class WandbTracker:
+    """Logs each step under our own axis, so that a run which is carried on draws over what it did again.
+
+    Raises:
+        ConfigError: nobody is logged in.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, done: int) -> None:
+        import wandb
+
+        self.last_step = done
+        settings = wandb.Settings(init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True)
+        try:
+            self.run: Any = wandb.init(
+                project=config.output.project,
+                name=folder.path.absolute().name,
+                id=folder.tracking_id,
+                resume="allow",
+                dir=str(folder.path),
+                mode="offline" if config.output.offline else None,
+                config=hide_secrets(config.model_dump(mode="json")),
+                settings=settings,
+            )
+        except wandb.errors.UsageError as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"output.trackers names wandb, which cannot start ({first}): run `wandb login`, or set output.offline to true and send "
+                "the records later with `wandb sync`"
+            ) from error
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.last_step = step
+        self.run.log({**metrics, "step": step})
+
+    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+        """Texts stay in the run's folder: what a model or a data set says is not sent to anybody."""
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        numbers = evaluation_numbers(result.to_summary())
+        self.run.log({**numbers, "step": evaluation_step(result.stage, self.last_step)})
+
+    def close(self) -> None:
+        self.run.finish()

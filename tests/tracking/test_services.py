@@ -1,0 +1,255 @@
+"""TensorBoard, Weights & Biases and trackio get what they should, read back with the packages' own means; a service that fails, hangs
+or is gone costs one warning and nothing else."""
+
+import importlib.util
+import json
+import math
+import struct
+import threading
+import time
+
+import pytest
+
+from groupwise.config import load_config
+from groupwise.errors import ConfigError
+from groupwise.tracking import EVALUATION_METRICS, JsonlTracker, RunFolder, Trackers, describe_metric, make_trackers, services
+from groupwise.tracking.aside import Aside
+from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
+from groupwise.training.setup import prepare
+
+
+class Judged:
+    """An evaluation as far as sinks look at it."""
+
+    mode = "greedy"
+    records = ()
+
+    def __init__(self, stage):
+        self.stage = stage
+
+    def to_summary(self):
+        return {
+            "stage": self.stage, "mode": "greedy", "strict_accuracy": 0.25, "lenient_accuracy": 0.5, "format_rate": 0.75, "stop_rate": 1.0,
+            "mean_tokens": 33.0,
+        }  # fmt: skip
+
+
+class Remembering:
+    """A sink that is ``slow`` or fails from its call number ``fails_at`` on, and remembers what it was given."""
+
+    def __init__(self, fails_at=math.inf, slow=0.0):
+        self.fails_at, self.slow, self.seen, self.closed = fails_at, slow, [], 0
+        self.hanging = threading.Event()
+
+    def step(self, step, metrics):
+        time.sleep(self.slow)
+        if len(self.seen) + 1 >= self.fails_at:
+            raise ConnectionError("service gone")
+        self.seen.append((step, dict(metrics)))
+
+    def completions(self, step, groups, advantages=None): ...
+
+    def evaluation(self, result):
+        self.hanging.wait(20)
+
+    def close(self):
+        self.closed += 1
+
+
+def folder_with(tmp_path, *overrides, name="run"):
+    config = load_config("quickstart", list(overrides))
+    return config, RunFolder.create(config, tmp_path / name, "x", command=["x"])
+
+
+def three_steps_and_a_verdict(config, folder, caplog):
+    trackers = make_trackers(config, folder, None)
+    for step in (1, 2, 3):
+        trackers.step(step, {"reward/mean": step / 2, "policy/loss": math.nan})
+    trackers.evaluation(Judged("final"))
+    assert len(trackers.sinks) == 1 + len(set(config.output.trackers) - {"jsonl"}), caplog.text
+    trackers.close()
+    assert [r for r in caplog.records if r.name == "groupwise"] == []
+
+
+def test_by_default_there_are_only_the_runs_own_files(tmp_path):
+    config, folder = folder_with(tmp_path)
+    assert [type(sink) for sink in make_trackers(config, folder, None).sinks] == [JsonlTracker]
+    config, folder = folder_with(tmp_path, "output.trackers=[]", name="other")
+    assert [type(sink) for sink in make_trackers(config, folder, None).sinks] == [JsonlTracker]
+
+
+@pytest.mark.parametrize("name", sorted(services.SERVICES))
+def test_a_package_that_is_not_there_is_told_before_the_run_with_its_extra(name, monkeypatch):
+    config = load_config("quickstart", [f"output.trackers=[jsonl, {name}]"])
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else found(wanted, *rest))
+    with pytest.raises(ConfigError, match=rf"pip install 'groupwise\[{name}\]'"):
+        prepare(config)
+
+
+def test_every_service_is_an_extra_of_the_package():
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    assert {name: extras[name][0].partition(">=")[0] for name in services.SERVICES} == {name: name for name in services.SERVICES}
+
+
+def test_a_service_that_cannot_start_is_done_without(tmp_path, monkeypatch, caplog):
+    def refuses(config, folder, done):
+        raise ConnectionError("no route to host")
+
+    config, folder = folder_with(tmp_path, "output.trackers=[wandb]")
+    monkeypatch.setitem(services.SERVICES, "wandb", refuses)
+    monkeypatch.setattr(services, "check_trackers", lambda config: None)
+    trackers = make_trackers(config, folder, None)
+    assert [type(sink) for sink in trackers.sinks] == [JsonlTracker]
+    assert caplog.text.count("no route to host") == 1
+    trackers.close()
+
+
+def test_a_service_gone_in_mid_run_is_named_once_and_loses_nothing(tmp_path, caplog):
+    sink, folder = Remembering(fails_at=3), RunFolder(tmp_path)
+    aside = Aside(sink, "wandb")
+    trackers = Trackers([aside, JsonlTracker(folder)])
+    for step in range(1, 6):
+        trackers.step(step, {"reward/mean": 1.0})
+        if step == 3:
+            aside.thread.join(10)
+    trackers.close()
+    assert [step for step, _ in sink.seen] == [1, 2]
+    assert sink.closed == 1
+    assert [r.message for r in caplog.records] == [
+        f"wandb failed (ConnectionError: service gone): the run goes on without it; {folder.metrics} has every number"
+    ]
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_a_service_that_fails_at_the_very_end_is_named_too(caplog):
+    trackers = Trackers([Aside(Remembering(fails_at=1), "trackio")])
+    trackers.step(1, {})
+    trackers.close()
+    assert "trackio failed (ConnectionError: service gone)" in caplog.text
+
+
+def test_a_slow_service_holds_no_step_up_and_gets_everything():
+    sink = Remembering(slow=0.05)
+    trackers = Trackers([Aside(sink, "wandb")])
+    began = time.monotonic()
+    for step in range(10):
+        trackers.step(step, {"reward/mean": step})
+    assert time.monotonic() - began < 0.4
+    trackers.close()
+    assert sink.seen == [(step, {"reward/mean": step}) for step in range(10)]
+
+
+def test_a_service_that_hangs_is_given_up_and_not_waited_for(caplog):
+    sink = Remembering()
+    trackers = Trackers([Aside(sink, "wandb", patience_s=0.05, farewell_s=30)])
+    trackers.evaluation(Judged("base"))
+    time.sleep(0.2)
+    began = time.monotonic()
+    for step in (1, 2):
+        trackers.step(step, {})
+    trackers.close()
+    assert time.monotonic() - began < 5
+    assert [r.message for r in caplog.records] == [
+        "wandb failed (TimeoutError: it has not answered for 0.05 s): the run goes on without it"
+    ]
+    sink.hanging.set()
+
+
+def test_a_service_that_hangs_at_the_end_is_waited_for_as_long_as_said(caplog):
+    sink = Remembering()
+    trackers = Trackers([Aside(sink, "wandb", farewell_s=0.1)])
+    trackers.evaluation(Judged("base"))
+    trackers.close()
+    assert "it had not taken everything after 0.1 s" in caplog.text
+    sink.hanging.set()
+
+
+def test_evaluations_have_a_step_and_names_that_the_table_knows():
+    assert [evaluation_step(stage, 60) for stage in ("base", "warm_start", "step-20", "final")] == [0, 0, 20, 60]
+    numbers = evaluation_numbers(Judged("final").to_summary())
+    assert {name.replace("greedy", "<mode>") for name in numbers} == set(EVALUATION_METRICS)
+    assert all(describe_metric(name) for name in numbers)
+
+
+def test_tensorboard_reads_its_file_back(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, tensorboard]")
+    three_steps_and_a_verdict(config, folder, caplog)
+    again = make_trackers(config, folder, None, done=1)  # carried on after step 1: what came later is done again
+    again.step(2, {"reward/mean": 7.0})
+    again.close()
+    read = EventAccumulator(str(folder.path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("reward/mean")] == [(1, 0.5), (2, 7.0)]
+    assert "policy/loss" not in read.Tags()["scalars"]
+
+
+def test_weights_and_biases_writes_without_a_network(tmp_path, caplog):
+    pytest.importorskip("wandb")
+    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, wandb]", "output.offline=true", "output.project=mine")
+    three_steps_and_a_verdict(config, folder, caplog)
+    (path,) = folder.path.glob("wandb/offline-run-*/*.wandb")
+    records = list(wandb_records(path.read_bytes()))
+    (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (run.project, run.run_id, run.display_name) == ("mine", folder.tracking_id, "run")
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+        for r in records
+        if r.WhichOneof("record_type") == "history"
+    ]
+    assert [(row["step"], row["reward/mean"]) for row in rows[:3]] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert rows[3]["evaluation/greedy_strict"] == 0.25
+    assert rows[3]["step"] == 3
+
+
+def wandb_records(content):
+    """The protocol buffers of a ``.wandb`` file: after 7 bytes, blocks of 32 KiB with records of checksum, length and kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, at, parts = 32768, 7, b""
+    while at + 7 <= len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        parts, at = parts + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def test_without_a_login_wandb_is_refused_before_the_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    config, folder = folder_with(tmp_path, "output.trackers=[wandb]")
+
+    def refuses(**words):
+        raise wandb.errors.UsageError("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login.*output\.offline"):
+        make_trackers(config, folder, None)
+
+
+def test_trackio_has_the_rows_in_its_data_base(tmp_path, caplog, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio import utils
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for module in (utils, importlib.import_module("trackio.sqlite_storage")):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, trackio]", "output.project=mine")
+    three_steps_and_a_verdict(config, folder, caplog)
+    rows = SQLiteStorage.get_logs("mine", "run")
+    assert [(row["step"], row.get("reward/mean")) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5), (3, None)]
+    assert rows[3]["evaluation/greedy_tokens"] == 33.0
+    assert capsys.readouterr().out == "", "standard output belongs to --json"
