@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.metrics import Max, Mean, Metric, Sum
+from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.compose import RewardFailure, RewardSuite
 from groupwise.rewards.functions.format import strict_xml
 from groupwise.types import Completion, Group, Prompt
@@ -28,6 +28,8 @@ class Rollout:
     scoring_s: float
     replaced: tuple[Group, ...] = ()
     """Groups that were sampled for this step too, and gave way to others that have variance."""
+    of_scoring: Mapping[str, Metric] = field(default_factory=dict)
+    """What the scoring says of itself: failed calls, clipping, running statistics."""
 
     @property
     def informative(self) -> int:
@@ -43,6 +45,7 @@ class Rollout:
             self.sampling_s + more.sampling_s,
             self.scoring_s + more.scoring_s,
             (*self.replaced, *groups[size:]),
+            merge([self.of_scoring, more.of_scoring]),
         )
 
     def metrics(self, style: AnswerStyle) -> dict[str, Metric]:
@@ -71,7 +74,7 @@ class Rollout:
         names = groups[0].components if groups else ()
         for name in names:
             found[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
-        return found
+        return found | dict(self.of_scoring)
 
 
 def rollout_settings(config: RolloutConfig) -> SamplingSettings:
@@ -108,5 +111,11 @@ def collect(
         on_progress=on_progress,
     )
     done = time.perf_counter()
-    groups, failures = rewards.score_all(zip(prompts, sampled, strict=True))
-    return Rollout(groups, failures, sampling_s=done - started, scoring_s=time.perf_counter() - done)
+    scoring = rewards.score_all(zip(prompts, sampled, strict=True))
+    return Rollout(
+        scoring.groups,
+        scoring.failures,
+        sampling_s=done - started,
+        scoring_s=time.perf_counter() - done,
+        of_scoring=scoring.metrics,
+    )

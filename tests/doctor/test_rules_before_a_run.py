@@ -10,7 +10,7 @@ from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, diagnose_prepared
 from groupwise.doctor.problems import contradictions, duplicates, leakage
-from groupwise.rewards.compose import RewardSuite
+from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.training.setup import Prepared
 from groupwise.types import Problem
 
@@ -157,6 +157,18 @@ def test_a_reward_that_raises_is_found_before_the_run(prepared, on_error):
     found = rules_of(diagnose_prepared(prepared(overrides, {"fragile": fragile})))
     assert found["reward-fails"].severity == "critical"
     assert "division by zero" in found["reward-fails"].summary
+
+
+@pytest.mark.parametrize("problems_seen", [16, 3])
+def test_a_reward_that_compares_problems_is_tried_on_all_of_them_at_once(prepared, problems_seen):
+    @reward_scope("batch")
+    def by_rank(completions, group_index, **_):
+        assert len(set(group_index)) == problems_seen
+        return [-float(i % 4) for i, _ in enumerate(completions)]
+
+    found = rules_of(diagnose_prepared(prepared(["rewards.functions=[by_rank]"], {"by_rank": by_rank})))
+    assert ("reward-fails" in found) is (problems_seen != 16)
+    assert "reward-blind" not in found
 
 
 def test_worked_answers_that_do_not_fit_are_found(prepared):

@@ -130,6 +130,7 @@ def test_chat_prompts_arrive_as_messages_with_every_column():
         "answer_style": ["boxed", "boxed"],
         "completion_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]],
         "finish_reason": ["length", "stop"],
+        "group_index": [0, 0],
     }
 
 
@@ -261,8 +262,8 @@ def test_a_function_that_takes_too_long(make):
     with pytest.raises(RewardError, match=r"'slow' .* did not return within rewards.timeout_s = 0.1 seconds; make it faster"):
         make_suite({"slow": make(2.0)}, timeout_s=0.1).score(make_prompt(), make_completions("x"))
     skipping = make_suite({"slow": make(2.0)}, timeout_s=0.1, on_error="skip")
-    groups, failures = skipping.score_all([(make_prompt(), make_completions("x"))] * 2)
-    assert (groups, [failure.kind for failure in failures]) == ([], ["timed_out", "timed_out"])
+    scoring = skipping.score_all([(make_prompt(), make_completions("x"))] * 2)
+    assert (scoring.groups, [failure.kind for failure in scoring.failures]) == ([], ["timed_out", "timed_out"])
     assert time.monotonic() - started < 1.9  # the abandoned calls hold up nothing
     assert make_suite({"quick": make(0.0)}, timeout_s=5.0).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
@@ -353,9 +354,9 @@ def test_score_all_keeps_order_and_separates_failures():
 
     progress = []
     pairs = [(make_prompt(answer), make_completions("x", "y")) for answer in ("1", "bad", "3")]
-    groups, failures = make_suite({"picky": picky}, on_error="skip").score_all(pairs, progress.append)
-    assert [group.rewards for group in groups] == [(1.0, 1.0), (3.0, 3.0)]
-    assert [failure.kind for failure in failures] == ["raised"]
+    scoring = make_suite({"picky": picky}, on_error="skip").score_all(pairs, progress.append)
+    assert [group.rewards for group in scoring.groups] == [(1.0, 1.0), (3.0, 3.0)]
+    assert [failure.kind for failure in scoring.failures] == ["raised"]
     assert progress == [1, 2, 3]
 
 

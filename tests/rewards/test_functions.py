@@ -120,7 +120,7 @@ def test_every_builtin_is_documented_and_callable_as_other_trainers_do():
     for name, function in builtin_rewards().items():
         assert function.__name__ == name
         assert len((function.__doc__ or "").partition("\n")[0]) > 30
-        extra = {"words": ["a"]} if name == "keyword" else {}
+        extra = {"keyword": {"words": ["a"]}, "overlong": {"max_completion_tokens": 8}}.get(name, {})
         scores = function(prompts=["p"], completions=["c"], answer=["1"], completion_ids=[[1]], trainer_state=None, **extra)
         assert len(scores) == 1
 

@@ -66,8 +66,9 @@ PRESETS: Mapping[str, Preset] = {
             "beta": 0.0,
         },
         beyond=(
-            "Dynamic sampling is rollout.refill_rounds, and the overlong penalty a reward. The paper writes the token mean per "
-            "prompt; here it is over the whole batch, so that a token weighs the same whichever prompt it answers."
+            "Dynamic sampling is rollout.refill_rounds, and the soft overlong punishment the reward function overlong. The paper "
+            "writes the token mean per prompt; here it is over the whole batch, so that a token weighs the same whichever prompt it "
+            "answers."
         ),
     ),
     "gspo": Preset(

@@ -5,11 +5,12 @@ Defaults are the recipe that was tested. Nothing here imports torch, so a config
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section
 
 __all__ = [
@@ -125,30 +126,6 @@ class PromptConfig(Section):
     """`chat`: the model's own chat template. `plain`: `User: ...\\nAssistant: `. `concat`: system prompt and question, joined."""
     system: str = "auto"
     """`auto` (by data set), `xml` (<reasoning>/<answer>), `boxed` (\\boxed{}), `none`, or the text of a system prompt."""
-
-
-class RewardFunctionConfig(Section):
-    """One reward function and its weight."""
-
-    function: str
-    """A built-in name, `path/to/file.py:function`, or an import path `package.module:function`."""
-    weight: float = 1.0
-    """Factor in the sum that becomes the completion's reward."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed to the function at every call."""
-
-
-class RewardsConfig(Section):
-    """How completions are scored."""
-
-    functions: list[RewardFunctionConfig] = Field(
-        default=[RewardFunctionConfig(function="correctness"), RewardFunctionConfig(function="format")], min_length=1
-    )
-    """Scores are multiplied by their weights and added; each is also logged by itself."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """A function that raises or times out: stop the run, or leave the group out of the update and count it. It is never scored 0."""
-    timeout_s: float | None = Field(default=60.0, gt=0)
-    """Seconds that one call of one reward function may take."""
 
 
 class RolloutConfig(Section):

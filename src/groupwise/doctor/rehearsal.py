@@ -34,10 +34,13 @@ class Rehearsal:
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
         """For each of the first problems a right, a wrong, an empty and a senseless completion, scored."""
+        pairs = [(self.prepared.train_prompts[i], self.completions(i)) for i in range(len(self.problems))]
+        # Functions that compare problems must see them together; otherwise one by one, to tell what went well before a failure.
+        parts = [pairs] if self.prepared.rewards.sees_batches else [[pair] for pair in pairs]
         found: list[Group | RewardFailure | RewardError] = []
-        for index in range(len(self.problems)):
+        for part in parts:
             try:
-                found.append(self.prepared.rewards.score(self.prepared.train_prompts[index], self.completions(index)))
+                found += self.prepared.rewards.score_each(part)
             except RewardError as error:
                 found.append(error)
                 break  # the run would stop here too

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
+from groupwise.metrics import Metric, Sum
 from groupwise.rewards.calls import CallRaised, CallTimedOut, call_with_limit
 from groupwise.rewards.load import LoadedReward, RewardFunction, load_reward
+from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
+from groupwise.rewards.results import BadResult, RewardFailure, Score, read_scores, remedy
+from groupwise.rewards.shaping import Shaper
 from groupwise.types import Completion, Group, Problem, Prompt
 
-__all__ = ["RewardDescription", "RewardFailure", "RewardSuite"]
+__all__ = ["RewardDescription", "RewardFailure", "RewardSuite", "Scoring"]
 
-FailureKind = Literal["raised", "timed_out", "wrong_length", "not_a_number"]
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFailure:
-    """A group that could not be scored and is left out of the update. The caller counts it and shows ``message``."""
-
-    function: str
-    problem_id: str
-    kind: FailureKind
-    message: str
+Components = dict[str, list[Score]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +39,20 @@ class RewardDescription:
     arguments: Mapping[str, Any]
 
 
-class _Failed(Exception):
-    """Carries a failure, and the exception behind it as ``__cause__``, to where ``on_error`` is decided."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What came of scoring a batch: the groups and those that could not be scored, each in order, and the scoring's own numbers."""
 
-    def __init__(self, failure: RewardFailure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    groups: list[Group]
+    failures: list[RewardFailure]
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 class RewardSuite:
-    """The reward functions of a run. Scoring is thread-safe as far as the functions themselves are."""
+    """The reward functions of a run. Scoring is thread-safe as far as the functions themselves are.
+
+    A part of the learner's state (``training.learner.Stateful``) where scores are normalised: the running statistics go into checkpoints.
+    """
 
     def __init__(
         self,
@@ -62,16 +60,27 @@ class RewardSuite:
         answer_style: str,
         on_error: Literal["stop", "skip"] = "stop",
         timeout_s: float | None = 60.0,
+        *,
+        total: Shaper | None = None,
+        max_completion_tokens: int | None = None,
     ) -> None:
+        """``total``: normalising and clipping of the weighted sum. ``max_completion_tokens``: the run's limit, which functions are told."""
         _require_useful_weights(rewards)
         self.rewards = _with_unique_names(rewards)
         self.answer_style = answer_style
         self.on_error = on_error
         self.timeout_s = timeout_s
+        self.total = total or Shaper()
+        self._teller = Teller(answer_style, max_completion_tokens)
 
     @classmethod
     def from_config(
-        cls, config: RewardsConfig, answer_style: str, extra: Mapping[str, RewardFunction] | None = None
+        cls,
+        config: RewardsConfig,
+        answer_style: str,
+        extra: Mapping[str, RewardFunction] | None = None,
+        *,
+        max_completion_tokens: int | None = None,
     ) -> RewardSuite:
         """Load and check every function. Raises ``RewardError``; loads no weights.
 
@@ -81,13 +90,21 @@ class RewardSuite:
         extra = dict(extra or {})
         named = {entry.function.strip() for entry in config.functions}
         entries = [*config.functions, *(RewardFunctionConfig(function=name) for name in extra if name not in named)]
-        loaded = [load_reward(entry, extra) for entry in entries]
-        return cls(loaded, answer_style, config.on_error, config.timeout_s)
+        loaded = [load_reward(entry, extra, max_completion_tokens) for entry in entries]
+        total = Shaper(config.normalise, config.clip)
+        return cls(
+            loaded, answer_style, config.on_error, config.timeout_s, total=total, max_completion_tokens=max_completion_tokens
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Component names, in config order."""
         return tuple(reward.name for reward in self.rewards)
+
+    @property
+    def sees_batches(self) -> bool:
+        """Whether some function compares the completions of all problems of a step."""
+        return any(reward.scope == "batch" for reward in self.rewards)
 
     def describe(self) -> list[RewardDescription]:
         """What a dry run shows: one row for each function."""
@@ -106,7 +123,7 @@ class RewardSuite:
     def require_columns(self, problem: Problem) -> None:
         """Raise ``RewardError`` where a function needs a column that this problem lacks. Cheap: call it before the run."""
         for reward in self.rewards:
-            _require_columns(reward, self._offered(Prompt(problem, "", ()), ()))
+            require_columns(reward, self._teller.names(problem))
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Group | RewardFailure:
         """Rewards for one group: the weighted sum, per completion, over the functions whose score is not ``None``.
@@ -114,138 +131,166 @@ class RewardSuite:
         A completion to which no function applies (all ``None``) is a failure of kind ``not_a_number``: 0 would be a judgement
         that nobody made, and leaving out one completion would break up its group. A result of the wrong length always raises
         ``RewardError``, since it is a bug of the function whatever the data; other failures follow ``on_error``.
+
+        Running statistics are used as they are, and learn nothing from it.
         """
-        if not completions:
-            raise RewardError(f"problem {prompt.problem.id!r} has no completions to score: sample at least one")
-        try:
-            components = {reward.name: self._scores(reward, prompt, completions) for reward in self.rewards}
-            rewards = self._weighted_sums(prompt, components)
-        except _Failed as failed:
-            failure = failed.failure
-            if self.on_error == "skip" and failure.kind != "wrong_length":
-                return failure
-            raise RewardError(f"{failure.message}; {_remedy(failure.kind)}") from failed.__cause__
-        return Group(prompt, tuple(completions), rewards, components)
+        return self.score_each([(prompt, completions)])[0]
+
+    def score_each(self, pairs: Iterable[tuple[Prompt, Sequence[Completion]]]) -> list[Group | RewardFailure]:
+        """`score` for several groups at once, which functions of scope ``batch`` see together; in order."""
+        return self._score(list(pairs), learn=False, on_progress=None)[0]
 
     def score_all(
         self,
         pairs: Iterable[tuple[Prompt, Sequence[Completion]]],
         on_progress: Callable[[int], None] | None = None,
-    ) -> tuple[list[Group], list[RewardFailure]]:
-        """Score several groups, in order. ``on_progress(groups_done)`` is called after each."""
-        groups: list[Group] = []
-        failures: list[RewardFailure] = []
-        for done, (prompt, completions) in enumerate(pairs, start=1):
-            scored = self.score(prompt, completions)
-            if isinstance(scored, Group):
-                groups.append(scored)
+    ) -> Scoring:
+        """Score a step's groups, and take their scores into the running statistics. ``on_progress(groups_done)`` is called after each."""
+        scored, metrics = self._score(list(pairs), learn=True, on_progress=on_progress)
+        groups = [one for one in scored if isinstance(one, Group)]
+        return Scoring(groups, [one for one in scored if isinstance(one, RewardFailure)], metrics)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """Whether anything here has to go into checkpoints."""
+        return any(shaper.normalise != "none" for shaper in self._shapers.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running statistics, as JSON values that give the same numbers back."""
+        return {name: shaper.state() for name, shaper in self._shapers.items() if shaper.normalise != "none"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` gave. A function that it does not know starts anew; ValueError or TypeError for other things."""
+        for name, shaper in self._shapers.items():
+            if name in state:
+                shaper.restore(state[name])
+
+    def checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """No tensors, and ``state_dict``."""
+        return {}, {"statistics": self.state_dict()}
+
+    def load_checkpoint_state(self, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Restore exactly what ``checkpoint_state`` gave."""
+        self.load_state_dict(values.get("statistics", {}))
+
+    @property
+    def _shapers(self) -> dict[str, Shaper]:
+        return {**{reward.name: reward.shaper for reward in self.rewards}, _TOTAL: self.total}
+
+    # --- scoring -----------------------------------------------------------------------------------------------------
+
+    def _score(
+        self, batch: Batch, learn: bool, on_progress: Callable[[int], None] | None
+    ) -> tuple[list[Group | RewardFailure], dict[str, Metric]]:
+        for prompt, completions in batch:
+            if not completions:
+                raise RewardError(f"problem {prompt.problem.id!r} has no completions to score: sample at least one")
+        components, failures, metrics = self._call_all(batch, on_progress)
+        sound = [g for g in range(len(batch)) if g not in failures]
+        for reward in self.rewards:
+            scores = [s for g in sound for s in components[g][reward.name] if s is not None]
+            if learn:
+                reward.shaper.learn(scores)
+            metrics |= reward.shaper.metrics(reward.name, scores)
+        sums: dict[int, list[float]] = {}
+        for g in sound:
+            found = self._weighted_sums(batch[g][0], components[g])
+            if isinstance(found, RewardFailure):
+                failures[g] = self._admit(found)
             else:
-                failures.append(scored)
-            if on_progress is not None:
+                sums[g] = found
+        totals = [r for rewards in sums.values() for r in rewards]
+        if learn:
+            self.total.learn(totals)
+        metrics |= self.total.metrics(_TOTAL, totals)
+        return [
+            failures[g] if g in failures else self._group(batch[g], sums[g], components[g]) for g in range(len(batch))
+        ], metrics
+
+    def _group(self, pair: tuple[Prompt, Sequence[Completion]], sums: Sequence[float], components: Components) -> Group:
+        prompt, completions = pair
+        tuples = {name: tuple(scores) for name, scores in components.items()}
+        return Group(prompt, tuple(completions), tuple(self.total(r) for r in sums), tuples)
+
+    def _call_all(
+        self, batch: Batch, on_progress: Callable[[int], None] | None
+    ) -> tuple[list[Components], dict[int, RewardFailure], dict[str, Metric]]:
+        """Every function's scores of every group; for groups with a failure the first one, and the counts of failed calls."""
+        components: list[Components] = [{r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch]
+        failures: dict[int, RewardFailure] = {}
+        failed: Counter[str] = Counter()
+        done = 0
+        for call in plan_calls(self.rewards, batch):
+            if all(g in failures for g in call.groups):
+                continue
+            first = call.groups[0]
+            if on_progress is not None and call.reward.scope != "batch" and first > done:
+                done = first
                 on_progress(done)
-        return groups, failures
+            outcomes = self._outcomes(call, batch)
+            failed[call.reward.name] += any(isinstance(outcome, RewardFailure) for outcome in outcomes)
+            for (g, m), outcome in zip(call.targets, outcomes, strict=True):
+                if isinstance(outcome, RewardFailure):
+                    failures.setdefault(g, outcome)
+                else:
+                    components[g][call.reward.name][m] = outcome
+        if on_progress is not None:
+            for number in range(done + 1, len(batch) + 1):
+                on_progress(number)
+        counts: dict[str, Metric] = {f"calls/failed_{name}": Sum(count) for name, count in failed.items()}
+        return components, failures, counts if self.on_error == "skip" else {}
 
-    def _offered(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Everything a function may ask for, as fresh lists: a function that changes them in place disturbs no other.
-
-        Our own keywords win over columns of the same name; so ``answer`` is the extracted reference, whatever the row calls so.
-        """
-        count = len(completions)
-        columns = {name: [value] * count for name, value in prompt.problem.columns.items()}
-        return {
-            **columns,
-            "prompts": [prompt.text if prompt.messages is None else [dict(m) for m in prompt.messages] for _ in completions],
-            "completions": [
-                c.text if prompt.messages is None else [{"role": "assistant", "content": c.text}] for c in completions
-            ],
-            "answer": [prompt.problem.answer] * count,
-            "answer_style": [self.answer_style] * count,
-            "completion_ids": [list(c.token_ids) for c in completions],
-            "finish_reason": [c.finish_reason for c in completions],
-        }
-
-    def _scores(self, reward: LoadedReward, prompt: Prompt, completions: Sequence[Completion]) -> tuple[float | None, ...]:
-        offered = self._offered(prompt, completions)
-        _require_columns(reward, offered)
-        problem_id = prompt.problem.id
-        where = f"reward {reward.name!r} on problem {problem_id!r}"
+    def _outcomes(self, call: Call, batch: Batch) -> list[Score | RewardFailure]:
+        """One for each target of the call; ``_admit`` has seen every failure."""
+        reward, where = call.reward, call.where(batch)
+        ids = [batch[g][0].problem.id for g, _ in call.targets]
         # Ours need no limit: they bound their own work, and a group of slow comparisons is no reason to stop a run.
         timeout_s = None if reward.built_in else self.timeout_s
         try:
-            result = call_with_limit(reward.function, reward.select(offered), timeout_s)
+            result = call_with_limit(reward.function, self._teller.keywords(call, batch), timeout_s)
+            read = read_scores(result, [m for _, m in call.targets])
         except CallRaised as raised:
-            raise _Failed(RewardFailure(reward.name, problem_id, "raised", f"{where} raised {raised}")) from raised.__cause__
+            self._admit(RewardFailure(reward.name, ids[0], "raised", f"{where} raised {raised}"), raised.__cause__)
+            return [RewardFailure(reward.name, one, "raised", f"{where} raised {raised}") for one in ids]
         except CallTimedOut as late:
             message = f"{where} did not return within rewards.timeout_s = {self.timeout_s:g} seconds"
-            raise _Failed(RewardFailure(reward.name, problem_id, "timed_out", message)) from late
-        try:
-            return _checked(result, len(completions))
-        except _BadResult as bad:
-            raise _Failed(RewardFailure(reward.name, problem_id, bad.kind, f"{where} returned {bad}")) from None
+            self._admit(RewardFailure(reward.name, ids[0], "timed_out", message), late)
+            return [RewardFailure(reward.name, one, "timed_out", message) for one in ids]
+        except BadResult as bad:
+            self._admit(RewardFailure(reward.name, ids[0], bad.kind, f"{where} returned {bad}"))
+            raise AssertionError("a result of the wrong length always stops") from bad
+        outcomes: list[Score | RewardFailure] = []
+        for problem_id, one in zip(ids, read, strict=True):
+            if isinstance(one, BadResult):
+                where = f"reward {reward.name!r} on problem {problem_id!r}"
+                outcomes.append(self._admit(RewardFailure(reward.name, problem_id, one.kind, f"{where} returned {one}")))
+            else:
+                outcomes.append(one)
+        return outcomes
 
-    def _weighted_sums(self, prompt: Prompt, components: Mapping[str, tuple[float | None, ...]]) -> tuple[float, ...]:
-        weights = {reward.name: reward.weight for reward in self.rewards if reward.weight != 0}
+    def _admit(self, failure: RewardFailure, cause: BaseException | None = None) -> RewardFailure:
+        """The failure again where ``on_error`` lets it pass, else raises ``RewardError``."""
+        if self.on_error == "skip" and failure.kind != "wrong_length":
+            return failure
+        raise RewardError(f"{failure.message}; {remedy(failure.kind)}") from cause
+
+    def _weighted_sums(self, prompt: Prompt, components: Components) -> list[float] | RewardFailure:
+        judges = [reward for reward in self.rewards if reward.weight != 0]
         sums = []
-        for i, scores in enumerate(zip(*(components[name] for name in weights), strict=True)):
-            applicable = [weight * score for weight, score in zip(weights.values(), scores, strict=True) if score is not None]
-            if not applicable:
-                names, problem_id = ", ".join(weights), prompt.problem.id
+        for i, scores in enumerate(zip(*(components[reward.name] for reward in judges), strict=True)):
+            parts = [r.weight * r.shaper(score) for r, score in zip(judges, scores, strict=True) if score is not None]
+            if not parts:
+                names, problem_id = ", ".join(reward.name for reward in judges), prompt.problem.id
                 message = f"no reward function applies to completion {i} of problem {problem_id!r}: {names} returned None for it"
-                raise _Failed(RewardFailure(names, problem_id, "not_a_number", message))
-            sums.append(math.fsum(applicable))
-        return tuple(sums)
+                return RewardFailure(names, problem_id, "not_a_number", message)
+            sums.append(math.fsum(parts))
+        return sums
 
 
-class _BadResult(Exception):
-    def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: FailureKind = kind
-
-
-def _checked(result: Any, expected: int) -> tuple[float | None, ...]:
-    """A function's result as one float or ``None`` per completion. Lists, tuples, numpy arrays and 1-d tensors will do."""
-    try:
-        scores = None if isinstance(result, (str, bytes, Mapping)) else list(result)
-    except TypeError:
-        scores = None
-    if scores is None:
-        kind = "None (is a return statement missing?)" if result is None else f"a {type(result).__name__}"
-        raise _BadResult("wrong_length", f"{kind} instead of a list of {expected} scores")
-    if len(scores) != expected:
-        raise _BadResult("wrong_length", f"{len(scores)} scores for {expected} completions")
-    return tuple(_number(score, i) for i, score in enumerate(scores))
-
-
-def _number(score: Any, index: int) -> float | None:
-    if score is None:
-        return None
-    scalar = score.item() if hasattr(score, "item") and getattr(score, "shape", None) == () else score
-    if not isinstance(scalar, numbers.Real):
-        raise _BadResult(
-            "not_a_number", f"{score!r:.80} ({type(score).__name__}) for completion {index} instead of a number or None"
-        )
-    number = float(scalar)
-    if not math.isfinite(number):
-        raise _BadResult("not_a_number", f"{number} for completion {index} instead of a finite number or None")
-    return number
-
-
-def _remedy(kind: FailureKind) -> str:
-    if kind == "wrong_length":
-        return "it must return one number or None per completion, so correct the function"
-    if kind == "timed_out":
-        return "make it faster, raise rewards.timeout_s, or set rewards.on_error=skip to leave such groups out"
-    return "correct the function, or set rewards.on_error=skip to leave such groups out and count them"
-
-
-def _require_columns(reward: LoadedReward, offered: Mapping[str, Any]) -> None:
-    missing = reward.missing(offered)
-    if missing:
-        raise RewardError(
-            f"reward {reward.name!r} needs {missing[0]!r}, but the data has no such column "
-            f"(offered are {', '.join(sorted(offered))}); give the parameter a default, set it under the function's arguments, "
-            "or use data with that column"
-        )
+_TOTAL = "total"
+"""What the weighted sum is called among components."""
 
 
 def _require_useful_weights(rewards: Sequence[LoadedReward]) -> None:
@@ -258,7 +303,7 @@ def _require_useful_weights(rewards: Sequence[LoadedReward]) -> None:
 
 def _with_unique_names(rewards: Sequence[LoadedReward]) -> tuple[LoadedReward, ...]:
     """Two uses of ``length`` become ``length`` and ``length_2``; a function that is really called ``length_2`` keeps its name."""
-    taken: set[str] = set()
+    taken = {"mean", "std", _TOTAL}  # metrics have these names already
     own = {reward.name for reward in rewards}
     unique = []
     for reward in rewards:

@@ -16,20 +16,51 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, get_args
 
-from groupwise.config.schema import RewardFunctionConfig
+from groupwise.config.rewards import RewardFunctionConfig, Scope
 from groupwise.errors import RewardError
 from groupwise.rewards.calls import in_one_line
 from groupwise.rewards.functions import builtin_rewards
+from groupwise.rewards.shaping import Shaper
 
-__all__ = ["OFFERED", "LoadedReward", "RewardFunction", "load_reward", "nearest"]
+__all__ = ["OFFERED", "LoadedReward", "RewardFunction", "load_reward", "nearest", "reward_scope"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RewardFunction = Callable[..., Any]
 """``f(prompts, completions, **columns) -> list[float | None]``, plain or ``async``."""
 
-OFFERED = ("prompts", "completions", "answer", "answer_style", "completion_ids", "finish_reason")
+OFFERED = (
+    "prompts",
+    "completions",
+    "answer",
+    "answer_style",
+    "completion_ids",
+    "finish_reason",
+    "max_completion_tokens",
+    "group_index",
+)
 """Keywords that every reward function may accept, whatever columns the data has."""
+
+
+def reward_scope(scope: Scope) -> Callable[[Function], Function]:
+    """Declare what one call of a reward function sees: a ``completion``, the completions of one problem (``group``), or those of the
+    whole step (``batch``). A config's ``scope`` wins.
+
+    >>> @reward_scope("batch")
+    ... def rarest(completions, **columns):
+    ...     texts = [str(completion) for completion in completions]
+    ...     return [1 / texts.count(text) for text in texts]
+    """
+    if scope not in get_args(Scope):
+        raise RewardError(f"reward_scope is given {scope!r}, but it must be one of {', '.join(get_args(Scope))}")
+
+    def declare(function: Function) -> Function:
+        function.reward_scope = scope  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +78,10 @@ class LoadedReward:
     """Keywords that the function takes; ``None`` where it has ``**kwargs`` and takes all."""
     required: tuple[str, ...] = ()
     """Keywords without a default that ``arguments`` does not supply."""
+    scope: Scope = "group"
+    """What one call sees."""
+    shaper: Shaper = field(default_factory=Shaper)
+    """What its scores go through before they are weighted; holds running statistics."""
 
     @property
     def built_in(self) -> bool:
@@ -62,8 +97,13 @@ class LoadedReward:
         return {**taken, **self.arguments}
 
 
-def load_reward(config: RewardFunctionConfig, extra: Mapping[str, RewardFunction] | None = None) -> LoadedReward:
-    """Resolve one entry of ``rewards.functions``. Raises ``RewardError`` with what is wrong and what to write instead."""
+def load_reward(
+    config: RewardFunctionConfig, extra: Mapping[str, RewardFunction] | None = None, max_completion_tokens: int | None = None
+) -> LoadedReward:
+    """Resolve one entry of ``rewards.functions``. Raises ``RewardError`` with what is wrong and what to write instead.
+
+    ``max_completion_tokens``: the run's limit, for arguments that must suit it.
+    """
     extra = extra or {}
     spec = config.function.strip()
     if spec in extra:
@@ -77,8 +117,9 @@ def load_reward(config: RewardFunctionConfig, extra: Mapping[str, RewardFunction
     _require_function(spec, function)
     accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
     if source == "built-in":
-        _try_arguments(spec, function, config.arguments)
-    return LoadedReward(name, function, config.weight, source, dict(config.arguments), accepted, required)
+        _try_arguments(spec, function, config.arguments, max_completion_tokens or 1 << 30)
+    scope, shaper = _scope(spec, function, config.scope), Shaper(config.normalise, config.clip)
+    return LoadedReward(name, function, config.weight, source, dict(config.arguments), accepted, required, scope, shaper)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -165,6 +206,15 @@ def _require_function(spec: str, function: object) -> None:
         raise RewardError(f"reward {spec!r} is a {type(function).__name__}, not a function: name something that can be called")
 
 
+def _scope(spec: str, function: RewardFunction, wanted: Scope | None) -> Scope:
+    declared: Any = getattr(function, "reward_scope", "group")
+    if declared not in get_args(Scope):
+        raise RewardError(
+            f"reward {spec!r} declares reward_scope {declared!r}, but it must be one of {', '.join(get_args(Scope))}"
+        )
+    return wanted or declared
+
+
 def _read_signature(
     spec: str, function: RewardFunction, arguments: Mapping[str, Any], built_in: bool
 ) -> tuple[frozenset[str] | None, tuple[str, ...]]:
@@ -200,9 +250,10 @@ def _read_signature(
     return None if takes_all else accepted, required
 
 
-def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, Any]) -> None:
+def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, Any], limit: int) -> None:
     """Call one of ours on a toy completion, so that a bad argument is refused now and not after the first rollout."""
     sample = {"prompts": ["?"], "completions": ["1 2"], "completion_ids": [[1, 2]], "answer": ["1"], "answer_style": ["xml"]}
+    sample |= {"finish_reason": ["stop"], "max_completion_tokens": [limit], "group_index": [0]}
     try:
         function(**{**sample, **arguments})
     except RewardError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["EVALUATION_METRICS", "METRICS", "describe_metric"]
 
+_EACH = "<component>"
+
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("reward", "Mean reward over the step's completions: the quantity that GRPO raises."),
     "reward/std": (
@@ -11,6 +13,13 @@ METRICS: dict[str, tuple[str, str]] = {
         "Standard deviation of the rewards within a group, averaged over groups: what there is to learn from.",
     ),
     "reward/<component>": ("score", "Mean of one reward function's own score, before its weight."),
+    "shaping/mean_<component>": (
+        "score",
+        "Running mean of one function's scores, or of their sum (total), over the run; only where they are normalised.",
+    ),
+    "shaping/std_<component>": ("score", "Running standard deviation of the same: what scores are divided by."),
+    "shaping/clipped_<component>": ("share", "Scores, or sums (total), that the clip changed; only where there is one."),
+    "calls/failed_<component>": ("count", "Calls of one function that raised, hung or gave nonsense (rewards.on_error: skip)."),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
     "groups/zero_variance": (
@@ -63,7 +72,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),
 }
-"""Name -> (unit, meaning). ``reward/<component>`` stands for one name per reward function."""
+"""Name -> (unit, meaning). A name with ``<component>`` stands for one name per reward function."""
 
 EVALUATION_METRICS: dict[str, tuple[str, str]] = {
     "evaluation/<mode>_strict": ("share", "Held-out problems answered right in the form asked for."),
@@ -81,4 +90,5 @@ def describe_metric(name: str) -> tuple[str, str] | None:
         return METRICS[name]
     if name.startswith("evaluation/"):
         return EVALUATION_METRICS.get("evaluation/<mode>_" + name.rpartition("_")[2])
-    return METRICS["reward/<component>"] if name.startswith("reward/") else None
+    families = (known for known in METRICS if known.endswith(_EACH) and name.startswith(known.removesuffix(_EACH)))
+    return next((METRICS[family] for family in families), None)

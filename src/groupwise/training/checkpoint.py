@@ -196,7 +196,7 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
             learner.kl_control = AdaptiveKL.from_state_dict(state["kl_control"])
         for name, part in learner.parts.items():
             tensors = checkpoint / f"part-{name}.safetensors"
-            part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state["parts"][name])
+            part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state.get("parts", {}).get(name, {}))
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise _unreadable(checkpoint, error) from error
     learner.updates, learner.dropped_in_a_row = int(state["updates"]), int(state.get("dropped_in_a_row", 0))

@@ -119,6 +119,8 @@ class Run:
         Returns how many steps are done already.
         """
         self.learner = Learner(self.scorer, self.config)
+        if self.prepared.rewards.has_state:
+            self.learner.parts["rewards"] = self.prepared.rewards
         if self.checkpoint is None:
             return 0
         done = load_checkpoint(self.checkpoint, self.learner)
@@ -160,11 +162,13 @@ class Run:
         A signal abandons it here: nothing has been learnt from it yet.
         """
         self.step_started = time.perf_counter()
+        known = self.prepared.rewards.state_dict()
         try:
             self.signals.may_abandon = True
             rollout, sampled = self._collect_and_refill(step, bar)
             self.signals.may_abandon = False
         except AbandonStep:
+            self.prepared.rewards.load_state_dict(known)
             self.stop(step)
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")

@@ -89,7 +89,9 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     check_model(config.model)
     check_trackers(config)
     system, answer_style = resolve_system(config.prompt, config.data)
-    suite = RewardSuite.from_config(config.rewards, answer_style, rewards)
+    suite = RewardSuite.from_config(
+        config.rewards, answer_style, rewards, max_completion_tokens=config.rollout.max_completion_tokens
+    )
     problems = load_problems(config.data)
     for problem in problems.train:
         suite.require_columns(problem)

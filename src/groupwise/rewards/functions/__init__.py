@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml
 from groupwise.rewards.functions.math import accuracy, correctness, correctness_and_format
-from groupwise.rewards.functions.text import keyword, length, repetition_penalty, text_of
+from groupwise.rewards.functions.text import keyword, length, overlong, repetition_penalty, text_of
 
 __all__ = ["builtin_rewards", "text_of"]
 
@@ -22,6 +22,7 @@ def builtin_rewards() -> dict[str, Callable[..., list[float]]]:
         soft_xml,
         boxed_format,
         length,
+        overlong,
         keyword,
         repetition_penalty,
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from groupwise.errors import RewardError
 from groupwise.types import Message
 
-__all__ = ["CompletionText", "keyword", "length", "repetition_penalty", "text_of"]
+__all__ = ["CompletionText", "keyword", "length", "overlong", "repetition_penalty", "text_of"]
 
 CompletionText = str | Sequence[Message] | Sequence[Mapping[str, Any]]
 """A completion as reward functions receive it: a string for plain prompts, a list of messages for chat prompts."""
@@ -49,6 +49,31 @@ def length(
     else:
         sizes = [len(text_of(completion)) for completion in completions]
     return [-min(1.0, abs(size - target) / target) for size in sizes]
+
+
+def overlong(
+    completions: Sequence[CompletionText],
+    completion_ids: Sequence[Sequence[int]],
+    max_completion_tokens: int | Sequence[int],
+    cache_tokens: int | None = None,
+    **_: Any,
+) -> list[float]:
+    """0 up to `cache_tokens` before the token limit, then falling linearly to -1 at the limit: DAPO's soft overlong punishment.
+
+    arXiv 2503.14476, eq. 13, where the limit is L_max (the run's `rollout.max_completion_tokens`) and the zone before it L_cache; by
+    default a fifth of the limit, the paper's 4,096 of 20,480 tokens. Tokens include the stop token.
+    """
+    limits = [max_completion_tokens] * len(completion_ids) if isinstance(max_completion_tokens, int) else max_completion_tokens
+    scores = []
+    for ids, limit in zip(completion_ids, limits, strict=True):
+        zone = max(1, limit // 5) if cache_tokens is None else cache_tokens
+        if not 1 <= zone <= limit:
+            raise RewardError(
+                f"overlong's cache_tokens is {zone}, but it must be from 1 to the limit of {limit} tokens "
+                "(rollout.max_completion_tokens); a fifth of the limit is usual"
+            )
+        scores.append(max(-1.0, min(0.0, (limit - zone - len(ids)) / zone)))
+    return scores
 
 
 def keyword(
