@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import threading
 
 import pytest
 
 from groupwise.errors import RewardError
 from groupwise.rewards import builtin_rewards
-from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml
+from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml, xml_count
 from groupwise.rewards.functions.math import accuracy, correctness, correctness_and_format
 from groupwise.rewards.functions.text import keyword, length, repetition_penalty
 
@@ -102,6 +104,36 @@ def test_length_falls_linearly_and_is_bounded():
     assert length(texts[:2], completion_ids=[[1] * 10, [1] * 9], target=10, unit="tokens") == [0.0, pytest.approx(-0.1)]
     with pytest.raises(RewardError, match="counts tokens only where completion_ids"):
         length(["a"], unit="tokens")
+
+
+def test_length_as_a_plain_distance_is_the_one_of_short_summaries():
+    """The first example of many GRPO pages rewards summaries of TL;DR posts for being close to 20 characters."""
+    texts = ["", "a" * 19, "a" * 20, "a" * 21, "a" * 500]
+    assert length(texts, target=20, bounded=False) == [-abs(20 - len(text)) for text in texts] == [-20, -1, 0, -1, -480]
+    assert length(["a"], completion_ids=[[1] * 7], target=5, unit="tokens", bounded=False) == [-2.0]
+    assert length(["abcdefg"] * 2, target=7)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: length(["a"], target=0), "length's target is 0, but it must be at least 1"),
+        (lambda: length(["a"], unit="words"), "length's unit is 'words', but it must be 'characters' or 'tokens'"),
+        (lambda: xml_count(["a"], trailing_penalty=-0.1), "trailing_penalty -0.1, but neither may be below 0"),
+        (lambda: repetition_penalty(["a"], ngram=0), "must be at least 1 and 0"),
+        (lambda: keyword(["a"], words=[" "]), "keyword needs words to look for"),
+    ],
+)
+def test_bad_arguments_are_refused(call, said):
+    with pytest.raises(RewardError, match=said):
+        call()
+
+
+@pytest.mark.parametrize("module", ["text", "format", "math"])
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(importlib.import_module(f"groupwise.rewards.functions.{module}"))
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_keyword_counts_whole_words_once():

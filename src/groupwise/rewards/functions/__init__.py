@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml
+from groupwise.rewards.functions.format import boxed_format, format, soft_xml, strict_xml, xml_count
 from groupwise.rewards.functions.math import accuracy, correctness, correctness_and_format
 from groupwise.rewards.functions.text import keyword, length, overlong, repetition_penalty, text_of
 
@@ -20,6 +20,7 @@ def builtin_rewards() -> dict[str, Callable[..., list[float]]]:
         correctness_and_format,
         strict_xml,
         soft_xml,
+        xml_count,
         boxed_format,
         length,
         overlong,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.data.answers import PLACEHOLDERS, extract_answer
+from groupwise.errors import RewardError
 from groupwise.rewards.functions.text import CompletionText, text_of
 
-__all__ = ["TAGS", "boxed_format", "format", "soft_xml", "strict_xml"]
+__all__ = ["TAGS", "boxed_format", "format", "soft_xml", "strict_xml", "xml_count"]
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -17,6 +18,9 @@ def format(completions: Sequence[CompletionText], **_: Any) -> list[float]:
     """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once: 0 to 0.8.
 
     The gentle one: a model that gets one tag right already learns something. Order is not looked at.
+
+    >>> format(["<reasoning>2 + 2</reasoning> 4", "<answer>4</answer><answer>5</answer>"])
+    [0.4, 0.0]
     """
     return [_tags_once(text_of(completion)) / 5 for completion in completions]
 
@@ -31,6 +35,27 @@ def soft_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: Any
     return [score if _blocks_in_order(text_of(completion), nothing_else=False) else 0.0 for completion in completions]
 
 
+def xml_count(
+    completions: Sequence[CompletionText], tag_score: float = 0.125, trailing_penalty: float = 0.001, **_: Any
+) -> list[float]:
+    """`tag_score` for each of the four tags that stands exactly once, on a line of its own, less `trailing_penalty` for every
+    character after `</answer>`; never below 0. With the defaults 0 to 0.5.
+
+    Partial credit on the way to `strict_xml`'s form with line breaks. The floor keeps a long epilogue from being worse than no answer.
+
+    >>> xml_count(["<reasoning>\\n4\\n</reasoning>\\n<answer>\\n4\\n</answer>\\n", "<answer>\\n4\\n</answer>\\nBye."])
+    [0.5, 0.246]
+    """
+    if tag_score < 0 or trailing_penalty < 0:
+        raise RewardError(
+            f"xml_count's tag_score is {tag_score} and trailing_penalty {trailing_penalty}, but neither may be below 0: the penalty "
+            "is already taken off"
+        )
+    return [
+        max(0.0, tag_score * _tags_on_own_lines(text) - trailing_penalty * _trailing(text)) for text in map(text_of, completions)
+    ]
+
+
 def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_: Any) -> list[float]:
     r"""`score` where exactly one `\boxed{}` stands in the completion, closed and filled in; else 0."""
     return [score if _one_filled_box(text_of(completion)) else 0.0 for completion in completions]
@@ -38,6 +63,17 @@ def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_:
 
 def _tags_once(text: str) -> int:
     return sum(text.count(tag) == 1 for tag in TAGS)
+
+
+def _tags_on_own_lines(text: str) -> int:
+    lines = [line.strip() for line in text.splitlines()]
+    return sum(text.count(tag) == 1 and tag in lines for tag in TAGS)
+
+
+def _trailing(text: str) -> int:
+    """Characters after the last closing answer tag, blanks at both ends aside."""
+    _, closed, after = text.rpartition(TAGS[-1])
+    return len(after.strip()) if closed else 0
 
 
 def _blocks_in_order(text: str, nothing_else: bool) -> bool:

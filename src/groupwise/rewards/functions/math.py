@@ -19,6 +19,9 @@ def correctness(
 
     Only an answer in the form that was asked for counts (the last `<answer>` block, or `\boxed{}`): a right number elsewhere
     in the text scores 0.
+
+    >>> correctness(["<answer>72</answer>", "<answer>72.0</answer>", "72"], answer=["72"] * 3)
+    [2.0, 1.5, 0.0]
     """
     return [2.0 if graded.exact else 1.5 if graded.strict else 0.0 for graded in _grades(completions, answer, answer_style)]
 

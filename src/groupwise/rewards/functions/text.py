@@ -31,12 +31,19 @@ def length(
     completion_ids: Sequence[Sequence[int]] | None = None,
     target: int = 200,
     unit: Literal["characters", "tokens"] = "characters",
+    bounded: bool = True,
     **_: Any,
 ) -> list[float]:
     """How near a completion's length is to `target`: 0 on the spot, falling linearly to -1 for an empty one or twice the target.
 
-    Longer ones stay at -1, so that one endless completion does not drown the differences within its group. Tokens include the
-    stop token.
+    `-min(1, |length - target| / target)`: longer ones stay at -1, so that one endless completion does not drown the differences
+    within its group. `bounded: false` is the plain distance, `-|length - target|`, which has no lower end. Tokens include the stop
+    token.
+
+    >>> length(["a" * 25, "a" * 100], target=20)
+    [-0.25, -1.0]
+    >>> length(["a" * 25, "a" * 100], target=20, bounded=False)
+    [-5.0, -80.0]
     """
     if target < 1:
         raise RewardError(f"length's target is {target}, but it must be at least 1")
@@ -48,7 +55,7 @@ def length(
         sizes = [len(ids) for ids in completion_ids]
     else:
         sizes = [len(text_of(completion)) for completion in completions]
-    return [-min(1.0, abs(size - target) / target) for size in sizes]
+    return [-min(1.0, abs(size - target) / target) if bounded else -float(abs(size - target)) for size in sizes]
 
 
 def overlong(
@@ -79,7 +86,11 @@ def overlong(
 def keyword(
     completions: Sequence[CompletionText], words: Sequence[str] = (), case_sensitive: bool = False, **_: Any
 ) -> list[float]:
-    """The share of `words` that stand in a completion as whole words: 0 to 1. Repeating one earns nothing more."""
+    """The share of `words` that stand in a completion as whole words: 0 to 1. Repeating one earns nothing more.
+
+    >>> keyword(["Therefore 3, therefore 4", "therefores"], words=["therefore", "because"])
+    [0.5, 0.0]
+    """
     listed = [words] if isinstance(words, str) else list(words)
     if not listed or not all(word.strip() for word in listed):
         raise RewardError("keyword needs words to look for: set arguments: {words: [therefore, because]}")
@@ -91,11 +102,15 @@ def keyword(
 def repetition_penalty(completions: Sequence[CompletionText], ngram: int = 3, strength: float = 1.0, **_: Any) -> list[float]:
     """`-strength` times the share of word n-grams that occurred before in the same completion: 0 to `-strength`.
 
-    Completions shorter than `ngram` words cannot repeat and score 0.
+    `-strength * (1 - distinct / all)` n-grams, over lower-cased words between blanks. Completions shorter than `ngram` words cannot
+    repeat and score 0. As in arXiv 2502.03373 (there on tokens), one number for the whole completion.
+
+    >>> repetition_penalty(["so it is so it is", "so it is not so"])  # "so it is" twice among four
+    [-0.25, 0.0]
     """
     if ngram < 1 or strength < 0:
         raise RewardError(f"repetition_penalty's ngram is {ngram} and strength {strength}, but they must be at least 1 and 0")
-    return [-strength * _repeated_share(text_of(completion).lower().split(), ngram) for completion in completions]
+    return [0.0 - strength * _repeated_share(text_of(completion).lower().split(), ngram) for completion in completions]
 
 
 def _repeated_share(words: Sequence[str], ngram: int) -> float:
