@@ -52,7 +52,7 @@ COUNTS = {
     # name: (completion, ours, the tutorial's)
     "the form": (FORM.format("2 + 2", "4"), 0.5, 0.5),
     "reasoning over two lines": (FORM.format("2 + 2\nis 4", "4"), 0.5, 0.5),
-    "no line break at the end": (FORM.format("2 + 2", "4").rstrip("\n"), 0.5, 0.501 - 0.051),  # takes the whole text for what follows
+    "no line break at the end": (FORM.format("2 + 2", "4").rstrip("\n"), 0.5, 0.501 - 0.051),  # takes off the whole text
     "ten letters after": (FORM.format("2 + 2", "4") + "a" * 10, 0.49, 0.48),  # it takes them off twice
     "a thousand letters after": (FORM.format("2 + 2", "4") + "a" * 1000, 0.0, 0.5 - 2.0),  # less than for no form at all
     "all on one line": ("<reasoning>2</reasoning><answer>4</answer>", 0.0, 0.0),
