@@ -80,6 +80,11 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect here: algorithm.baseline is not value"),
         (["preset=ppo", "value_clip=0.5"], "algorithm.value_clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
         (["preset=rloo", "ratio_level=sequence"], "algorithm.ratio_level='sequence' has no effect here: algorithm.surrogate is"),
+        (["rewards.processes=4"], "rewards.processes=4 has no effect here: no reward function has isolate"),
+        (
+            ["rewards.functions=[{function: accuracy, isolate: true}]", "rewards.timeout_s=null"],
+            "rewards.functions[0] is isolated but has no time limit",
+        ),
         (["training.steps=0"], "there is no GRPO step in this run"),
     ],
 )

@@ -17,7 +17,8 @@ def notes(config: Config) -> list[str]:
 
     A setting left at its default is not reported as without effect: nobody asked for it.
     """
-    return [*_algorithm(config), *_sampling(config), *_data(config), *_optimizer(config), *_evaluation(config), *_output(config)]
+    parts = (_algorithm, _sampling, _data, _rewards, _optimizer, _evaluation, _output)
+    return [note for part in parts for note in part(config)]
 
 
 def _chosen(section: BaseModel, *names: str) -> list[str]:
@@ -137,6 +138,15 @@ def _evaluation(config: Config) -> Iterator[str]:
             yield _without_effect(f"evaluation.{name}", getattr(evaluation, name), "evaluation.modes has no sampled mode")
     if evaluation.every > config.training.steps > 0:
         yield _without_effect("evaluation.every", evaluation.every, f"the run has only {config.training.steps} steps")
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    if not any(entry.isolate for entry in config.rewards.functions):
+        for name in _chosen(config.rewards, "processes"):
+            yield _without_effect(f"rewards.{name}", config.rewards.processes, "no reward function has isolate")
+    for i, entry in enumerate(config.rewards.functions):
+        if entry.isolate and entry.timeout_s is None and config.rewards.timeout_s is None:
+            yield f"rewards.functions[{i}] is isolated but has no time limit: one that hangs holds up the run for ever."
 
 
 def _output(config: Config) -> Iterator[str]:

@@ -39,6 +39,11 @@ class RewardFunctionConfig(_Shaped):
     scope: Scope | None = None
     """What one call sees: one `completion`, the completions of one problem (`group`), or those of the whole step (`batch`). Null takes
     what the function itself declares with `reward_scope`, and `group` where it declares nothing."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds that one call may take; null takes `rewards.timeout_s`."""
+    isolate: bool = False
+    """Call it in a process of its own, where the time limit is hard: whatever it is doing then is killed, and a new process takes its
+    place. For functions that may hang or crash, such as those that run generated code. It must be named by file or module."""
     normalise: Normalising = "none"
     """Before the weight: divide scores by their standard deviation over the whole run so far (`std`), or take off their mean as well
     (`mean_std`). For functions whose size is unknown or drifts, such as reward models. Checkpoints keep the statistics."""
@@ -61,4 +66,9 @@ class RewardsConfig(_Shaped):
     on_error: Literal["stop", "skip"] = "stop"
     """A function that raises or times out: stop the run, or leave the group out of the update and count it. It is never scored 0."""
     timeout_s: float | None = Field(default=60.0, gt=0)
-    """Seconds that one call of one reward function may take."""
+    """Seconds that one call of one reward function may take. A plain function that is late is left behind in its thread, an `async` one
+    is cancelled, an isolated one killed."""
+    concurrent_calls: int = Field(default=16, ge=1)
+    """Calls of `async` functions that run side by side."""
+    processes: int = Field(default=2, ge=1)
+    """Processes for functions with `isolate`, and so calls of these that run side by side."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallRaised", "CallTimedOut", "call_with_limit", "in_one_line"]
+__all__ = ["CallRaised", "CallTimedOut", "call_with_limit", "in_one_line", "is_async"]
 
 
 class CallRaised(Exception):
@@ -32,7 +32,7 @@ def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], t
 
     Without a limit a plain function runs in the caller's thread, where code that needs the main thread (signals) works too.
     """
-    if _is_async(function):
+    if is_async(function):
         return _call_async(function, keywords, timeout_s)
     if timeout_s is None:
         try:
@@ -42,7 +42,8 @@ def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], t
     return _call_in_thread(function, keywords, timeout_s)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
-from groupwise.rewards.calls import CallRaised, CallTimedOut, call_with_limit
+from groupwise.rewards.asking import Asker
 from groupwise.rewards.load import LoadedReward, RewardFunction, load_reward
 from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
-from groupwise.rewards.results import BadResult, RewardFailure, Score, read_scores, remedy
+from groupwise.rewards.processes import ProcessPool
+from groupwise.rewards.results import BadResult, RewardFailure, Score, remedy
 from groupwise.rewards.shaping import Shaper
 from groupwise.types import Completion, Group, Problem, Prompt
 
@@ -63,15 +64,18 @@ class RewardSuite:
         *,
         total: Shaper | None = None,
         max_completion_tokens: int | None = None,
+        concurrent_calls: int = 16,
+        processes: int = 2,
     ) -> None:
         """``total``: normalising and clipping of the weighted sum. ``max_completion_tokens``: the run's limit, which functions are told."""
         _require_useful_weights(rewards)
         self.rewards = _with_unique_names(rewards)
         self.answer_style = answer_style
         self.on_error = on_error
-        self.timeout_s = timeout_s
         self.total = total or Shaper()
         self._teller = Teller(answer_style, max_completion_tokens)
+        self._processes = ProcessPool({r.name: r.entry for r in self.rewards if r.isolate}, processes)
+        self._asker = Asker(self._teller, timeout_s, concurrent_calls, self._processes)
 
     @classmethod
     def from_config(
@@ -91,9 +95,15 @@ class RewardSuite:
         named = {entry.function.strip() for entry in config.functions}
         entries = [*config.functions, *(RewardFunctionConfig(function=name) for name in extra if name not in named)]
         loaded = [load_reward(entry, extra, max_completion_tokens) for entry in entries]
-        total = Shaper(config.normalise, config.clip)
         return cls(
-            loaded, answer_style, config.on_error, config.timeout_s, total=total, max_completion_tokens=max_completion_tokens
+            loaded,
+            answer_style,
+            config.on_error,
+            config.timeout_s,
+            total=Shaper(config.normalise, config.clip),
+            max_completion_tokens=max_completion_tokens,
+            concurrent_calls=config.concurrent_calls,
+            processes=config.processes,
         )
 
     @property
@@ -149,6 +159,10 @@ class RewardSuite:
         scored, metrics = self._score(list(pairs), learn=True, on_progress=on_progress)
         groups = [one for one in scored if isinstance(one, Group)]
         return Scoring(groups, [one for one in scored if isinstance(one, RewardFailure)], metrics)
+
+    def close(self) -> None:
+        """End the processes of isolated functions. Scoring again would start new ones."""
+        self._processes.close()
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -217,58 +231,37 @@ class RewardSuite:
     def _call_all(
         self, batch: Batch, on_progress: Callable[[int], None] | None
     ) -> tuple[list[Components], dict[int, RewardFailure], dict[str, Metric]]:
-        """Every function's scores of every group; for groups with a failure the first one, and the counts of failed calls."""
+        """Every function's scores of every group; for groups with a failure the first one, and counts of what went wrong."""
         components: list[Components] = [{r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch]
         failures: dict[int, RewardFailure] = {}
         failed: Counter[str] = Counter()
-        done = 0
-        for call in plan_calls(self.rewards, batch):
-            if all(g in failures for g in call.groups):
-                continue
-            first = call.groups[0]
-            if on_progress is not None and call.reward.scope != "batch" and first > done:
-                done = first
-                on_progress(done)
-            outcomes = self._outcomes(call, batch)
-            failed[call.reward.name] += any(isinstance(outcome, RewardFailure) for outcome in outcomes)
-            for (g, m), outcome in zip(call.targets, outcomes, strict=True):
-                if isinstance(outcome, RewardFailure):
-                    failures.setdefault(g, outcome)
-                else:
-                    components[g][call.reward.name][m] = outcome
+        killed_before = self._processes.killed.copy()
+        calls, done = list(plan_calls(self.rewards, batch)), 0
+        with self._asker.begin(calls, batch) as (ask, forget):
+            for index, call in enumerate(calls):
+                if on_progress is not None and call.reward.scope != "batch" and call.groups[0] > done:
+                    done = call.groups[0]
+                    on_progress(done)
+                if all(g in failures for g in call.groups):
+                    forget(index)
+                    continue
+                answers = ask(index)
+                failed[call.reward.name] += any(isinstance(one, BadResult) for one in answers)
+                for (g, m), answer in zip(call.targets, answers, strict=True):
+                    if isinstance(answer, BadResult):
+                        failures.setdefault(g, self._admit(_failure(call, batch, g, answer), answer.cause))
+                    else:
+                        components[g][call.reward.name][m] = answer
         if on_progress is not None:
             for number in range(done + 1, len(batch) + 1):
                 on_progress(number)
-        counts: dict[str, Metric] = {f"calls/failed_{name}": Sum(count) for name, count in failed.items()}
-        return components, failures, counts if self.on_error == "skip" else {}
+        return components, failures, self._counts(failed, self._processes.killed - killed_before)
 
-    def _outcomes(self, call: Call, batch: Batch) -> list[Score | RewardFailure]:
-        """One for each target of the call; ``_admit`` has seen every failure."""
-        reward, where = call.reward, call.where(batch)
-        ids = [batch[g][0].problem.id for g, _ in call.targets]
-        # Ours need no limit: they bound their own work, and a group of slow comparisons is no reason to stop a run.
-        timeout_s = None if reward.built_in else self.timeout_s
-        try:
-            result = call_with_limit(reward.function, self._teller.keywords(call, batch), timeout_s)
-            read = read_scores(result, [m for _, m in call.targets])
-        except CallRaised as raised:
-            self._admit(RewardFailure(reward.name, ids[0], "raised", f"{where} raised {raised}"), raised.__cause__)
-            return [RewardFailure(reward.name, one, "raised", f"{where} raised {raised}") for one in ids]
-        except CallTimedOut as late:
-            message = f"{where} did not return within rewards.timeout_s = {self.timeout_s:g} seconds"
-            self._admit(RewardFailure(reward.name, ids[0], "timed_out", message), late)
-            return [RewardFailure(reward.name, one, "timed_out", message) for one in ids]
-        except BadResult as bad:
-            self._admit(RewardFailure(reward.name, ids[0], bad.kind, f"{where} returned {bad}"))
-            raise AssertionError("a result of the wrong length always stops") from bad
-        outcomes: list[Score | RewardFailure] = []
-        for problem_id, one in zip(ids, read, strict=True):
-            if isinstance(one, BadResult):
-                where = f"reward {reward.name!r} on problem {problem_id!r}"
-                outcomes.append(self._admit(RewardFailure(reward.name, problem_id, one.kind, f"{where} returned {one}")))
-            else:
-                outcomes.append(one)
-        return outcomes
+    def _counts(self, failed: Counter[str], killed: Counter[str]) -> dict[str, Metric]:
+        counts: dict[str, Metric] = {f"calls/killed_{r.name}": Sum(killed[r.name]) for r in self.rewards if r.isolate}
+        if self.on_error == "skip":
+            counts |= {f"calls/failed_{r.name}": Sum(failed[r.name]) for r in self.rewards}
+        return counts
 
     def _admit(self, failure: RewardFailure, cause: BaseException | None = None) -> RewardFailure:
         """The failure again where ``on_error`` lets it pass, else raises ``RewardError``."""
@@ -287,6 +280,13 @@ class RewardSuite:
                 return RewardFailure(names, problem_id, "not_a_number", message)
             sums.append(math.fsum(parts))
         return sums
+
+
+def _failure(call: Call, batch: Batch, group: int, bad: BadResult) -> RewardFailure:
+    problem_id = batch[group][0].problem.id
+    alone = bad.kind == "not_a_number"  # of one completion, whatever else the call saw
+    where = f"reward {call.reward.name!r} on problem {problem_id!r}" if alone else call.where(batch)
+    return RewardFailure(call.reward.name, problem_id, bad.kind, f"{where} {bad}")
 
 
 _TOTAL = "total"

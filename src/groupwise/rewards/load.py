@@ -80,6 +80,12 @@ class LoadedReward:
     """Keywords without a default that ``arguments`` does not supply."""
     scope: Scope = "group"
     """What one call sees."""
+    timeout_s: float | None = None
+    """Seconds that one call may take; None leaves it to the suite."""
+    isolate: bool = False
+    """Whether it is called in a process of its own."""
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    """What another process needs to find it again: fields of ``RewardFunctionConfig``."""
     shaper: Shaper = field(default_factory=Shaper)
     """What its scores go through before they are weighted; holds running statistics."""
 
@@ -118,8 +124,20 @@ def load_reward(
     accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
     if source == "built-in":
         _try_arguments(spec, function, config.arguments, max_completion_tokens or 1 << 30)
-    scope, shaper = _scope(spec, function, config.scope), Shaper(config.normalise, config.clip)
-    return LoadedReward(name, function, config.weight, source, dict(config.arguments), accepted, required, scope, shaper)
+    return LoadedReward(
+        name,
+        function,
+        config.weight,
+        source,
+        dict(config.arguments),
+        accepted,
+        required,
+        scope=_scope(spec, function, config.scope),
+        timeout_s=config.timeout_s,
+        isolate=config.isolate,
+        entry=_entry(spec, function, source, config.arguments) if config.isolate else {},
+        shaper=Shaper(config.normalise, config.clip),
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -213,6 +231,19 @@ def _scope(spec: str, function: RewardFunction, wanted: Scope | None) -> Scope:
             f"reward {spec!r} declares reward_scope {declared!r}, but it must be one of {', '.join(get_args(Scope))}"
         )
     return wanted or declared
+
+
+def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """How a new process finds the function. One from Python must be a module's own, and that module none that is being run."""
+    if source != "python":
+        return {"function": spec, "arguments": dict(arguments)}
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module or ""), name, None) is not function:
+        raise RewardError(
+            f"reward {spec!r} is isolated, but a new process could not find it: put it into a file and name it as "
+            "path/to/file.py:function, or leave isolate out"
+        )
+    return {"function": f"{module}:{name}", "arguments": dict(arguments)}
 
 
 def _read_signature(

@@ -25,11 +25,12 @@ class RewardFailure:
 
 
 class BadResult(Exception):
-    """Something that is no score, or no list of them; the message goes on from "the function returned"."""
+    """Something that is no score, or no list of them; the message is what the function did, without a subject."""
 
-    def __init__(self, kind: FailureKind, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.kind: FailureKind = kind
+        self.cause = cause
 
 
 def read_scores(result: Any, members: Sequence[int]) -> list[Score | BadResult]:
@@ -46,9 +47,9 @@ def read_scores(result: Any, members: Sequence[int]) -> list[Score | BadResult]:
     expected = len(members)
     if listed is None:
         kind = "None (is a return statement missing?)" if result is None else f"a {type(result).__name__}"
-        raise BadResult("wrong_length", f"{kind} instead of a list of {expected} scores")
+        raise BadResult("wrong_length", f"returned {kind} instead of a list of {expected} scores")
     if len(listed) != expected:
-        raise BadResult("wrong_length", f"{len(listed)} scores for {expected} completions")
+        raise BadResult("wrong_length", f"returned {len(listed)} scores for {expected} completions")
     return [_number(score, member) for score, member in zip(listed, members, strict=True)]
 
 
@@ -58,10 +59,10 @@ def _number(score: Any, member: int) -> Score | BadResult:
     scalar = score.item() if hasattr(score, "item") and getattr(score, "shape", None) == () else score
     if not isinstance(scalar, numbers.Real):
         what = f"{score!r:.80} ({type(score).__name__})"
-        return BadResult("not_a_number", f"{what} for completion {member} instead of a number or None")
+        return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
     number = float(scalar)
     if not math.isfinite(number):
-        return BadResult("not_a_number", f"{number} for completion {member} instead of a finite number or None")
+        return BadResult("not_a_number", f"returned {number} for completion {member} instead of a finite number or None")
     return number
 
 

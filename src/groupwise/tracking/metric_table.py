@@ -20,6 +20,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "shaping/std_<component>": ("score", "Running standard deviation of the same: what scores are divided by."),
     "shaping/clipped_<component>": ("share", "Scores, or sums (total), that the clip changed; only where there is one."),
     "calls/failed_<component>": ("count", "Calls of one function that raised, hung or gave nonsense (rewards.on_error: skip)."),
+    "calls/killed_<component>": ("count", "Processes of one isolated function that were killed, or died, and were replaced."),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
     "groups/zero_variance": (

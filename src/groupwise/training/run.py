@@ -74,6 +74,7 @@ class Run:
     signals: StopSignals = field(default_factory=StopSignals)
 
     def close(self) -> None:
+        self.prepared.rewards.close()
         self.trackers.close()
         self.folder.release()
 

@@ -1,0 +1,242 @@
+"""Isolated functions: whatever they do, the run goes on. Async ones: side by side, but not more than were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.errors import RewardError
+from groupwise.metrics import values
+from groupwise.rewards import RewardSuite
+from groupwise.rewards.background import Background
+
+from .conftest import make_completions, make_prompt
+
+MISCHIEF = '''
+"""One reward function that does what the completion says."""
+import os, re, subprocess, sys, time
+import numpy as np
+
+def obey(completions, folder=None, **columns):
+    text = completions[0][0]["content"]
+    if text == "loop":
+        while True:
+            pass
+    if text == "hang in C":
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock for years
+    if text == "children":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(os.path.join(folder, "child"), "w").write(str(child.pid))
+        time.sleep(600)
+    if text == "crash":
+        os.kill(os.getpid(), 11)
+    if text == "exit":
+        os._exit(3)
+    if text == "raise":
+        raise ValueError("no")
+    if text == "print":
+        print("x" * 100_000)
+        os.write(1, b"raw")
+        assert sys.stdin.read() == ""
+    if text == "array":
+        return np.array([0.5], dtype=np.float32)
+    if text == "strange":
+        return [lambda: 0]
+    if text == "pid":
+        return [float(os.getpid())]
+    return [1.0]
+'''
+
+
+@pytest.fixture
+def mischief(reward_file, tmp_path):
+    """``mischief(timeout_s=..., processes=...)``: a suite that skips failures, one completion to a call."""
+    path, suites = reward_file(MISCHIEF), []
+
+    def make(timeout_s=60.0, scope="completion", on_error="skip", **settings):
+        entry = RewardFunctionConfig(
+            function=f"{path}:obey", isolate=True, timeout_s=timeout_s, scope=scope, arguments={"folder": str(tmp_path)}
+        )
+        suites.append(RewardSuite.from_config(RewardsConfig(functions=[entry], on_error=on_error, **settings), "xml"))
+        return suites[-1]
+
+    yield make
+    for suite in suites:
+        suite.close()
+
+
+def step(suite, *texts):
+    return suite.score_all([(make_prompt(), make_completions(text)) for text in texts])
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in Path(f"/proc/{pid}/status").read_text() if sys.platform == "linux" else True
+
+
+def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, tmp_path):
+    suite = mischief(timeout_s=1.0, processes=2)
+    started = time.monotonic()
+    scoring = step(suite, "fine", "loop", "hang in C", "children", "fine")
+    assert time.monotonic() - started < 30
+    assert [group.rewards for group in scoring.groups] == [(1.0,), (1.0,)]
+    assert [failure.kind for failure in scoring.failures] == ["timed_out"] * 3
+    said = (
+        f"reward 'obey' on completion 0 of problem '{make_prompt().problem.id}' did not return within its timeout_s = 1 seconds"
+    )
+    assert scoring.failures[0].message == said
+    assert values(scoring.metrics) == {"calls/killed_obey": 3, "calls/failed_obey": 3}
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(child)
+    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+
+
+def test_what_ends_or_fills_its_process_is_told_apart_from_what_works(mischief):
+    suite = mischief(processes=1)
+    scoring = step(suite, "crash", "exit", "raise", "strange", "print", "array")
+    assert [group.rewards for group in scoring.groups] == [(1.0,), (0.5,)]
+    said = [failure.message.partition(" raised ")[2] for failure in scoring.failures]
+    assert said[0] == "nothing, but its process ended with signal 11"
+    assert said[1] == "nothing, but its process ended with status 3"
+    assert said[2].startswith("ValueError: no (mine.py, line ")
+    assert "while its result was sent" in said[3]
+    assert values(scoring.metrics) == {"calls/killed_obey": 2, "calls/failed_obey": 4}
+
+
+def test_a_process_is_used_again_and_ends_with_the_suite(mischief):
+    suite = mischief(processes=1)
+    pids = {group.rewards[0] for group in step(suite, "pid", "pid", "pid").groups}
+    assert len(pids) == 1
+    pid = int(pids.pop())
+    assert pid != os.getpid()
+    assert is_alive(pid)
+    suite.close()
+    assert not is_alive(pid)
+    assert int(step(suite, "pid").groups[0].rewards[0]) != pid  # closed for now, not for ever
+
+
+def test_with_on_error_stop_a_late_call_ends_the_run(mischief):
+    with pytest.raises(RewardError, match=r"did not return within its timeout_s = 0.5 seconds; make it faster"):
+        step(mischief(timeout_s=0.5, on_error="stop"), "loop")
+
+
+def test_keywords_that_cannot_be_sent_are_told(mischief):
+    suite = mischief()
+    prompt = make_prompt(columns={"lock": threading.Lock()})
+    scoring = suite.score_all([(prompt, make_completions("fine"))])
+    assert "its keywords cannot be sent to a process" in scoring.failures[0].message
+
+
+def test_a_function_that_no_process_could_find_is_refused_before_the_run():
+    entry = RewardFunctionConfig(function="mine", isolate=True)
+    with pytest.raises(RewardError, match="'mine' is isolated, but a new process could not find it: put it into a file"):
+        RewardSuite.from_config(RewardsConfig(functions=[entry]), "xml", {"mine": lambda completions: [0.0]})
+
+
+def test_a_function_of_a_module_and_a_built_in_one_can_be_isolated_too():
+    from groupwise.rewards.functions import text
+
+    entries = [
+        RewardFunctionConfig(function="mine", isolate=True, arguments={"target": 4}),
+        RewardFunctionConfig(function="keyword", isolate=True, arguments={"words": ["abcd"]}),
+    ]
+    suite = RewardSuite.from_config(RewardsConfig(functions=entries, processes=1), "xml", {"mine": text.length})
+    group = suite.score(make_prompt(), make_completions("abcd", "abcdef"))
+    assert group.components == {"mine": (0.0, -0.5), "keyword": (1.0, 0.0)}
+    suite.close()
+
+
+# --- async --------------------------------------------------------------------------------------------------------------
+
+
+def async_suite(function, scope="completion", **settings):
+    entry = RewardFunctionConfig(function="judge", scope=scope, timeout_s=settings.pop("limit", None))
+    return RewardSuite.from_config(RewardsConfig(functions=[entry], **settings), "xml", {"judge": function})
+
+
+class Meeting:
+    """An async judge that returns only when ``size`` calls are under way together."""
+
+    def __init__(self, size):
+        self.size, self.present, self.most, self.complete = size, 0, 0, None
+
+    async def __call__(self, completions):
+        if self.complete is None:
+            self.complete = asyncio.Event()
+        self.present += 1
+        self.most = max(self.most, self.present)
+        if self.present >= self.size:
+            self.complete.set()
+        await self.complete.wait()
+        await asyncio.sleep(0.01)
+        self.present -= 1
+        return [float(len(completions[0][0]["content"]))]
+
+
+def test_async_calls_run_side_by_side_over_groups_and_keep_their_order():
+    meeting = Meeting(size=6)
+    suite = async_suite(meeting, limit=60.0)
+    groups = suite.score_all(
+        [(make_prompt(), make_completions("a", "bb")), (make_prompt(), make_completions("ccc", "d", "", "ff"))]
+    )
+    assert [group.rewards for group in groups.groups] == [(1.0, 2.0), (3.0, 1.0, 0.0, 2.0)]
+    assert meeting.most == 6
+
+
+def test_no_more_async_calls_run_than_were_asked_for():
+    meeting = Meeting(size=3)
+    step(async_suite(meeting, concurrent_calls=3, limit=60.0), *"abcdefgh")
+    assert meeting.most == 3
+
+
+def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up():
+    async def judge(completions):
+        await asyncio.sleep(30 if completions[0][0]["content"] == "slow" else 0.15)
+        return [1.0]
+
+    scoring = step(async_suite(judge, concurrent_calls=2, limit=1.0, on_error="skip"), *["a"] * 12, "slow", "b")
+    assert len(scoring.groups) == 13
+    assert [failure.kind for failure in scoring.failures] == ["timed_out"]
+
+
+def test_after_a_failure_that_stops_the_run_no_further_call_begins():
+    begun = []
+
+    async def judge(completions):
+        begun.append(0)
+        raise ValueError("no")
+
+    with pytest.raises(RewardError, match="raised ValueError: no"):
+        step(async_suite(judge, concurrent_calls=1), *["a"] * 50)
+    assert len(begun) < 50
+
+
+def test_a_background_begins_in_order_and_drops_what_has_not_begun():
+    order, gate = [], threading.Event()
+
+    def work(i):
+        order.append(i)
+        assert gate.wait(10)
+        return i
+
+    with Background(1, "test") as background:
+        futures = [background.submit(lambda i=i: work(i)) for i in range(5)]
+        while not order:
+            time.sleep(0.001)
+    gate.set()
+    assert futures[0].result(10) == 0
+    assert all(future.cancelled() for future in futures[1:])
+    assert order == [0]
