@@ -53,6 +53,17 @@ class MasterAdamW:
             [group for group in groups if group["params"]],
             lr=config.learning_rate, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
+        self._make_moments()
+
+    def _make_moments(self) -> None:
+        """Now instead of at the first step: what stays comes before what comes and goes, so that the heap has no holes between, and
+        a device that is too small says so at once."""
+        for master in self.masters:
+            self.adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
+            }
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32 or not self.config.master_weights:
@@ -127,7 +138,9 @@ class MasterAdamW:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if parameter is not master:
                 master.copy_(state[f"master.{name}"])
-            self.adamw.state[master].update({k: state[f"{k}.{name}"].clone() for k in _MOMENTS if f"{k}.{name}" in state})
+            for key in _MOMENTS:
+                kept = self.adamw.state[master][key]
+                kept.copy_(state[f"{key}.{name}"]) if f"{key}.{name}" in state else kept.zero_()
         self.publish()
 
     def _check(self, state: dict[str, Tensor]) -> None:

@@ -1,0 +1,103 @@
+"""Arithmetic and time of a step: how much work the products are, how many bytes decoding reads, and what a device makes of it.
+
+Two operations to a multiplication and addition, as in PaLM's model FLOPs (arXiv 2204.02311, appendix B). What is counted is the work
+that this trainer does: a prompt once for its group, no padding, the output head at predicted tokens only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from groupwise.planner.hardware import Hardware
+from groupwise.planner.setup import Setup
+
+__all__ = ["StepCost", "step_cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step of one process: operations, and seconds by part."""
+
+    sampling_flops: float
+    learning_flops: float
+    """Forward and backward passes over every update, what is computed again for memory's sake, and the reference's pass."""
+    sampling_s: float
+    learning_s: float
+    optimizer_s: float
+    communication_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.sampling_s + self.learning_s + self.optimizer_s + self.communication_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "step_s": self.step_s}
+
+
+def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
+    """Of one step at the expected length of completions, every group learnt from."""
+    arithmetic = hardware.flops_per_s * hardware.arithmetic_share
+    if setup.weight_bytes == 4:
+        arithmetic /= 2 if setup.device == "cpu" else 8  # fp32 products (tensor cores of GPUs: TF32, off by default)
+    bandwidth = hardware.bytes_per_s * hardware.bandwidth_share
+    forward = _forward_flops(setup)
+    learning = _learning_flops(setup, forward)
+    updates = setup.config.algorithm.updates_per_batch
+    return StepCost(
+        sampling_flops=forward,
+        learning_flops=learning,
+        sampling_s=_sampling_s(setup, arithmetic, bandwidth),
+        learning_s=learning / arithmetic,
+        optimizer_s=updates * _optimizer_bytes(setup) / bandwidth,
+        communication_s=updates * _communication_bytes(setup) / hardware.link_bytes_per_s,
+    )
+
+
+def _forward_flops(setup: Setup) -> float:
+    """2 L matrices R + 2 V D T + 4 L H E pairs, over the whole step."""
+    shape, n, c, p = setup.shape, setup.prompts, setup.mean_completion, setup.prompt
+    g = setup.config.rollout.completions_per_prompt
+    if setup.packed:
+        rows = n * (p + g * (c - 1))
+        pairs = n * (p * (p + 1) / 2 + g * ((c - 1) * p + (c - 1) * c / 2))
+    else:
+        rows = n * g * (p + c - 1)
+        pairs = n * g * (p + c - 1) * (p + c) / 2
+    layers = 2.0 * shape.layers * shape.layer_matrices * rows + 4.0 * pairs * shape.layers * shape.attended
+    return layers + 2.0 * shape.head * n * g * c
+
+
+def _learning_flops(setup: Setup, forward: float) -> float:
+    """A backward pass is two forward passes; one where the base is frozen, whose weights need no gradient."""
+    passes = (2.0 if setup.adapted else 3.0) + (1.0 if setup.config.model.gradient_checkpointing else 0.0)
+    reference = forward if setup.config.algorithm.beta > 0 else 0.0
+    return setup.config.algorithm.updates_per_batch * passes * forward + reference
+
+
+def _sampling_s(setup: Setup, arithmetic: float, bandwidth: float) -> float:
+    """Prefill, then one decode step a token: each reads all weights once and the cache of its rows, or computes, whichever is longer."""
+    shape, s, c = setup.shape, setup.weight_bytes, setup.mean_completion
+    total = setup.prompts * setup.config.rollout.completions_per_prompt
+    rows = min(total, setup.config.rollout.max_concurrent_sequences)
+    steps = c * -(-total // rows)
+    weights = shape.layers * shape.layer_matrices + shape.head
+    per_position = 2 * shape.layers * shape.kv_heads * shape.head_width * s
+    groups = max(1, rows // setup.config.rollout.completions_per_prompt)
+    read = s * weights + per_position * (groups * setup.prompt + rows * c / 2)
+    computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + c / 2)
+    prefill = 2.0 * shape.layers * shape.layer_matrices * setup.prompts * setup.prompt
+    return prefill / arithmetic + steps * max(read / bandwidth, computed / arithmetic)
+
+
+def _optimizer_bytes(setup: Setup) -> float:
+    """Reads and writes of gradient, moments and masters, and the write of the weights."""
+    own = setup.adapted or setup.weight_bytes == 4 or not setup.config.optimizer.master_weights
+    m = 4 if setup.adapted or not own else setup.weight_bytes
+    return setup.trained * (m + 2 * 2 * m + 2 * m + (0 if own else setup.weight_bytes))
+
+
+def _communication_bytes(setup: Setup) -> float:
+    """Averaging the gradients over n processes sends 2 (n - 1) / n of them from each (ring all-reduce)."""
+    n = setup.world_size
+    return 2.0 * (n - 1) / n * 4.0 * setup.trained

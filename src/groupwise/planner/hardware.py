@@ -1,0 +1,149 @@
+"""What machines can do: memory, arithmetic and bandwidth, from vendors' data sheets or measured here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass, replace
+
+from groupwise.errors import ConfigError
+
+__all__ = ["HARDWARE", "Hardware", "choose_hardware", "find_hardware", "measure", "parse_bytes", "present_gpu"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One device."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    """Peak of dense bf16 matrix products that add up in fp32."""
+    bytes_per_s: float
+    """Peak of its own memory."""
+    link_bytes_per_s: float
+    """To a neighbour on the same machine, in one direction."""
+    arithmetic_share: float = 0.4
+    """Share of the peak that learning reaches: 0.3 to 0.5 is usual. 1 for rates that were measured on real shapes."""
+    bandwidth_share: float = 0.6
+    """Share of the peak bandwidth that decoding reaches."""
+    source: str = "data sheet"
+
+
+HARDWARE: dict[str, Hardware] = {
+    card.name: card
+    for card in (
+        Hardware("rtx-3090", 24 * _GIB, 71e12, 936e9, 12e9),
+        Hardware("rtx-4090", 24 * _GIB, 165e12, 1008e9, 12e9),
+        Hardware("l4", 24 * _GIB, 60e12, 300e9, 12e9),
+        Hardware("a10", 24 * _GIB, 70e12, 600e9, 12e9),
+        Hardware("l40s", 48 * _GIB, 181e12, 864e9, 25e9),
+        Hardware("a100-40gb", 40 * _GIB, 312e12, 1555e9, 300e9),
+        Hardware("a100-80gb", 80 * _GIB, 312e12, 2039e9, 300e9),
+        Hardware("h100", 80 * _GIB, 989e12, 3350e9, 450e9),
+        Hardware("h200", 141 * 10**9, 989e12, 4800e9, 450e9),
+        Hardware("b200", 180 * _GIB, 2250e12, 8000e9, 900e9),
+        Hardware("cpu", 16 * _GIB, 0.95e12, 60e9, 10e9, 0.5, 0.9, "two cores of an AMD EPYC (Zen 5), benchmarks/RESULTS.md"),
+    )
+}
+"""By name. Rates are peaks of the vendors' data sheets without sparsity; what is reached is a share of them."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """Raises ConfigError for a name that the table does not have."""
+    found = HARDWARE.get(name.lower().replace(" ", "-").replace("_", "-"))
+    if found is None:
+        raise ConfigError(f"the hardware {name!r} is not in the table: use one of {', '.join(HARDWARE)}, or --gpu-memory alone")
+    return found
+
+
+def parse_bytes(text: str) -> int:
+    """``24GiB``, ``24GB``, ``24576MiB``, or plain bytes; a bare ``24G`` means gigabytes of 10^9.
+
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("100")
+    (25769803776, 1500000000, 100)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] == "i" or float(match[1]) == 0:
+        raise ConfigError(f"the memory size {text!r} is not understood: write a number with a unit, such as 24GiB or 80GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def present_gpu() -> tuple[str, int] | None:
+    """Name and memory of this machine's first NVIDIA GPU, asked of its driver; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
+        name, _, mebibytes = answer.splitlines()[0].rpartition(",")
+        return name.strip(), int(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def measure(device: str = "auto") -> Hardware:
+    """This machine's own rates: a bf16 product of the size that learning has, and a copy, a second each. Imports torch.
+
+    ``device``: ``cpu``, ``cuda``, or ``auto``. On CPU the memory is the whole machine's.
+    """
+    import psutil
+    import torch
+
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    where = torch.device("cuda" if on_gpu else "cpu")
+    size = 8192 if on_gpu else 1024
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=where) for _ in range(2))
+    source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.float32, device=where).fill_(1.0)
+    target = torch.empty_like(source)
+
+    def rate(action: object, work: float) -> float:
+        def wait() -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+
+        action()  # type: ignore[operator]
+        wait()
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < 1.0:
+            action()  # type: ignore[operator]
+            wait()
+            count += 1
+        return work * count / (time.perf_counter() - started)
+
+    flops = rate(lambda: torch.mm(a, b), 2.0 * size**3)
+    moved = rate(lambda: target.copy_(source), 2.0 * source.numel() * 4)
+    name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
+    # Attention, norms and launches are not products: what learning reaches of the measured rate of products.
+    return Hardware(
+        name, memory, flops, moved, HARDWARE["a100-80gb" if on_gpu else "cpu"].link_bytes_per_s, 0.6, 0.8, "measured here"
+    )
+
+
+def choose_hardware(device: str, name: str | None, gpu_bytes: int | None, measured: bool) -> Hardware:
+    """What a plan is for: the device named, a GPU of the size given, or what this machine has (``device`` is ``model.device``).
+
+    Of a GPU that is known by its size alone, rates are those of the smallest card of the table that has as much memory.
+    """
+    if measured:
+        return measure("auto" if gpu_bytes is None and device == "auto" else "cuda" if gpu_bytes else device.partition(":")[0])
+    if name is not None:
+        return find_hardware(name)
+    if gpu_bytes is None:
+        gpu = None if device == "cpu" else present_gpu()
+        if gpu is None:
+            import psutil
+
+            return replace(HARDWARE["cpu"], memory_bytes=psutil.virtual_memory().total)
+        label, gpu_bytes = gpu
+        named = [card for key, card in HARDWARE.items() if key in label.lower().replace(" ", "-")]
+        if named:
+            return replace(named[0], memory_bytes=gpu_bytes)
+    cards = sorted((c for c in HARDWARE.values() if c.name != "cpu"), key=lambda c: (c.memory_bytes, c.flops_per_s))
+    return next((card for card in cards if card.memory_bytes >= gpu_bytes), cards[-1])

@@ -1,0 +1,168 @@
+"""Memory of a run by phase: which tensors live at the same time, how large each is, and why.
+
+Every figure is an ``Item`` with its formula; a phase is the items that live together at its fullest moment. Bytes on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.planner.activations import head_bytes, kept_bytes, kept_formula, passing_bytes, prefill_bytes
+from groupwise.planner.setup import Setup
+
+__all__ = ["Item", "Phase", "peak_phase", "phases"]
+
+_MIB = 2**20
+_PROCESS = {"cpu": 405 * _MIB, "cuda": 600 * _MIB}
+"""Python, torch, transformers and the tokenizer before any weights (measured); on a GPU the driver's context and cuBLAS (assumed)."""
+_PEFT = 45 * _MIB
+_HOLES = {"cpu": 0.25, "cuda": 0.05}
+"""What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
+docs/planning.md), on a GPU an allowance."""
+_PREFILL_TOKENS = 4096
+_ROOM = {"cpu": 32, "cuda": 256}
+"""Of ``engines/builtin``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that takes memory."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What lives at the fullest moment of a phase, largest first."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def cause(self) -> Item:
+        """Its largest item."""
+        return self.items[0]
+
+
+def phases(setup: Setup) -> list[Phase]:
+    """Sampling, evaluation, reference, learning and the optimiser's step, in the steady state (the moments exist)."""
+    passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
+    if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
+        passing["evaluation"] = _sampling(setup, setup.config.evaluation.problems or 10**6, 1)
+    passing |= {"learning": _learning(setup), "optimiser step": [_gradients(setup)]}
+    return [_phase(name, [*_state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
+
+
+def peak_phase(found: Sequence[Phase]) -> Phase:
+    return max(found, key=lambda phase: phase.bytes)
+
+
+def _phase(name: str, items: list[Item]) -> Phase:
+    return Phase(name, tuple(sorted((i for i in items if i.bytes), key=lambda item: -item.bytes)))
+
+
+def _holes(setup: Setup, items: Sequence[Item]) -> Item:
+    share = _HOLES[setup.device]
+    return Item("the allocator's holes", int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
+
+
+def _own_masters(setup: Setup) -> bool:
+    """Whether the trained weights are their own masters: fp32 ones (peft keeps adapters in fp32), or masters switched off."""
+    return setup.adapted or setup.weight_bytes == 4 or not setup.config.optimizer.master_weights
+
+
+def _learnt_bytes(setup: Setup) -> int:
+    """Bytes of a number in what the optimiser steps on."""
+    return 4 if setup.adapted or not _own_masters(setup) else setup.weight_bytes
+
+
+def _state(setup: Setup) -> list[Item]:
+    parameters, trained, s = setup.shape.parameters, setup.trained, setup.weight_bytes
+    items = [
+        Item("process", _PROCESS[setup.device] + (_PEFT if setup.adapted else 0), "what runs before any weights are loaded"),
+        Item("weights", s * parameters, "s P"),
+    ]
+    if setup.adapted:
+        items += [Item("adapter", 4 * trained, "4 A, A weights of the adapter"), *_merged_copy(setup)]
+    if not _own_masters(setup):
+        items.append(Item("master weights", 4 * trained, "4 P"))
+    m = _learnt_bytes(setup)
+    items.append(Item("moments", 2 * m * trained, f"2 x {m} {'A' if setup.adapted else 'P'}"))
+    if setup.config.algorithm.beta > 0 and not setup.adapted:
+        items.append(Item("reference", s * parameters, "s P"))
+        if setup.config.algorithm.reference_mixing < 1:
+            items.append(Item("reference average", 4 * parameters, "4 P"))
+    return items
+
+
+def _merged_copy(setup: Setup) -> list[Item]:
+    """The sampler's copy of the base, with the adapter merged in."""
+    if not setup.shape.lean or setup.config.rollout.engine == "transformers":
+        return []
+    return [Item("merged weights", setup.weight_bytes * setup.shape.parameters, "s P, the sampler's copy")]
+
+
+def _gradients(setup: Setup) -> Item:
+    m = _learnt_bytes(setup)
+    return Item("gradients", m * setup.trained, f"{m} {'A' if setup.adapted else 'P'}")
+
+
+def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
+    shape, s = setup.shape, setup.weight_bytes
+    rows = min(setup.config.rollout.max_concurrent_sequences, prompts * samples)
+    groups = min(prompts, rows)
+    per_position = 2 * shape.layers * shape.kv_heads * shape.head_width * s
+    room = _grown_room(setup)
+    own = rows * room * per_position
+    growing = 2 * own // (2 * shape.layers) if room > _ROOM[setup.device] else 0
+    items = [
+        Item("KV cache", groups * setup.prompt * per_position + own + growing, "2 L K E s (groups x prompt + rows x completion)"),
+        Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
+        Item("prefill", prefill_bytes(setup, min(_PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
+    ]
+    if setup.device == "cpu" and s == 2 and shape.lean:
+        copied = s * (shape.layers * shape.layer_matrices + shape.head)
+        items.append(Item("rearranged weights", copied, "s (L matrices + V D), while sampling"))
+    return items
+
+
+def _grown_room(setup: Setup) -> int:
+    """Completion positions in the cache at the end: it grows by blocks up to the limit."""
+    least, limit = _ROOM[setup.device], max(1, setup.completion - 1)
+    room = min(least, limit)
+    while room < limit:
+        room = min(limit, room + max(least, room // 8 // least * least))
+    return room
+
+
+def _learning(setup: Setup) -> list[Item]:
+    """The fuller of two moments: the output head's backward pass, when all layers' activations are there; and the end, when all
+    gradients are. From the second micro-batch on the fp32 gradients are there from the beginning."""
+    shape, s, batch = setup.shape, setup.weight_bytes, setup.largest
+    gradients = _gradients(setup)
+    head_gradient = 0 if setup.adapted else s * shape.head
+    several = len(setup.micro_batches) > 1
+    early = [
+        *([gradients] if several else []),
+        Item("activations", kept_bytes(setup, batch), kept_formula(setup)),
+        Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"),
+        Item("head's gradient", head_gradient, "s V D"),
+    ]
+    layer = [
+        *([gradients] if several else []),
+        Item("activations", kept_bytes(setup, batch), kept_formula(setup)),
+        Item("one layer's backward pass", passing_bytes(setup, batch), "R s (D + 6F) + 2 s F D"),
+        Item("head's gradient", head_gradient, "s V D"),
+    ]
+    late = [
+        gradients,
+        Item("head's gradient", 3 * head_gradient if shape.tied else head_gradient, "3 s V D (head, embedding, their sum)"),
+    ]
+    return max((early, layer, late), key=lambda items: sum(item.bytes for item in items))

@@ -1,0 +1,123 @@
+"""One answer from all parts: does it fit, what is the peak made of, what would fit, and how long does a step take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from groupwise.config.schema import Config
+from groupwise.planner.cost import StepCost, step_cost
+from groupwise.planner.hardware import Hardware
+from groupwise.planner.memory import Item, Phase, peak_phase, phases
+from groupwise.planner.setup import Setup
+from groupwise.planner.shape import find_shape
+from groupwise.planner.suggest import Suggestion, suggest
+
+__all__ = ["LEGEND", "Plan", "make_plan"]
+
+LEGEND = {
+    "P": "weights of the model", "A": "weights of the adapter", "s": "bytes of a weight (model.dtype)", "L": "layers", "D": "model width",
+    "F": "feed-forward width", "H": "query heads", "K": "key-value heads", "E": "head width", "V": "vocabulary",
+    "R": "packed inputs of the largest micro-batch: a prompt once for its group", "T": "its predicted tokens",
+    "N": "its inputs where each completion carries its prompt",
+}  # fmt: skip
+"""Symbols of the formulas."""
+
+NOT_BUILT = (
+    "4-bit and 8-bit bases (QLoRA)",
+    "sharding over processes (ZeRO, FSDP)",
+)
+"""What would lower the peak and the trainer cannot do yet: said, and never suggested."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need on each device."""
+
+    setup: Setup
+    hardware: Hardware
+    limit_bytes: int
+    phases: tuple[Phase, ...]
+    cost: StepCost
+    suggestions: tuple[Suggestion, ...]
+
+    @property
+    def peak(self) -> Phase:
+        return peak_phase(self.phases)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.bytes <= self.limit_bytes
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the figures rest on beside the settings."""
+        setup = self.setup
+        given = setup.prompt_tokens or setup.config.data.max_prompt_tokens
+        found = [
+            f"prompts of {setup.prompt} tokens ({'given' if given else 'a guess: --prompt-tokens'})",
+            f"memory: every completion reaches {setup.completion} tokens",
+            f"time: completions of {setup.mean_completion} tokens, every group learnt from, {self.hardware.name} "
+            f"({self.hardware.source}) at {self.hardware.arithmetic_share:.0%} of its arithmetic and "
+            f"{self.hardware.bandwidth_share:.0%} of its bandwidth",
+        ]
+        if setup.world_size > 1:
+            found.append(f"{setup.world_size} processes, each with all weights, share the prompts of a step")
+        if setup.device == "cuda":
+            found.append("the driver's context and the allocator's losses on a GPU are an allowance, not a measurement")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        setup, peak = self.setup, self.peak
+        return {
+            "model": setup.config.model.name,
+            "parameters": setup.shape.parameters,
+            "trained_parameters": setup.trained,
+            "device": setup.device,
+            "world_size": setup.world_size,
+            "limit_bytes": self.limit_bytes,
+            "peak_bytes": peak.bytes,
+            "peak_phase": peak.name,
+            "peak_cause": peak.cause.name,
+            "fits": self.fits,
+            "phases": [{"name": p.name, "bytes": p.bytes, "items": [asdict(item) for item in p.items]} for p in self.phases],
+            "suggestions": [one.to_json() for one in self.suggestions],
+            "step": self.cost.to_json(),
+            "prompts_per_hour": setup.config.rollout.prompts_per_step * 3600 / self.cost.step_s,
+            "hardware": asdict(self.hardware),
+            "assumptions": self.assumptions,
+            "not_built_yet": list(NOT_BUILT),
+        }
+
+    def formulas(self) -> list[Item]:
+        """Every item once, with its formula, as in the phase in which it is largest."""
+        found: dict[str, Item] = {}
+        for item in (i for phase in self.phases for i in phase.items):
+            if item.name not in found or found[item.name].bytes < item.bytes:
+                found[item.name] = item
+        return list(found.values())
+
+
+def make_plan(
+    config: Config,
+    hardware: Hardware,
+    *,
+    limit_bytes: int | None = None,
+    world_size: int = 1,
+    prompt_tokens: int = 0,
+    mean_completion_tokens: int = 0,
+) -> Plan:
+    """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has.
+
+    Raises ModelError where the model's config.json cannot be had.
+    """
+    setup = Setup(
+        config,
+        find_shape(config.model),
+        "cpu" if hardware.name == "cpu" else "cuda",
+        world_size,
+        prompt_tokens,
+        mean_completion_tokens,
+    )
+    limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
+    return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

@@ -1,0 +1,118 @@
+"""One run as the planner sees it: settings, shape and lengths, and the sizes of its batches that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from groupwise.batching import cut_batch
+from groupwise.config.schema import Config
+from groupwise.planner.shape import ModelShape
+
+__all__ = ["MicroBatchSize", "Setup"]
+
+_TYPICAL_PROMPT = 200
+"""Tokens of a prompt where nothing says otherwise: a grade-school word problem with a system prompt has 60 to 250."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSize:
+    """Rows and tokens of one forward and backward pass."""
+
+    groups: tuple[tuple[int, int], ...]
+    """For each group in it: tokens of the prompt, completions."""
+    completion: int
+    """Tokens of each completion."""
+
+    @property
+    def rows(self) -> int:
+        """R, packed inputs: a prompt once for its group, and a completion without its last token, which predicts nothing."""
+        return sum(prompt + count * (self.completion - 1) for prompt, count in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """T, predicted tokens."""
+        return sum(count for _, count in self.groups) * self.completion
+
+    @property
+    def padded(self) -> int:
+        """Inputs where every completion is computed with a prompt of its own (``models/module_scorer.py``)."""
+        longest = max(prompt for prompt, _ in self.groups)
+        return sum(count for _, count in self.groups) * (longest + self.completion - 1)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Settings, and what they do not say: the model's shape, the device, and how long prompts and completions are."""
+
+    config: Config
+    shape: ModelShape
+    device: Literal["cpu", "cuda"] = "cuda"
+    world_size: int = 1
+    prompt_tokens: int = 0
+    """Longest prompt; 0 takes ``data.max_prompt_tokens``, or a typical length."""
+    mean_completion_tokens: int = 0
+    """Expected length, for time only; 0 takes the limit. Memory is planned for completions that all reach the limit."""
+
+    def changed(self, **changes: Any) -> Setup:
+        """With some settings changed, named ``section__field``."""
+        config = self.config
+        for name, value in changes.items():
+            section, _, key = name.partition("__")
+            part = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: part})
+        return replace(self, config=config)
+
+    @property
+    def prompt(self) -> int:
+        return self.prompt_tokens or self.config.data.max_prompt_tokens or _TYPICAL_PROMPT
+
+    @property
+    def completion(self) -> int:
+        return self.config.rollout.max_completion_tokens
+
+    @property
+    def mean_completion(self) -> int:
+        return self.mean_completion_tokens or self.completion
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that one process has in a step."""
+        return -(-self.config.rollout.prompts_per_step // self.world_size)
+
+    @property
+    def adapted(self) -> bool:
+        return self.config.model.lora is not None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the lean decoder computes the passes; otherwise the model's own module, over padded rows."""
+        return self.shape.lean and not self.adapted
+
+    @property
+    def weight_bytes(self) -> int:
+        """s, bytes of a weight."""
+        return 4 if self.config.model.dtype == "float32" else 2
+
+    @property
+    def trained(self) -> int:
+        """Weights that learn."""
+        lora = self.config.model.lora
+        return self.shape.parameters if lora is None else self.shape.adapter(lora.rank, lora.target_modules)
+
+    @cached_property
+    def micro_batches(self) -> list[MicroBatchSize]:
+        """The step's micro-batches, were all completions as long as allowed; cut by the trainer's own function."""
+        return self._cut(self.completion)
+
+    def _cut(self, completion: int) -> list[MicroBatchSize]:
+        group: tuple[int, Sequence[int]] = (self.prompt, [completion] * self.config.rollout.completions_per_prompt)
+        parts = cut_batch([group] * self.prompts, self.config.training.micro_batch_tokens)
+        return [MicroBatchSize(tuple((self.prompt, len(p.members)) for p in batch), completion) for batch in parts]
+
+    @cached_property
+    def largest(self) -> MicroBatchSize:
+        """The micro-batch with the most inputs."""
+        return max(self.micro_batches, key=lambda batch: batch.rows if self.packed else batch.padded)

@@ -1,0 +1,163 @@
+"""A model's shape: what its config.json says about sizes, and how many weights follow from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import ModelError
+from groupwise.models.folder import is_folder_name
+
+__all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
+
+_LEAN = ("llama", "qwen2", "qwen3")
+"""Architectures that the lean decoder covers (``models/decoder.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a Llama-like decoder. D width, F feed_forward, L layers, H heads, K kv_heads, E head_width, V vocabulary."""
+
+    width: int
+    feed_forward: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool
+    """Whether the output head is the embedding."""
+    qkv_bias: bool = False
+    head_norm: bool = False
+    """Whether queries and keys are normed by head (Qwen3)."""
+    architecture: str = "qwen2"
+
+    @property
+    def lean(self) -> bool:
+        return self.architecture in _LEAN
+
+    @property
+    def qkv(self) -> int:
+        """Output width of the fused query, key and value projection: (H + 2K) E."""
+        return (self.heads + 2 * self.kv_heads) * self.head_width
+
+    @property
+    def attended(self) -> int:
+        """Width of the attention's output: H E."""
+        return self.heads * self.head_width
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of one layer's matrices: D (H + 2K) E + H E D + 3 D F."""
+        return self.width * (self.qkv + self.attended + 3 * self.feed_forward)
+
+    @property
+    def head(self) -> int:
+        """Weights of the output head: V D."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All weights: L (matrices + norms + biases) + V D, twice where the head is not the embedding, + the final norm."""
+        norms = 2 * self.width + (2 * self.head_width if self.head_norm else 0)
+        biases = self.qkv if self.qkv_bias else 0
+        return self.layers * (self.layer_matrices + norms + biases) + (1 if self.tied else 2) * self.head + self.width
+
+    def adapter(self, rank: int, target_modules: str | list[str]) -> int:
+        """Weights of a LoRA of this rank: rank (in + out) for every adapted projection. A regular expression counts as all of them."""
+        kv = self.kv_heads * self.head_width
+        sizes = {
+            "q_proj": self.width + self.attended, "k_proj": self.width + kv, "v_proj": self.width + kv,
+            "o_proj": self.attended + self.width, "gate_proj": self.width + self.feed_forward,
+            "up_proj": self.width + self.feed_forward, "down_proj": self.feed_forward + self.width,
+        }  # fmt: skip
+        chosen = list(sizes) if isinstance(target_modules, str) else [m.rsplit(".", 1)[-1] for m in target_modules]
+        return self.layers * rank * sum(sizes.get(name, 0) for name in chosen)
+
+
+def _qwen25(width: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> ModelShape:
+    return ModelShape(width, feed_forward, layers, heads, kv_heads, 128, vocabulary, tied, qkv_bias=True)
+
+
+_BY_SIZE = {
+    "0.5B": ModelShape(896, 4864, 24, 14, 2, 64, 151936, True, qkv_bias=True),
+    "1.5B": _qwen25(1536, 8960, 28, 12, 2, 151936, True),
+    "3B": _qwen25(2048, 11008, 36, 16, 2, 151936, True),
+    "7B": _qwen25(3584, 18944, 28, 28, 4, 152064, False),
+    "14B": _qwen25(5120, 13824, 48, 40, 8, 152064, False),
+    "32B": _qwen25(5120, 27648, 64, 40, 8, 152064, False),
+    "72B": _qwen25(8192, 29568, 80, 64, 8, 152064, False),
+}
+KNOWN_SHAPES: dict[str, ModelShape] = {
+    "smollm2-135m-instruct": ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, architecture="llama"),
+    **{f"Qwen/Qwen2.5-{size}{kind}": shape for size, shape in _BY_SIZE.items() for kind in ("", "-Instruct")},
+    **{
+        f"Qwen/Qwen2.5-{family}-{size}{kind}": _BY_SIZE[size]
+        for family, sizes in (("Coder", ("0.5B", "1.5B", "3B", "14B", "32B")), ("Math", ("1.5B",)))
+        for size in sizes
+        for kind in ("", "-Instruct")
+    },
+}
+"""Models that recipes and guides name, so that they can be planned without a network."""
+
+
+def find_shape(config: ModelConfig) -> ModelShape:
+    """The shape of ``config.name``: from the table above, a folder's config.json, the local Hub cache, or the Hub (config.json only).
+
+    Raises ModelError where no config.json can be had, or it is not that of a Llama-like decoder.
+    """
+    if config.name in KNOWN_SHAPES:
+        return KNOWN_SHAPES[config.name]
+    path = Path(config.name).expanduser() / "config.json" if is_folder_name(config.name) else _from_hub(config)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the config of model {config.name!r} cannot be read from {path} ({error}): name a model folder with config.json, or one "
+            f"of {', '.join(sorted(KNOWN_SHAPES)[:3])} ..."
+        ) from error
+    return shape_of_config(found, config.name)
+
+
+def _from_hub(config: ModelConfig) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(config.name, "config.json", revision=config.revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(config.name, "config.json", revision=config.revision, etag_timeout=10.0))
+    except Exception as error:  # no network, no such model, gated: the client's many errors come to the same here
+        raise ModelError(
+            f"the config of model {config.name!r} is neither built in, nor in the local Hub cache, nor to be had from the Hub "
+            f"({type(error).__name__}): check the spelling and the network, or name a folder with its config.json"
+        ) from error
+
+
+def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
+    """The shape that a config.json describes; one level down for models that wrap a text model."""
+    text = found.get("text_config") or found
+    architecture = str(text.get("model_type") or found.get("model_type"))
+    try:
+        width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+        return ModelShape(
+            width=width,
+            feed_forward=int(text["intermediate_size"]),
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_width=int(text.get("head_dim") or width // heads),
+            vocabulary=int(text["vocab_size"]),
+            tied=bool(text.get("tie_word_embeddings", found.get("tie_word_embeddings", False))),
+            qkv_bias=architecture == "qwen2" or bool(text.get("attention_bias")),
+            head_norm=architecture == "qwen3",
+            architecture=architecture,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the config of model {name!r} (type {architecture!r}) has no usable {error}, so that its memory cannot be planned: "
+            "plan covers Llama-like decoders; train with --dry-run checks any other model"
+        ) from error

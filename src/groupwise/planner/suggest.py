@@ -1,0 +1,141 @@
+"""The nearest settings that fit, ranked: first those that leave every number as it is, then those that change what is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from groupwise.config.schema import LoraConfig
+from groupwise.planner.cost import step_cost
+from groupwise.planner.hardware import Hardware
+from groupwise.planner.memory import peak_phase, phases
+from groupwise.planner.setup import Setup
+
+__all__ = ["Suggestion", "peak_bytes", "suggest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Settings to change together, and what comes of it."""
+
+    settings: dict[str, Any]
+    """By dotted name, as ``groupwise train RECIPE name=value`` takes them."""
+    peak_bytes: int
+    fits: bool
+    step_s: float
+    effect: str
+    """What changes beside memory."""
+    rank: int
+    """0: same numbers, only speed; 1: rounding; 2: another objective, or fewer weights that learn."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def words(self) -> str:
+        """As one types it."""
+        return " ".join(f"{name}={_typed(value)}" for name, value in self.settings.items())
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "'{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}'"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def peak_bytes(setup: Setup) -> int:
+    return peak_phase(phases(setup)).bytes
+
+
+def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list[Suggestion]:
+    """Up to ``most`` changes that bring the peak to ``limit`` bytes, nearest first: by rank, by how many settings they touch, by time.
+
+    Where nothing fits, the one with the lowest peak is given, with ``fits`` false. For a run that fits already: nothing.
+    """
+    if peak_bytes(setup) <= limit:
+        return []
+    tried = [_outcome(setup, changes, rank, effect, hardware, limit) for changes, rank, effect in _candidates(setup, limit)]
+    fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
+    return _without_supersets(fitting)[:most] if fitting else sorted(tried, key=lambda t: t.peak_bytes)[:1]
+
+
+def _without_supersets(found: list[Suggestion]) -> list[Suggestion]:
+    """Drop what changes everything that an earlier one changes, to the same values, and more."""
+    kept: list[Suggestion] = []
+    for one in found:
+        if not any(earlier.settings.items() <= one.settings.items() for earlier in kept):
+            kept.append(one)
+    return kept
+
+
+def _outcome(setup: Setup, changes: dict[str, Any], rank: int, effect: str, hardware: Hardware, limit: int) -> Suggestion:
+    changed = setup.changed(**changes)
+    peak = peak_bytes(changed)
+    shown = {name.replace("__", "."): _plain(value) for name, value in changes.items()}
+    return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank)
+
+
+def _plain(value: Any) -> Any:
+    return {"rank": value.rank, "alpha": value.alpha} if isinstance(value, LoraConfig) else value
+
+
+Change = tuple[dict[str, Any], int, str]
+
+
+def _candidates(setup: Setup, limit: int) -> Iterator[Change]:
+    """Every combination of one change of what is learned (or none) with changes of speed alone; the budgets that just fit."""
+    for learned, rank, effect in _changes_of_result(setup):
+        for recompute in ({}, {"model__gradient_checkpointing": True}):
+            if recompute and setup.config.model.gradient_checkpointing:
+                continue
+            both = {**learned, **recompute}
+            slower = "activations are computed twice" if recompute else ""
+            for fewer in _concurrency(setup.changed(**both), limit):
+                changes = {**both, **fewer}
+                words = [effect, slower, "more rounds of sampling" if fewer else ""]
+                if changes:
+                    yield changes, rank, "; ".join(w for w in words if w)
+                budget = _budget(setup.changed(**changes), limit)
+                if budget:
+                    words.append("smaller passes")
+                    yield {**changes, "training__micro_batch_tokens": budget}, rank, "; ".join(w for w in words if w)
+
+
+def _changes_of_result(setup: Setup) -> Iterator[Change]:
+    config = setup.config
+    yield {}, 0, ""
+    if config.algorithm.beta > 0 and not setup.adapted:
+        yield {"algorithm__beta": 0.0}, 2, "no reference and no KL: another objective"
+    if not setup.adapted:
+        lora = LoraConfig(rank=16, alpha=32)
+        yield {"model__lora": lora}, 2, "a low-rank adapter learns: raise the learning rate about tenfold"
+
+
+def _budget(setup: Setup, limit: int) -> int | None:
+    """The largest smaller micro-batch budget that fits, a power of two, or the least that holds one completion."""
+    least = setup.prompt + setup.completion
+    budget = 1 << (min(setup.config.training.micro_batch_tokens, setup.prompts * least * 64).bit_length() - 1)
+    while budget >= 128:
+        if budget < setup.config.training.micro_batch_tokens:
+            if peak_bytes(setup.changed(training__micro_batch_tokens=budget)) <= limit:
+                return budget
+            if budget <= least:
+                return budget  # nothing smaller changes anything: shown as what does not fit
+        budget //= 2
+    return None
+
+
+def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
+    """Nothing; and, where sampling is what does not fit, fewer sequences at once."""
+    yield {}
+    names = {"sampling", "evaluation"}
+    if not any(p.name in names and p.bytes > limit for p in phases(setup)):
+        return
+    rows = 1 << (setup.config.rollout.max_concurrent_sequences - 1).bit_length() - 1
+    while rows >= 8:
+        fewer = {"rollout__max_concurrent_sequences": rows}
+        if all(p.bytes <= limit for p in phases(setup.changed(**fewer)) if p.name in names):
+            yield fewer
+            return
+        rows //= 2

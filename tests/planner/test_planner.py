@@ -1,0 +1,282 @@
+"""The plan against the code that it describes: weights counted by transformers, saved tensors counted by autograd, the cache itself."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from groupwise.config import build_config, load_config, recipes
+from groupwise.engines.builtin.cache import Cache
+from groupwise.errors import ConfigError, ModelError
+from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.load import Policy
+from groupwise.models.scorer import make_scorer
+from groupwise.planner import HARDWARE, KNOWN_SHAPES, ModelShape, Setup, find_shape, make_plan, parse_bytes, phases
+from groupwise.planner.activations import kept_bytes
+from groupwise.planner.cost import step_cost
+from groupwise.planner.hardware import find_hardware
+from groupwise.planner.shape import shape_of_config
+from groupwise.training.optimizer import MasterAdamW
+
+GIB = 2**30
+
+
+def shape_of(model):
+    return shape_of_config(model.config.to_dict(), "tiny")
+
+
+def setup_of(shape, device="cpu", prompt=5, **settings):
+    return Setup(build_config(settings), shape, device, prompt_tokens=prompt)
+
+
+def item(found, phase, name):
+    return next((i.bytes for p in found if p.name == phase for i in p.items if i.name == name), 0)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", *(f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "7B"))])
+def test_known_models_have_the_weights_that_transformers_counts(name):
+    shape = KNOWN_SHAPES[name]
+    made = {
+        "hidden_size": shape.width, "intermediate_size": shape.feed_forward, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
+    config = LlamaConfig(**made) if shape.architecture == "llama" else Qwen2Config(**made)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape_of_config(config.to_dict(), name) == shape
+
+
+def test_the_published_sizes_of_qwen():
+    published = {"0.5B": 0.49e9, "1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "14B": 14.8e9, "32B": 32.8e9, "72B": 72.7e9}
+    for size, count in published.items():
+        assert KNOWN_SHAPES[f"Qwen/Qwen2.5-{size}-Instruct"].parameters == pytest.approx(count, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
+def test_weights_and_adapters_of_tiny_models(request, family):
+    model = request.getfixturevalue(family)()
+    shape = shape_of(model)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    lora = load_config(None, ["model.lora={rank: 3}"]).model.lora
+    adapted = attach(model, peft_config_of(lora))
+    assert shape.adapter(3, "all-linear") == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def saved_bytes(scorer, batch):
+    """Bytes of the storages that autograd holds on to, weights not counted."""
+    owned = {p.untyped_storage().data_ptr() for p in scorer.module.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs = scorer.logprobs(batch)
+    return sum(seen.values()), logprobs  # held to the end, so that no storage is used again
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
+def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, recompute, dtype):
+    model = request.getfixturevalue(family)(num_hidden_layers=6).to(getattr(torch, dtype))
+    settings = {"dtype": dtype, "gradient_checkpointing": recompute}
+    setup = setup_of(
+        shape_of(model),
+        prompt=40,
+        model=settings,
+        rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},
+    )
+    (batch,) = setup.micro_batches
+    scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
+    packed = scorer.prepare([(range(1, 41), [range(3, 53)] * 4)] * 2)
+    assert batch.rows == len(packed.token_ids_R)
+    assert batch.tokens == len(packed.targets_T)
+    found, _ = saved_bytes(scorer, packed)
+    of_the_head = batch.tokens * (2 * setup.shape.width * setup.weight_bytes + 24) + 8 * batch.rows  # sums and places beside rows
+    one_layer = (
+        kept_bytes(setup, batch) - setup.shape.layers * batch.rows * setup.shape.width * setup.weight_bytes if recompute else 0
+    )
+    assert found - of_the_head == pytest.approx(kept_bytes(setup, batch) - one_layer, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_what_the_model_s_own_module_keeps(tiny_llama, adapted, dtype):
+    settings = {"dtype": dtype, **({"lora": {"rank": 4}} if adapted else {})}
+    model = tiny_llama(num_hidden_layers=6).to(getattr(torch, dtype))
+    shape = shape_of(model) if adapted else dataclasses.replace(shape_of(model), architecture="another")
+    setup = setup_of(
+        shape,
+        prompt=40,
+        model=settings,
+        rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},
+    )
+    (batch,) = setup.micro_batches
+    if adapted:
+        model = attach(model, peft_config_of(setup.config.model.lora))
+        scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
+    else:
+        from groupwise.models.module_scorer import ModuleScorer
+
+        scorer = ModuleScorer(model)
+    packed = scorer.prepare([(list(range(1, 41)), [list(range(3, 53))] * 4)] * 2)
+    assert batch.padded == packed.token_ids.numel()
+    found, _ = saved_bytes(scorer, packed)
+    of_the_head = batch.tokens * (setup.shape.width * setup.weight_bytes + 4)
+    assert found - of_the_head == pytest.approx(kept_bytes(setup, batch), rel=0.06)
+
+
+def test_what_a_pass_keeps_with_the_library_s_attention(tiny_qwen2):
+    model = tiny_qwen2(num_hidden_layers=6)
+    setup = setup_of(
+        shape_of(model), device="cuda", prompt=40, model={"dtype": "float32", "attention": "sdpa"},
+        rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},
+    )  # fmt: skip
+    (batch,) = setup.micro_batches
+    scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
+    found, _ = saved_bytes(scorer, scorer.prepare([(range(1, 41), [range(3, 53)] * 4)] * 2))
+    of_the_head = batch.tokens * (2 * setup.shape.width * setup.weight_bytes + 4)
+    assert found - of_the_head == pytest.approx(kept_bytes(setup, batch), rel=0.06)
+
+
+def test_the_cache_is_as_large_as_planned():
+    shape = KNOWN_SHAPES["smollm2-135m-instruct"]
+    setup = setup_of(shape, prompt=30, rollout={"prompts_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 100})
+    cache = Cache(
+        layers=30, kv_heads=3, head_width=64, groups=2, prompt_tokens=30, rows=6, completion_tokens=99, dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    while cache.room < 99:
+        cache.reserve(cache.room + 1, 6)
+    real = cache.prompt.nbytes + sum(t.nbytes for pair in cache.own for t in pair)
+    planned = item(phases(setup), "sampling", "KV cache")
+    assert planned == real + sum(t.nbytes for t in cache.own[0])  # one layer's old and new tables live side by side
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("masters", [True, False])
+def test_the_optimiser_is_as_large_as_planned(tiny_qwen2, dtype, masters):
+    model = tiny_qwen2().to(getattr(torch, dtype))
+    setup = setup_of(shape_of(model), model={"dtype": dtype}, optimizer={"master_weights": masters})
+    scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
+    optimizer = MasterAdamW(scorer.named_parameters(), setup.config.optimizer)
+    sizes = {kind: sum(v.nbytes for k, v in optimizer.state().items() if k.startswith(kind)) for kind in ("master", "exp_avg")}
+    found = phases(setup)
+    assert item(found, "optimiser step", "master weights") == sizes["master"]
+    assert item(found, "optimiser step", "moments") == sizes["exp_avg"]
+    scorer.logprobs(scorer.prepare([([1, 2], [[3, 4], [5]])])).sum().backward()
+    assert item(found, "optimiser step", "gradients") == sum(m.grad.nbytes for m in optimizer.masters)
+
+
+def test_what_fits_is_suggested_nearest_first_and_really_fits():
+    config = load_config("gsm8k-1.5b-8gpu")
+    made = make_plan(config, HARDWARE["rtx-4090"], prompt_tokens=200)
+    assert not made.fits
+    assert made.suggestions
+    assert [one.rank for one in made.suggestions] == sorted(one.rank for one in made.suggestions)
+    for one in made.suggestions:
+        overrides = [f"{name}={json.dumps(value)}" for name, value in one.settings.items()]
+        again = make_plan(load_config("gsm8k-1.5b-8gpu", overrides), HARDWARE["rtx-4090"], prompt_tokens=200)
+        assert again.fits
+        assert again.peak.bytes == one.peak_bytes
+    roomy = make_plan(config, HARDWARE["h200"], prompt_tokens=200)
+    assert roomy.fits
+    assert roomy.suggestions == ()
+
+
+def test_a_smaller_budget_is_found_where_it_is_enough():
+    config = load_config(
+        None, ["rollout.max_completion_tokens=512", "training.micro_batch_tokens=32768", "model.name=Qwen/Qwen2.5-0.5B"]
+    )
+    roomy = make_plan(config, HARDWARE["h200"], prompt_tokens=200)
+    least = max(p.bytes for p in roomy.phases if p.name != "learning")
+    limit = (least + roomy.peak.bytes) // 2
+    first = make_plan(config, HARDWARE["h200"], prompt_tokens=200, limit_bytes=limit).suggestions[0]
+    assert first.rank == 0
+    assert first.fits
+
+
+def test_nothing_that_fits_is_said_so():
+    made = make_plan(load_config("gsm8k-7b-8gpu"), HARDWARE["l4"], limit_bytes=8 * GIB)
+    assert [one.fits for one in made.suggestions] == [False]
+
+
+def test_processes_share_a_step_s_prompts():
+    config = load_config("gsm8k-7b-8gpu")
+    one, eight = (make_plan(config, HARDWARE["h200"], world_size=n) for n in (1, 8))
+    assert (one.setup.prompts, eight.setup.prompts) == (256, 32)
+    assert eight.cost.learning_flops == pytest.approx(one.cost.learning_flops / 8)
+    assert eight.cost.communication_s > one.cost.communication_s == 0
+
+
+def test_operations_are_those_of_a_hand_count():
+    """One prompt of 3, two completions of 2 tokens: 3 + 2 rows, 4 predictions, 6 pairs in the prompt and 3 + 1 in each completion."""
+    shape = ModelShape(8, 16, 2, 2, 1, 4, 10, True)
+    rollout = {"prompts_per_step": 1, "completions_per_prompt": 2, "max_completion_tokens": 2}
+    setup = setup_of(shape, prompt=3, rollout=rollout, algorithm={"beta": 0.0})
+    matrices = 8 * (2 + 2) * 4 + 8 * 8 + 3 * 8 * 16
+    forward = 2 * 2 * matrices * 5 + 2 * 8 * 10 * 4 + 4 * 14 * 2 * 8
+    cost = step_cost(setup, HARDWARE["cpu"])
+    assert cost.sampling_flops == forward
+    assert cost.learning_flops == 3 * forward
+    again = setup.changed(model__gradient_checkpointing=True, algorithm__beta=0.1, algorithm__updates_per_batch=2)
+    assert step_cost(again, HARDWARE["cpu"]).learning_flops == 2 * 4 * forward + forward
+
+
+def test_sizes_are_read_and_mistakes_told():
+    assert [parse_bytes(t) for t in ("24GiB", "80GB", "512 MiB", "1.5gb", "7")] == [24 * GIB, 80 * 10**9, 2**29, 1_500_000_000, 7]
+    for wrong in ("", "much", "24 iB", "-3GB", "0GB"):
+        with pytest.raises(ConfigError, match="24GiB"):
+            parse_bytes(wrong)
+    with pytest.raises(ConfigError, match="rtx-4090"):
+        find_hardware("abacus")
+
+
+def test_a_folder_s_config_is_enough(tmp_path, tiny_qwen3):
+    model = tiny_qwen3()
+    model.config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
+    config = load_config(None, [f"model.name={tmp_path}"])
+    assert find_shape(config.model).parameters == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match="mamba"):
+        find_shape(config.model)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        find_shape(config.model)
+
+
+def plan_command(*words):
+    code = "import sys; from groupwise.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
+    return subprocess.run([sys.executable, "-c", code, "plan", *words], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_answers_in_json_without_torch():
+    done = plan_command("gsm8k-1.5b-8gpu", "--gpu-memory", "24GiB", "--world-size", "8", "--json", "--formulas")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] == max(phase["bytes"] for phase in found["phases"])
+    assert found["fits"] is False
+    assert found["limit_bytes"] == 24 * GIB
+    assert {"sampling", "learning"} <= {phase["name"] for phase in found["phases"]}
+    assert found["suggestions"][0]["fits"]
+    assert found["step"]["step_s"] > 0
+    named = {i["name"] for phase in found["phases"] for i in phase["items"]}
+    assert named == found["formulas"].keys()
+    assert plan_command("quickstart", "--hardware", "cpu").returncode == 0
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])
+def test_every_recipe_can_be_planned_without_a_network(recipe):
+    made = make_plan(load_config(recipe), HARDWARE["a100-80gb"])
+    assert made.peak.bytes > made.setup.shape.parameters * made.setup.weight_bytes
