@@ -99,7 +99,7 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, z: float = 1.959963984540054) -> tuple[float, float]:
     """Wilson score interval for a proportion (95% by default); honest near 0 and 1, where the normal one is not.
 
     E. B. Wilson (1927), "Probable inference, the law of succession, and statistical inference".

@@ -173,6 +173,8 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
     [
         ("gsm8k:test", "gsm8k", "gsm8k", "test"),
         ("arithmetic", "arithmetic", None, None),
+        ("math500", "math500", "math500", None),
+        ("aime24:train", "aime24", "aime24", "train"),
         ("owner/name", "owner/name", "owner/name", None),
     ],
 )
@@ -181,6 +183,52 @@ def test_data_says_what_is_judged(data, source, eval_source, eval_split):
 
     chosen = load_config("gsm8k-0.5b", _data_overrides(data)).data
     assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)
+
+
+def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_model, run_folder, problems, tmp_path):
+    out = tmp_path / "both.jsonl"
+    words = ["--data", problems, "--samples", "3", "rollout.max_completion_tokens=4", "model.dtype=float32", "--out", out]
+    result = groupwise("eval", tiny_model, run_folder, *words, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["model"] for row in found["models"]] == [str(tiny_model), str(run_folder)]
+    assert [(row["mode"], row["samples"]) for row in found["evaluations"]] == [("sampled", 3), ("greedy", 1)]
+    asked = [row["conditions"] for model in found["models"] for row in model["evaluations"]]
+    assert {(row["style"], row["prompt_format"]) for row in asked} == {
+        ("boxed", 'User:/Assistant: with the system prompt "Reason step by step, then put the final answer in \\boxed{}."')
+    }, "both are asked as the run's model was trained"
+    assert [row["test"] for row in found["comparisons"]] == ["exact paired permutation test", "exact McNemar test"]
+    assert all(row["p_value"] == 1.0 for row in found["comparisons"]), "the two are one model"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 2 * 4 * (3 + 1), "the run judged itself on 4"
+    again = json.loads(groupwise("eval", out, "--json").stdout)
+    assert [m["model"] for m in again["models"]] == [str(tiny_model), str(run_folder)]
+    for before, after in zip(found["models"], again["models"], strict=True):
+        assert [e["figures"] for e in before["evaluations"]] == [e["figures"] for e in after["evaluations"]]
+
+
+def test_the_report_says_how_models_were_asked(groupwise, tiny_model, problems):
+    settings = ["model.dtype=float32", "rollout.max_completion_tokens=4", "evaluation.problems=5", "data.source=arithmetic"]
+    result = groupwise("eval", tiny_model, "--data", problems, "--shots", "1", *settings, "prompt.style=plain")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.split())
+    assert "greedy (temperature 0), 1 sample of each of 5 of the 12 problems from" in shown
+    assert "temperature 1, 1 sample of each" in shown
+    assert "User:/Assistant: with the system prompt" in shown
+    assert "1 shot; at most 4 tokens; seed 1234" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluation.problems=3"], "needs a model to judge"),
+        (["some-model", "some-model"], "names a model twice"),
+    ],
+)
+def test_what_to_judge_must_be_clear(groupwise, words, message):
+    result = groupwise("eval", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_inspect_shows_rows_prompts_lengths_and_bad_answers(groupwise, tiny_model, problems):

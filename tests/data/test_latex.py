@@ -83,7 +83,7 @@ def test_a_worker_that_dies_is_counted_and_replaced() -> None:
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX alarms")
 def test_a_worker_whose_parent_is_gone_ends_itself() -> None:
     script = Path(latex.__file__).with_name("latex_worker.py")
-    question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5])  # the worker allows five seconds more than it is told
+    question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5, False])  # the worker allows five seconds more than it is told
     done = subprocess.run([sys.executable, "-P", str(script)], input=question + "\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGALRM
 

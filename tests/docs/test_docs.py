@@ -76,7 +76,7 @@ def test_commands_parse_and_their_settings_are_real(line):
     if not words:  # a mention, not a line to type
         return
     made = command.make_context("groupwise", list(words))
-    overrides = made.params.get("overrides") or ()
+    overrides = made.params.get("overrides") or [word for word in made.params.get("words", ()) if "=" in word]
     assert all("=" in word for word in overrides), overrides
     source = made.params.get("source")
     shipped = {recipe.name for recipe in recipes()}
@@ -228,3 +228,11 @@ def test_the_page_of_settings_is_current():
     assert page("docs/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
     for doc in explain():
         assert f"| `{doc.leaf}` |" in script.render()
+
+
+def test_the_table_of_named_data_sets_is_that_of_the_code():
+    from groupwise.data.named import NAMED
+
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (\w+) \| ([\d,]+) \| (.*) \|$", page("docs/data.md"), flags=re.MULTILINE)
+    known = [(name, one.hub, one.eval_split, f"{one.rows:,}", one.about) for name, one in NAMED.items()]
+    assert rows == known

@@ -34,7 +34,7 @@ class Scripted:
         out = []
         for done, prompt in enumerate(prompts, 1):
             text, tokens, reason = self.said[prompt.problem.id]
-            out.append((Completion(text, tuple(range(tokens)), (-1.0,) * tokens, reason),))
+            out.append((Completion(text, tuple(range(tokens)), (-1.0,) * tokens, reason),) * samples_per_prompt)
             if on_progress:
                 on_progress(done, tokens)
         return out
@@ -100,6 +100,7 @@ def test_records_hold_the_whole_case():
     assert list(records) == list(SAID)
     assert records["right, chatty"] == {
         "problem": "right, chatty",
+        "sample": 0,
         "question": "question of right, chatty",
         "prompt": "<user>right, chatty",
         "expected": "1234",
@@ -201,13 +202,19 @@ def records(*right):
 
 
 def test_pairs_are_counted_by_what_became_of_them():
-    assert paired_comparison(records(0, 0, 0, 1, 1, 0), records(1, 1, 0, 1, 0, 1)) == {
+    compared = paired_comparison(records(0, 0, 0, 1, 1, 0), records(1, 1, 0, 1, 0, 1))
+    low, high = compared.pop("difference_interval")
+    assert low < 1 / 3 < high
+    assert compared == {
         "n": 6,
+        "samples": 1,
+        "difference": 2 / 6,
         "fixed": 3,
         "broken": 1,
         "both_right": 1,
         "both_wrong": 1,
         "p_value": 2 * (1 + 4) / 16,
+        "test": "exact McNemar test",
     }
 
 
@@ -237,16 +244,8 @@ def test_the_summary_has_each_stage_once_in_the_headline_mode():
     assert {"stage", "n", "strict_accuracy", "lenient_accuracy", "format_rate", "stop_rate"} <= summary["evaluations"][0].keys()
     assert [row["stage"] for row in summary["greedy_evaluations"]] == ["base", "warm_start", "final"]
     assert [row["stage"] for row in summary["training_evaluations"]] == ["step-10"]
-    assert summary["comparison"] == {
-        "before": "warm_start",
-        "after": "final",
-        "n": 5,
-        "fixed": 3,
-        "broken": 0,
-        "both_right": 2,
-        "both_wrong": 0,
-        "p_value": 0.25,
-    }
+    counted = {"n": 5, "samples": 1, "fixed": 3, "broken": 0, "both_right": 2, "both_wrong": 0, "p_value": 0.25}
+    assert {"before": "warm_start", "after": "final", **counted}.items() <= summary["comparison"].items()
     assert (summary["seconds"], summary["steps"], summary["format"], summary["folder"]) == (61.235, 3, "xml", "runs/a")
 
 

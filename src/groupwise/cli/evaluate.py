@@ -2,66 +2,163 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.options import Model, Overrides, ProgressAside
+from groupwise.cli.options import ProgressAside
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from groupwise.config import Config
+    from groupwise.evaluation.models import Judged
 
 __all__ = ["evaluate"]
 
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL [MODEL ...] [KEY=VALUE ...]",
+        help="Model folders, run folders, Hub names or smollm2-135m-instruct; a .jsonl that --out wrote is judged again, without a "
+        "model. Then settings to change.",
+    ),
+]
+
 
 def evaluate(
-    model: Model,
-    overrides: Overrides = None,
+    words: Words,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="SOURCE[:SPLIT]", help="gsm8k:test, arithmetic, a file ...; else what the run used."),
+        typer.Option(
+            "--data",
+            metavar="SOURCE[:SPLIT]",
+            help="gsm8k:test, math500, aime24, aime25, amc23, svamp, arithmetic, a file ...; else what the run used.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions per problem when sampling.")] = None,
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Worked examples before each question.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts, one a line.")
     ] = None,
     as_json: ProgressAside = False,
 ) -> None:
-    """Judge a model on held-out problems: strict and lenient accuracy with 95% intervals, greedy and sampled.
+    """Judge models on held-out problems, greedy and sampled, and compare each with the first.
 
-    A model that a run made is asked the way it was trained: settings come from that run's config.yaml unless you change them.
+    Strict, lenient and LaTeX-equivalent accuracy with 95% intervals; with --samples also pass@k, mean@n and majority@k. A model that
+    a run made is asked the way it was trained: settings come from that run's config.yaml unless you change them. Several models
+    are all asked in one way, that of the first which a run made.
 
     \b
     Examples:
       groupwise eval smollm2-135m-instruct --data arithmetic
-      groupwise eval runs/quickstart-1/final_model
+      groupwise eval smollm2-135m-instruct runs/quickstart-1 --out both.jsonl
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
-      groupwise eval my-model --data problems.jsonl prompt.system=boxed --json
+      groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
+      groupwise eval my-model --data gsm8k:test --shots 4 data.folder=~/data
+      groupwise eval both.jsonl
     """
-    from groupwise.cli.models import fetch_model, settings_for_model
     from groupwise.cli.show import console, print_json
+
+    models, overrides = _models_and_settings(words)
+    options = [f"evaluation.samples={samples}"] if samples else []
+    options += [f"evaluation.shots={shots}"] if shots is not None else []
+    judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], console(stderr=True))
+    from groupwise.evaluation.models import compare_models, write_records
+
+    comparisons = compare_models(judged)
+    if out is not None:
+        count = write_records(out, judged)
+        console(stderr=True).print(f"{count:,} completions with their verdicts in {out}", soft_wrap=True, markup=False)
+    if as_json:
+        print_json(_as_json(judged, comparisons, data or source))
+    else:
+        _print(judged, comparisons, console())
+
+
+def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A word with ``=`` is a setting, unless something of that name exists."""
+    from groupwise.errors import ConfigError
+
+    settings = [word for word in words if "=" in word and not Path(word).expanduser().exists()]
+    models = [word for word in words if word not in settings]
+    if not models:
+        raise ConfigError("groupwise eval needs a model to judge: name a folder, a Hub name or smollm2-135m-instruct")
+    if len(set(models)) < len(models):
+        raise ConfigError(f"{', '.join(models)} names a model twice: name each once")
+    return models, settings
+
+
+def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[list[Judged], str | None]:
+    """Records files first, since they need no weights; the order is that of ``models``."""
+    from groupwise.evaluation.models import rescore
+
+    records = {model: rescore(Path(model)) for model in models if Path(model).suffix == ".jsonl"}
+    weights = [model for model in models if model not in records]
+    judged: dict[str, list[Judged]] = {**records}
+    source = None
+    if weights:
+        config, names = _shared_settings(weights, overrides, aside)
+        source = config.data.eval_source or config.data.source
+        for model, name in zip(weights, names, strict=True):
+            judged[model] = [(model, _with_weights(name, config, aside, title=len(models) > 1))]
+    elif overrides:
+        aside.print("records are judged as they were asked for: the settings given have no effect", style="yellow")
+    return [one for model in models for one in judged[model]], source
+
+
+def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[Config, list[str]]:
+    """One config for all: that of the first model which a run made, or the defaults; and where each model's weights lie."""
+    from groupwise.cli.models import settings_for_model
     from groupwise.tracking.text import harmless
 
-    config, run_config = settings_for_model(model, [*_data_overrides(data), *(overrides or ())])
-    aside = console(stderr=True)
+    found = [settings_for_model(model, overrides) for model in models]
+    chosen, run_config = next(((c, made_by) for c, made_by in found if made_by is not None), found[0])
     if run_config is not None:
-        aside.print(harmless(f"settings from {run_config}", "dim"), soft_wrap=True)
-    from groupwise.evaluation import evaluate_model
-    from groupwise.tracking import make_trackers
+        for_all = ", for all models" if len(models) > 1 else ""
+        aside.print(harmless(f"settings from {run_config}{for_all}", "dim"), soft_wrap=True)
+    return chosen, [config.model.name for config, _ in found]
 
-    fetch_model(config)
+
+def _with_weights(name: str, config: Config, aside: Console, title: bool) -> list[Any]:
+    from groupwise.cli.models import fetch_model
+    from groupwise.evaluation.models import evaluate_model
+    from groupwise.tracking import make_trackers
+    from groupwise.tracking.text import harmless
+
+    fetch_model(config.model_copy(update={"model": config.model.model_copy(update={"name": name})}))
+    if title:
+        aside.print(harmless(name, "bold"), soft_wrap=True)
     trackers = make_trackers(config, None, aside)
     try:
-        results = evaluate_model(config.model.name, config, trackers=trackers)
+        return evaluate_model(name, config, further=True, trackers=trackers)
     finally:
         trackers.close()
-    result = {
-        "model": config.model.name,
-        "data": data or config.data.eval_source or config.data.source,
-        "evaluations": [one.to_summary() for one in results],
-    }
-    if as_json:
-        print_json(result)
-        return
-    from groupwise.tracking.tables import summary_lines, summary_table
 
-    out = console()
-    out.print(summary_table(result, harmless))
-    for line in summary_lines(result):
+
+def _as_json(judged: Sequence[Judged], comparisons: list[dict[str, Any]], data: str | None) -> dict[str, Any]:
+    first, evaluations = judged[0]
+    models = [{"model": model, "evaluations": [e.to_summary() for e in found]} for model, found in judged]
+    return {
+        "model": first,
+        "data": data or evaluations[0].conditions.get("data"),
+        "evaluations": [one.to_summary() for one in evaluations],
+        "models": models,
+        "comparisons": comparisons,
+    }
+
+
+def _print(judged: Sequence[Judged], comparisons: Sequence[dict[str, Any]], out: Console) -> None:
+    from groupwise.tracking.judged import comparison_lines, condition_lines, judged_tables, legend
+    from groupwise.tracking.text import harmless
+
+    rows = [(model, e.to_summary()) for model, evaluations in judged for e in evaluations]
+    for table in judged_tables(rows, harmless):
+        out.print(table)
+        out.print()
+    for line in (*condition_lines(rows), *comparison_lines(comparisons), legend(rows)):
         out.print(harmless(line), soft_wrap=True)
 
 

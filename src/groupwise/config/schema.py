@@ -86,7 +86,10 @@ class DataConfig(Section):
     """Problems to learn from, and held-out problems to be judged by."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built-in generator), `gsm8k`, `polaris`, a JSONL/JSON/CSV/Parquet file, a `save_to_disk` folder, or a Hub name."""
+    """`arithmetic` (built-in generator), a name such as `gsm8k`, `math500` or `polaris` (docs/data.md has them all), a
+    JSONL/JSON/CSV/Parquet file, a `save_to_disk` folder, or a Hub name."""
+    folder: str | None = None
+    """Folder in which the data sets known by name are looked for before the Hub; `GROUPWISE_DATA` in the environment does the same."""
     subset: str | None = None
     """The Hub data set's configuration, such as `main` for GSM8K."""
     split: str = "train"
@@ -219,6 +222,10 @@ class EvaluationConfig(Section):
     """Evaluate the untrained model (and the warm-started one)."""
     show: int = Field(default=2, ge=0)
     """Examples printed in the terminal after each evaluation; all are in the run's folder."""
+    samples: int = Field(default=1, ge=1)
+    """Completions per problem in the `sampled` mode. Above 1 there are also pass@k, majority@k and intervals clustered by problem."""
+    shots: int = Field(default=0, ge=0)
+    """Worked examples from the training problems that stand before each question, the same ones for all."""
     seed: int = 1234
     """Seed of sampled evaluation, the same at every stage so that stages are compared on equal terms."""
 

@@ -17,9 +17,11 @@ from groupwise.errors import AnswerError
 
 __all__ = [
     "PLACEHOLDERS",
+    "PLACES",
     "AnswerFormat",
     "AnswerStyle",
     "Grade",
+    "answers_equal",
     "exact_match",
     "extract_answer",
     "extract_last_number",
@@ -35,7 +37,7 @@ AnswerStyle = Literal["xml", "boxed", "plain"]
 """Where a completion's answer stands: in ``<answer>``, in ``\\boxed{}``, or after ``####``."""
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "xml", "plain"]
 
-STYLES: tuple[AnswerStyle, ...] = ("xml", "boxed", "plain")
+PLACES: tuple[AnswerStyle, ...] = ("xml", "boxed", "plain")
 PLACEHOLDERS = frozenset({"", "...", "…", ". . ."})
 """What a model copies from the prompt's example instead of answering."""
 LONGEST_NUMBER = 100
@@ -232,11 +234,12 @@ def _right_somewhere(text: str, reference: str, style: AnswerStyle) -> bool:
     last_number = extract_last_number(text)
     if last_number is not None and numeric_equal(last_number, reference):
         return True
-    found = [extract_answer(text, other) for other in STYLES if other != style]
-    return any(answer is not None and _equal(answer, reference) for answer in found)
+    found = [extract_answer(text, other) for other in PLACES if other != style]
+    return any(answer is not None and answers_equal(answer, reference) for answer in found)
 
 
-def _equal(answer: str, reference: str) -> bool:
+def answers_equal(answer: str, reference: str) -> bool:
+    """Equal as text, as numbers, or as mathematics."""
     return exact_match(answer, reference) or numeric_equal(answer, reference) or _equal_as_maths(answer, reference)
 
 

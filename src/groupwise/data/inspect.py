@@ -9,6 +9,7 @@ from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data import prepared
 from groupwise.data.arithmetic import generate
 from groupwise.data.columns import find_columns, to_problem
+from groupwise.data.named import named_folder
 from groupwise.data.prompts import render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
 from groupwise.errors import DataError
@@ -55,7 +56,7 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
         problems = prepared.load_part(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
         names = ["id", "question", "answer", "columns"]
         return problems, [], {"all": names, "prompt": "question", "answer": "answer"}, len(problems)
-    table = read_table(data.source, data.split, data.subset)
+    table = read_table(data.source, data.split, data.subset, named_folder(data.folder))
     found = find_columns(table, data)
     problems, bad = [], []
     for index, row in enumerate(table.rows[: data.limit]):

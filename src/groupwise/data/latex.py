@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["latex_equivalent", "latex_failures"]
+__all__ = ["latex_equivalent", "latex_equivalent_in_text", "latex_failures"]
 
 LONGEST_EXPRESSION = 500
 """Characters; a longer text is prose or noise, and never worth a computer algebra system's time."""
+LONGEST_TEXT = 4000
+"""Characters at the end of a completion in which math-verify looks for a final answer."""
 START_LIMIT_S = 60.0
 """Importing sympy takes seconds on a busy machine."""
 STARTS_ALLOWED = 3
@@ -51,6 +53,15 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = 5.0) -> boo
     if not (_is_maths(answer) and _is_maths(reference)) or not (MATHS_MARK.search(answer) or MATHS_MARK.search(reference)):
         return False
     return _CHECKER.equivalent(answer, reference, timeout_s)
+
+
+def latex_equivalent_in_text(text: str, reference: str, timeout_s: float = 5.0) -> bool:
+    """Whether the final answer that math-verify itself finds in ``text`` equals ``reference``: its own extraction, of LaTeX between
+    dollar signs or in ``\\boxed`` and of plain numbers. Time, safety and failures are as for ``latex_equivalent``."""
+    reference = _plain(reference)
+    if not _is_maths(reference) or not MATHS_MARK.search(text):
+        return False
+    return _CHECKER.equivalent(text[-LONGEST_TEXT:], reference, timeout_s, in_text=True)
 
 
 def latex_failures() -> Mapping[str, int]:
@@ -110,10 +121,10 @@ class _Worker:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def ask(self, answer: str, reference: str, timeout_s: float) -> bool:
+    def ask(self, answer: str, reference: str, timeout_s: float, in_text: bool) -> bool:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps([answer, reference, timeout_s]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([answer, reference, timeout_s, in_text]).encode() + b"\n")
             self.process.stdin.flush()
         except (OSError, ValueError):
             raise _WorkerGone from None
@@ -142,10 +153,10 @@ class _Checker:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._failed_starts = 0
-        self._verdicts: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str, bool], bool] = OrderedDict()
 
-    def equivalent(self, answer: str, reference: str, timeout_s: float) -> bool:
-        key = (answer, reference)
+    def equivalent(self, answer: str, reference: str, timeout_s: float, in_text: bool = False) -> bool:
+        key = (answer, reference, in_text)
         with self._lock:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
@@ -154,16 +165,16 @@ class _Checker:
             if worker is None:
                 self.failures["unavailable"] += 1
                 return False
-            verdict = self._ask(worker, answer, reference, timeout_s)
+            verdict = self._ask(worker, answer, reference, timeout_s, in_text)
             # A time-out is remembered too: the same expression would cost its full limit again and again.
             self._verdicts[key] = verdict
             if len(self._verdicts) > CACHED_VERDICTS:
                 self._verdicts.popitem(last=False)
             return verdict
 
-    def _ask(self, worker: _Worker, answer: str, reference: str, timeout_s: float) -> bool:
+    def _ask(self, worker: _Worker, answer: str, reference: str, timeout_s: float, in_text: bool) -> bool:
         try:
-            return worker.ask(answer, reference, timeout_s)
+            return worker.ask(answer, reference, timeout_s, in_text)
         except _WorkerTimeout:
             self.failures["timeout"] += 1
         except Exception:

@@ -1,4 +1,4 @@
-"""The process behind ``latex.py``: reads ``[answer, reference, timeout_s]`` lines of JSON, writes ``{"equal": bool}`` lines.
+"""The process behind ``latex.py``: reads ``[answer, reference, timeout_s, in_text]`` lines of JSON, writes ``{"equal": bool}`` lines.
 
 Run as a script, so that it imports math-verify and nothing of groupwise. Its parent kills it when it is late.
 """
@@ -32,11 +32,13 @@ def die_after(seconds: float) -> None:
         signal.alarm(math.ceil(seconds))
 
 
-def equal(answer: str, reference: str) -> bool:
+def equal(answer: str, reference: str, in_text: bool) -> bool:
+    """``in_text``: ``answer`` is a whole text, and math-verify looks for the final answer in it."""
     from math_verify import parse, verify
 
     # Time limits off: they would arm signal.alarm for nothing, and the parent's limit is the one that counts.
-    gold, target = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
+    written = answer if in_text else f"${answer}$"
+    gold, target = (parse(text, parsing_timeout=None) for text in (f"${reference}$", written))
     return bool(gold and target and verify(gold, target, timeout_seconds=None))
 
 
@@ -53,10 +55,10 @@ def main() -> None:
 
     reply({"ready": True})
     for line in sys.stdin:
-        answer, reference, timeout_s = json.loads(line)
+        answer, reference, timeout_s, in_text = json.loads(line)
         die_after(timeout_s + 5)
         try:
-            reply({"equal": equal(answer, reference)})
+            reply({"equal": equal(answer, reference, in_text)})
         except Exception as error:
             reply({"error": type(error).__name__})
         die_after(0)

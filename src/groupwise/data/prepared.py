@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.data.answers import AnswerStyle
-from groupwise.data.readers import HUB_NAMES
+from groupwise.data.named import canonical_name
 from groupwise.errors import DataError
 from groupwise.types import Problem
 
@@ -29,11 +29,11 @@ VERSION = 1
 
 def is_prepared(source: str) -> bool:
     """Whether ``source`` is a folder that ``groupwise data prepare`` wrote."""
-    return source not in HUB_NAMES and _metadata(Path(source).expanduser()) is not None
+    return canonical_name(source) is None and _metadata(Path(source).expanduser()) is not None
 
 
 def answer_style(source: str) -> AnswerStyle | None:
-    found = (_metadata(Path(source).expanduser()) or {}).get("answer_style") if source not in HUB_NAMES else None
+    found = (_metadata(Path(source).expanduser()) or {}).get("answer_style") if canonical_name(source) is None else None
     return found if found in ("xml", "boxed", "plain") else None
 
 

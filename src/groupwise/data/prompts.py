@@ -9,6 +9,7 @@ from typing import Any, Literal
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data import prepared
 from groupwise.data.answers import AnswerStyle, extract_answer
+from groupwise.data.named import NAMED, canonical_name
 from groupwise.data.readers import peek_columns
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
@@ -27,7 +28,10 @@ CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
-    """``boxed`` for POLARIS, by name or by a local file's columns; a prepared folder's own style; ``xml`` for all else."""
+    """The style of a data set known by name; ``boxed`` for POLARIS by its columns; a prepared folder's own; ``xml`` for all else."""
+    name = canonical_name(data.source)
+    if name is not None:
+        return NAMED[name].style
     if "polaris" in data.source.lower():
         return "boxed"
     prepared_for = prepared.answer_style(data.source)

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.data.named import NAMED, SUFFIXES, canonical_name, local_copy
 from groupwise.errors import DataError
 
-__all__ = ["HUB_NAMES", "Row", "Table", "is_local", "peek_columns", "read_table"]
+__all__ = ["Row", "Table", "is_local", "peek_columns", "read_table"]
 
-HUB_NAMES: Mapping[str, tuple[str, str | None]] = {
-    "gsm8k": ("openai/gsm8k", "main"),
-    "polaris": ("POLARIS-Project/Polaris-Dataset-53K", None),
-}
-"""Short names of data sets on the Hugging Face Hub, with the configuration to load."""
-
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
 
 
@@ -44,21 +38,26 @@ class Table:
 
 
 def is_local(source: str) -> bool:
-    return source not in HUB_NAMES and Path(source).expanduser().exists()
+    return canonical_name(source) is None and Path(source).expanduser().exists()
 
 
-def read_table(source: str, split: str, subset: str | None = None) -> Table:
+def read_table(source: str, split: str, subset: str | None = None, folder: Path | None = None) -> Table:
     """All rows of one split. ``split`` does not matter where ``source`` is a single file.
+
+    A name of ``named.NAMED`` is looked for in ``folder`` first, and then on the Hub.
 
     Raises DataError where the source does not exist, cannot be read, has no such split, or is empty.
     """
-    path = Path(source).expanduser()
-    if source in HUB_NAMES or not path.exists():
+    name = canonical_name(source)
+    path = Path(source).expanduser() if name is None else local_copy(name, split, folder)
+    if path is None or not path.exists():
         table = _read_hub(source, split, subset)
     elif path.is_file():
         table = _file_table(path, split)
     else:
         table = _read_folder(path, split, subset)
+    if name is not None:  # problems keep their ids wherever the copy lies
+        table = Table(table.rows, name, split)
     if not table.rows:
         raise DataError(f"data source {source!r} (split {split!r}) has no rows: check the file, or choose another data.split")
     return table
@@ -217,8 +216,9 @@ def _read_saved(folder: Path, split: str) -> Table:
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> Table:
-    name, default_subset = HUB_NAMES.get(source, (source, None))
-    if source not in HUB_NAMES and _looks_like_path(source):
+    known = NAMED.get(canonical_name(source) or "")
+    name, default_subset = (known.hub, known.subset) if known else (source, None)
+    if known is None and _looks_like_path(source):
         raise DataError(f"data source {source!r} does not exist: check the path, or name a Hub data set such as openai/gsm8k")
     import datasets
 
@@ -227,9 +227,13 @@ def _read_hub(source: str, split: str, subset: str | None) -> Table:
     except Exception as error:
         raise DataError(
             f"data source {source!r} is no local file, and the Hub gives no data set {name!r} with split {split!r} "
-            f"({_first_line(error)}): check the name, data.subset, data.split and the network"
+            f"({_first_line(error)}): check the name, data.subset, data.split and the network{_or_a_copy(known is not None)}"
         ) from error
-    return _dataset_table(loaded, source if source in HUB_NAMES else name.rpartition("/")[2], split)
+    return _dataset_table(loaded, name.rpartition("/")[2], split)
+
+
+def _or_a_copy(known: bool) -> str:
+    return ", or name a folder that has a copy in data.folder" if known else ""
 
 
 def _looks_like_path(source: str) -> bool:

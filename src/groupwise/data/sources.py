@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from groupwise.config.schema import DataConfig
@@ -15,17 +16,18 @@ from groupwise.data import prepared
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.arithmetic import generate
 from groupwise.data.columns import find_columns, to_problem
+from groupwise.data.named import NAMED, canonical_name, local_copy, named_folder
 from groupwise.data.prompts import default_style
 from groupwise.data.readers import read_table
 from groupwise.errors import AnswerError, DataError
 from groupwise.types import Problem
 
-__all__ = ["ProblemSet", "load_held_out", "load_problems", "question_key", "save_prepared"]
+__all__ = ["ProblemSet", "default_eval_split", "held_out_from", "load_held_out", "load_problems", "question_key", "save_prepared"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EVAL_SPLIT = "test"
-"""Split of ``data.eval_source`` where ``data.eval_split`` is not set."""
+"""Split of ``data.eval_source`` where ``data.eval_split`` is not set and its name does not say more."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,27 @@ class ProblemSet:
                 digest.update(json.dumps([p.id, question_key(p), p.answer]).encode())
             digest.update(b"|")
         return digest.hexdigest()
+
+
+def default_eval_split(source: str) -> str:
+    name = canonical_name(source)
+    return NAMED[name].eval_split if name else DEFAULT_EVAL_SPLIT
+
+
+def held_out_from(data: DataConfig) -> str:
+    """Where the held-out problems come from, for a person: the source, its split, and the copy or Hub repository that was read."""
+    source = data.eval_source or data.source
+    if source == "arithmetic":
+        return "arithmetic (generated, held out)"
+    if data.eval_source is None and data.eval_split is None:
+        return f"{source}, held out"
+    split = data.eval_split or default_eval_split(source)
+    name = canonical_name(source)
+    if name is None:
+        return source if Path(source).expanduser().is_file() else f"{source}:{split}"
+    copy = local_copy(name, split, named_folder(data.folder))
+    where = f"the Hub's {NAMED[name].hub}" if copy is None else f"{copy.parent.name}/{copy.name}"
+    return f"{name}:{split} from {where}"
 
 
 def question_key(problem: Problem) -> str:
@@ -105,7 +128,7 @@ def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
 def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> list[Problem]:
     if prepared.is_prepared(source):
         return prepared.load_part(source, "train" if split == "train" else "held_out")
-    table = read_table(source, split, data.subset)
+    table = read_table(source, split, data.subset, named_folder(data.folder))
     columns = find_columns(table, data)
     problems = []
     for index, row in enumerate(table.rows):
@@ -125,7 +148,7 @@ def _named_held_out(data: DataConfig, dropped: Counter[str]) -> list[Problem] | 
     if data.eval_source == "arithmetic" or (data.source == "arithmetic" and data.eval_source is None):
         return generate(data.arithmetic, data.holdout, data.split_seed, "held_out")
     if data.eval_source is not None:
-        return _read(data, data.eval_source, data.eval_split or DEFAULT_EVAL_SPLIT, dropped)
+        return _read(data, data.eval_source, data.eval_split or default_eval_split(data.eval_source), dropped)
     if data.eval_split is not None:
         if data.eval_split == data.split:
             raise DataError(

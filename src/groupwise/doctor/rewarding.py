@@ -221,7 +221,8 @@ def hacking(run: RunRecord) -> Evidence | None:
 
 
 def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
-    from groupwise.evaluation import mcnemar_p_value
+    from groupwise.evaluation.comparing import first_samples
+    from groupwise.evaluation.statistics import mcnemar_p_value
 
     modes = list(dict.fromkeys(e.mode for e in run.evaluations))
     for mode in modes:
@@ -229,8 +230,7 @@ def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
         if len(stages) < 2:
             continue
         best, last = max(stages[:-1], key=lambda e: e.share("strict")), stages[-1]
-        before = {r["problem"]: r["strict"] for r in best.records}
-        pairs = [(before[r["problem"]], r["strict"]) for r in last.records if r["problem"] in before]
+        pairs = first_samples(best.records, last.records)
         broken, fixed = pairs.count((True, False)), pairs.count((False, True))
         if broken > fixed and mcnemar_p_value(broken, fixed) < 0.05:
             return f"held-out accuracy ({mode}, {best.stage} to {last.stage})", best.share("strict"), last.share("strict")

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from groupwise.evaluation import mcnemar_p_value
-from groupwise.metrics import wilson_interval
+from groupwise.evaluation.comparing import first_samples
+from groupwise.evaluation.figures import share
+from groupwise.evaluation.statistics import mcnemar_p_value
 from groupwise.report.packing import pack_json
 from groupwise.tracking.reading import EvaluationRecords, RunRecord
 
@@ -18,19 +19,17 @@ PORTION = 100
 
 
 def evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
-    """One row per stage and mode, counted again from the records, with 95% Wilson intervals."""
+    """One row per stage and mode, counted again from the records, with 95% intervals clustered by problem."""
     return [evaluation_row(evaluation) for evaluation in run.evaluations]
 
 
 def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
-    n = len(evaluation.records)
+    n = len({record["problem"] for record in evaluation.records})
     row: dict[str, Any] = {"stage": evaluation.stage, "mode": evaluation.mode, "n": n, "step": evaluation.step}
-    for key in ("strict", "lenient", "format"):
-        hits = sum(record[key] for record in evaluation.records)
-        row[key] = [hits / n, *wilson_interval(hits, n)]
-    stopped = sum(record["finish_reason"] == "stop" for record in evaluation.records)
-    row["stopped"] = [stopped / n, *wilson_interval(stopped, n)]
-    row["tokens"] = sum(record["tokens"] for record in evaluation.records) / n
+    stopped = [{**record, "stopped": record["finish_reason"] == "stop"} for record in evaluation.records]
+    for key in ("strict", "lenient", "format", "stopped"):
+        row[key] = list(share(stopped, key))
+    row["tokens"] = sum(record["tokens"] for record in evaluation.records) / len(evaluation.records)
     return row
 
 
@@ -48,8 +47,7 @@ def comparisons(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def compare(before: EvaluationRecords, after: EvaluationRecords) -> dict[str, Any]:
-    verdicts = {record["problem"]: record["strict"] for record in before.records}
-    pairs = [(verdicts[r["problem"]], r["strict"]) for r in after.records if r["problem"] in verdicts]
+    pairs = first_samples(before.records, after.records)
     fixed, broken = pairs.count((False, True)), pairs.count((True, False))
     return {
         "n": len(pairs),

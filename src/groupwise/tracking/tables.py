@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from groupwise.tracking.judged import condition_line
 from groupwise.tracking.numbers import clock, interval, percent
 
 __all__ = ["before_and_after", "next_command", "stage_label", "summary_lines", "summary_table", "transcript"]
@@ -71,6 +72,8 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
             f"{' or '.join(str(n) for n in sizes)} held-out problems. strict: the answer stands where the format "
             "asks for it; lenient: it is found anywhere; stopped: the model ended by itself."
         )
+    for way in dict.fromkeys(condition_line(row) for row in summary.get("evaluations", ()) if row.get("conditions")):
+        yield f"Asked: {way}."
     paired = summary.get("comparison")
     if paired:
         yield (

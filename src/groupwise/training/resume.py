@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +103,16 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
 def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Evaluation]:
     """The evaluations before the checkpoint, with their records from the run's folder; one whose records are gone is left out."""
     names = {f.name for f in fields(Evaluation)} - {"records"}
+    needed = {f.name for f in fields(Evaluation) if f.default is MISSING and f.default_factory is MISSING} - {"records"}
     out = []
     for row in state.get("evaluations", []):
         path = folder.evaluation_file(row["stage"], row["mode"])
-        if not path.is_file() or not names <= row.keys():
+        if not path.is_file() or not needed <= row.keys():
             continue
         records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        values: dict[str, Any] = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names}
+        values: dict[str, Any] = {
+            name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names & row.keys()
+        }
         out.append(Evaluation(**values, records=records))
     return out
 

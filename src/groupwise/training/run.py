@@ -87,8 +87,9 @@ class Run:
         if not self.prepared.held_out_prompts:
             return
         results = evaluate_stage(
-            self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style, trackers=self.trackers
-        )
+            self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
+            system=self.prepared.system, trackers=self.trackers,
+        )  # fmt: skip
         self.evaluations.extend(results)
 
     def evaluate_at_start(self, stage: str) -> None:

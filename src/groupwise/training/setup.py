@@ -14,6 +14,7 @@ from groupwise.config.schema import Config
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.errors import ConfigError
+from groupwise.evaluation.shots import with_shots
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import RewardFunction
@@ -105,7 +106,7 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
-    chosen = problems.held_out[: config.evaluation.problems]
+    chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)

@@ -1,0 +1,35 @@
+"""Judging models: figures with intervals, and what the difference between two of them is worth."""
+
+from groupwise.evaluation.comparing import paired_comparison
+from groupwise.evaluation.judging import (
+    Evaluation,
+    EvaluationMode,
+    conditions,
+    evaluate,
+    evaluate_stage,
+    held_out_prompts,
+    sampling_settings,
+)
+from groupwise.evaluation.models import compare_models, evaluate_model, rescore, write_records
+from groupwise.evaluation.records import is_well_formed
+from groupwise.evaluation.statistics import mcnemar_p_value, pass_at_k
+from groupwise.evaluation.summary import build_summary
+
+__all__ = [
+    "Evaluation",
+    "EvaluationMode",
+    "build_summary",
+    "compare_models",
+    "conditions",
+    "evaluate",
+    "evaluate_model",
+    "evaluate_stage",
+    "held_out_prompts",
+    "is_well_formed",
+    "mcnemar_p_value",
+    "paired_comparison",
+    "pass_at_k",
+    "rescore",
+    "sampling_settings",
+    "write_records",
+]

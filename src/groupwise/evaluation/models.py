@@ -1,0 +1,120 @@
+"""What ``groupwise eval`` does: judge models by name, one after the other, and compare them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.config.schema import Config
+from groupwise.errors import DataError
+from groupwise.evaluation.comparing import paired_comparison
+from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts
+from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
+from groupwise.evaluation.shots import with_shots
+from groupwise.evaluation.statistics import holm
+from groupwise.tracking import Trackers
+from groupwise.tracking.files import json_line, write_bytes
+
+__all__ = ["Judged", "compare_models", "evaluate_model", "rescore", "write_records"]
+
+Judged = tuple[str, list[Evaluation]]
+"""A model as it was named, and its evaluations, one a mode."""
+
+
+def evaluate_model(
+    model: str, config: Config, *, stage: str = "eval", further: bool = False, trackers: Trackers | None = None
+) -> list[Evaluation]:
+    """Load ``model`` (a folder, or a name) and judge it in every mode of the config.
+
+    Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
+    are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's.
+
+    Raises:
+        ModelError, DataError: what the model or the data lack.
+    """
+    from groupwise.data.prompts import resolve_system
+    from groupwise.data.sources import load_held_out
+    from groupwise.engines import make_engine
+    from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
+
+    revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
+    model_config = config.model.model_copy(update={"name": model, "revision": revision})
+    check_model(model_config)
+    system, style = resolve_system(config.prompt, config.data)
+    held_out = load_held_out(config.data)
+    problems = with_shots(held_out[: config.evaluation.problems], config, style)
+    tokenizer = load_tokenizer(model_config)
+    room = context_length(load_model_config(model_config), tokenizer)
+    prompts = held_out_prompts(problems, tokenizer, config, system, room)
+    engine = make_engine(load_policy(model_config), config.rollout)
+    results = evaluate_stage(
+        engine,
+        prompts,
+        stage=stage,
+        config=config,
+        style=style,
+        system=system,
+        further=further,
+        available=len(held_out),
+        trackers=trackers,
+    )
+    del engine
+    gc.collect()  # the next model needs the memory
+    return results
+
+
+def rescore(path: Path) -> list[Judged]:
+    """Records that ``eval --out`` wrote, judged anew by today's rules, for each model and mode in the file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in read_records(path):
+        groups.setdefault((record["model"], record["mode"]), []).append(judge_again(record))
+    judged: dict[str, list[Evaluation]] = {}
+    for (model, mode), records in groups.items():
+        asked = {"temperature": None, "max_tokens": None, **{key: records[0][key] for key in CONDITIONS if key in records[0]}}
+        evaluation = evaluation_of(records, stage="eval", mode=mode, conditions=asked)
+        judged.setdefault(model, []).append(evaluation)
+    return list(judged.items())
+
+
+def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Each model against the first, mode by mode, by the strict verdict. ``p_adjusted`` is Holm's, over the comparisons of a mode.
+
+    Raises:
+        DataError: two of them were not judged on the same problems, or not asked as often.
+    """
+    compared: list[dict[str, Any]] = []
+    first, baseline = judged[0]
+    for reference in baseline:
+        rows = []
+        for model, evaluations in judged[1:]:
+            other = next((e for e in evaluations if e.mode == reference.mode), None)
+            if other is None:
+                continue
+            try:
+                paired = paired_comparison(reference.records, other.records)
+            except DataError as error:
+                raise DataError(f"{first} and {model} cannot be compared ({reference.mode}): {error}") from error
+            rows.append({"mode": reference.mode, "before": first, "after": model, **paired})
+        for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+            row["p_adjusted"] = adjusted
+        compared += rows
+    return compared
+
+
+def write_records(path: Path, judged: Sequence[Judged]) -> int:
+    """One line per completion with all that is needed to judge it again; returns how many. A file of that name is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json_line({"model": model, "mode": evaluation.mode, **evaluation.conditions, **record})
+        for model, evaluations in judged
+        for evaluation in evaluations
+        for record in evaluation.records
+    ]
+    write_bytes(path, b"".join(lines))
+    return len(lines)

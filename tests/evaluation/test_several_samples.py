@@ -1,0 +1,220 @@
+"""Several samples of each problem: figures in closed form, records that can be judged again, and how a score says it was taken."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from groupwise.config.schema import Config
+from groupwise.engines.base import SamplingSettings
+from groupwise.errors import DataError
+from groupwise.evaluation import (
+    build_summary,
+    compare_models,
+    evaluate,
+    evaluate_stage,
+    paired_comparison,
+    rescore,
+    write_records,
+)
+from groupwise.evaluation.figures import figures
+from groupwise.evaluation.records import latex_right
+from groupwise.metrics import wilson_interval
+from groupwise.tracking.judged import comparison_lines, condition_line, condition_lines, judged_tables, legend
+from groupwise.tracking.tables import summary_lines
+from groupwise.types import Completion, Problem, Prompt
+
+
+def xml(answer):
+    return f"<reasoning>\nadd\n</reasoning>\n<answer>\n{answer}\n</answer>"
+
+
+class Scripted:
+    """An engine whose samples of each problem are written out."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def sample(self, prompts, samples_per_prompt, settings, *, seed, scope, on_progress=None):
+        return [
+            tuple(Completion(text, (1, 2), (-1.0, -1.0), "stop") for text in self.said[prompt.problem.id][:samples_per_prompt])
+            for prompt in prompts
+        ]
+
+
+SAID = {
+    "a": [xml("12"), xml("12.0"), xml("5"), xml("6")],
+    "b": [xml("5"), xml("5"), xml("12"), "The answer is 12."],
+    "c": [xml("1"), "nothing", xml("2"), xml("3")],
+}
+PROMPTS = [Prompt(Problem(name, f"question {name}", "12"), f"<user>{name}", (1, 2)) for name in SAID]
+
+
+def judged(said=SAID, samples=4, further=True, mode="sampled"):
+    settings = SamplingSettings(max_tokens=100, temperature=0.8, greedy=mode == "greedy")
+    asked = {"data": "sums", "prompt_format": "bare text without a system prompt", "shots": 0}
+    how = {"stage": "eval", "mode": mode, "settings": settings, "style": "xml", "seed": 3}
+    return evaluate(Scripted(said), PROMPTS, **how, samples=samples, further=further, asked=asked)
+
+
+def test_figures_by_hand():
+    result = judged()
+    assert (result.n, result.samples, len(result.records)) == (3, 4, 12)
+    assert result.strict_accuracy == pytest.approx((2 + 1 + 0) / 12)
+    assert result.lenient_accuracy == pytest.approx((2 + 2 + 0) / 12)
+    found = result.figures
+    assert found["latex"][0] == pytest.approx(4 / 12)
+    assert list(found["pass_at"]) == list(found["majority_at"]) == ["1", "2", "4"]
+    assert found["pass_at"]["1"][0] == pytest.approx(result.strict_accuracy)
+    assert found["pass_at"]["2"][0] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6) + 0) / 3)
+    assert found["pass_at"]["4"] == pytest.approx([2 / 3, *wilson_interval(2, 3)])
+    # a: 12 and 12.0 are one answer and lead; b: two 5 against one 12 in its place; c: three wrong ones
+    assert found["majority_at"]["4"][0] == pytest.approx(1 / 3)
+    low, high = result.strict_interval
+    assert low < 0.25 < high
+    assert high - low > wilson_interval(3, 12)[1] - wilson_interval(3, 12)[0], "problems are the unit, not samples"
+
+
+def test_greedy_asks_once():
+    assert judged(mode="greedy").samples == 1
+    assert "pass_at" not in judged(mode="greedy").figures
+
+
+def test_the_further_verdicts_are_made_only_when_asked_for():
+    assert "latex" not in judged(further=False).records[0]
+    assert {"latex", "field_strict", "field_flexible"} <= judged().records[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "right"),
+    [
+        (xml("\\frac{1}{2}"), "0.5", True),
+        ("So it is $\\frac{1}{2}$.", "\\frac12", True),
+        ("Therefore $x = \\sqrt{8}$", "2\\sqrt{2}", True),
+        ("\\boxed{3}, or rather 4", "4", False),
+        (xml("3") + " but 4", "4", False),
+        ("first 4, at last 5", "4", False),
+        ("72 apples in all, that is 72", "72", True),
+        ("", "72", False),
+    ],
+)
+def test_the_latex_verdict_compares_one_final_answer(text, reference, right):
+    assert latex_right(text, reference, "xml") is right
+
+
+def test_two_models_are_compared_problem_by_problem():
+    better = {**SAID, "a": [xml("12")] * 4, "c": [xml("12"), *SAID["c"][1:]]}
+    compared = paired_comparison(judged().records, judged(better).records)
+    assert compared["test"] == "exact paired permutation test"
+    assert (compared["better"], compared["worse"]) == (2, 0)
+    assert compared["difference"] == pytest.approx(3 / 12)
+    assert compared["p_value"] == pytest.approx(2 / 4)  # +2 and +1: of the 4 exchanges, two reach 3
+    with pytest.raises(DataError, match="1 and 4 samples"):
+        paired_comparison(judged(samples=1).records, judged().records)
+
+
+def test_of_three_models_two_are_compared_with_the_first():
+    models = [("base", [judged()]), ("same", [judged()]), ("other", [judged({name: [xml("12")] * 4 for name in SAID})])]
+    same, other = compare_models(models)
+    assert (same["before"], same["after"], same["p_value"]) == ("base", "same", 1.0)
+    assert other["p_adjusted"] == pytest.approx(min(1.0, 2 * other["p_value"]))
+    lines = list(comparison_lines([same, other]))
+    assert lines[0].startswith("base -> same, sampled: +0.0 points")
+    assert "3 of 3 problems better, 0 worse (exact paired permutation test, p = 0.25, 0.5 after Holm)" in lines[1]
+    assert compare_models(models[:1]) == []
+
+
+def test_other_data_are_not_compared():
+    elsewhere = judged()
+    for record in elsewhere.records:
+        record["expected"] = "13"
+    with pytest.raises(DataError, match="base and new cannot be compared"):
+        compare_models([("base", [judged()]), ("new", [elsewhere])])
+
+
+def test_records_can_be_judged_again(tmp_path):
+    path = tmp_path / "deep" / "records.jsonl"
+    original = [("m", [judged(), judged(mode="greedy")]), ("other", [judged()])]
+    assert write_records(path, original) == 12 + 3 + 12
+    again = rescore(path)
+    assert [(model, [e.mode for e in found]) for model, found in again] == [("m", ["sampled", "greedy"]), ("other", ["sampled"])]
+    for (_, before), (_, after) in zip(original, again, strict=True):
+        assert [e.figures for e in after] == [e.figures for e in before]
+        assert [condition_line(e.to_summary()) for e in after] == [condition_line(e.to_summary()) for e in before]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["strict"] = row["lenient"] = not row["strict"]
+        row["expected"] = "5"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert rescore(path)[0][1][0].strict_accuracy == pytest.approx(3 / 12), "verdicts are made from the response"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "are empty"),
+        ("{", "line 1 is not JSON"),
+        ('{"model": "m"}', "line 1 is no record of an evaluation .it lacks mode, style"),
+        ("[1]", "is no record"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(tmp_path, text, message):
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        rescore(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        rescore(tmp_path / "nowhere.jsonl")
+
+
+def test_a_score_says_how_it_was_taken():
+    line = condition_line(judged().to_summary())
+    assert line == (
+        "temperature 0.8, 4 samples of each of 3 problems from sums; bare text without a system prompt, answer in <answer>, "
+        "0 shots; at most 100 tokens; seed 3"
+    )
+    greedy = condition_line(judged(mode="greedy").to_summary())
+    assert greedy.startswith("greedy (temperature 0), 1 sample of each of 3 problems from sums;")
+    rows = [("m", judged().to_summary()), ("n", judged().to_summary()), ("n", judged(mode="greedy").to_summary())]
+    both, one = condition_lines(rows)
+    assert both == f"Asked: {line}."
+    assert one == f"Asked (n): {greedy}."
+
+
+def test_a_run_s_summary_says_it_too():
+    config = Config.model_validate({"evaluation": {"samples": 2, "modes": ["sampled"]}, "prompt": {"system": "none"}})
+    results = evaluate_stage(Scripted(SAID), PROMPTS, stage="final", config=config, style="xml")
+    line = next(line for line in summary_lines(build_summary(results, 1.0, config)) if line.startswith("Asked"))
+    assert "2 samples of each of 3 problems from arithmetic (generated, held out)" in line
+    assert "the model's chat template without a system prompt" in line
+    assert "at most 256 tokens; seed 1234" in line
+
+
+def test_the_tables_hold_the_figures_in_80_columns():
+    models = [f"runs/{name}/final_model" for name in ("base", "a-run-of-a-rather-long-name-2026", "new", "newer")]
+    rows = [(model, e.to_summary()) for model in models for e in (judged(), judged(mode="greedy"))]
+    console = Console(width=80, file=io.StringIO())
+    tables = list(judged_tables(rows, Text))
+    for table in tables:
+        console.print(table)
+    shown = console.file.getvalue()
+    assert len(tables) == 4, "two modes, and a fourth model begins another table"
+    assert "…" not in shown
+    assert "long-name-2026" in shown
+    assert shown.count("66.7% [20.8, 93.9]") == 4, "pass@4 of every model"
+    assert "majority@4" in shown
+    assert "final_model" not in shown
+    assert "field:" not in shown, "the field's rules are GSM8K's"
+    for _, row in rows:
+        row["conditions"]["data"] = "gsm8k:test"
+    assert "lm-evaluation-harness" in legend(rows)
+
+
+def test_figures_of_records_without_further_verdicts():
+    found = figures([{"problem": "p", "strict": True, "lenient": True, "format": True, "finish_reason": "stop", "tokens": 3}])
+    assert found["strict"][0] == 1.0
+    assert "latex" not in found
+    assert not math.isnan(found["mean_tokens"])
