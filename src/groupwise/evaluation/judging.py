@@ -216,7 +216,7 @@ def evaluate_stage(
     for mode in config.evaluation.modes:
         samples = 1 if mode == "greedy" else config.evaluation.samples
         name = "evaluation" if stage == "eval" else f"evaluation, {stage.replace('_', ' ')}"
-        with trackers.phase(f"{name} ({mode})", len(prompts) * samples, "completions") as bar:
+        with trackers.phase(f"{name} ({mode})", len(prompts) * samples, "problems" if samples == 1 else "completions") as bar:
 
             def progress(finished: int, tokens: int, bar: Any = bar) -> None:
                 bar.advance(finished - bar.done, tokens=tokens)
