@@ -1,11 +1,15 @@
 """The page in a real headless Chromium: it draws itself, its controls do what they say, and nothing that a model wrote runs."""
 
+import json
+
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, healthy_text, write_run
 
 from groupwise.report import write_report
+from groupwise.tracking.reading import read_run
 
 from .browser import Browser, find_chromium
+from .long_run import long_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="needs a Chromium (Debian: chromium)")]
 ATTACK = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script><style>body{display:none}</style>'
@@ -150,6 +154,35 @@ def test_a_group_explains_its_advantages(page):
     assert browser.run("document.querySelectorAll('#group tbody tr').length") == G
     browser.run("document.querySelectorAll('#group tbody button')[5].click()")
     browser.until("[...document.querySelectorAll('#group h4')].some((h) => h.textContent === 'Sample 5')")
+
+
+@pytest.fixture
+def page_with_tokens(browser, tmp_path):
+    browser.problems.clear()
+    browser.open(write_report([long_run(tmp_path / "long", 4, 80)]).path)
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.querySelector('#group .tokens')")
+    return browser, [r for r in read_run(tmp_path / "long").completions if r.step == 1][2]
+
+
+def test_a_completion_is_shown_token_by_token_with_what_each_is_worth(page_with_tokens):
+    browser, record = page_with_tokens
+    shown = texts(browser, "#group .token")
+    assert len(shown) == len(record.token_ids)
+    assert "".join(shown) == record.text + "<|im_end|>"
+    assert browser.run("document.querySelectorAll('#group .token.above').length") == (len(shown) if record.advantage > 0 else 0)
+    browser.run(
+        "[...document.querySelectorAll('#group details')].find((d) => d.textContent.includes('Token by token')).open = true"
+    )
+    browser.run("document.querySelector('#group .tokens').scrollIntoView()")
+    browser.until("document.querySelectorAll('#group details tbody tr').length >= 20")
+    row = texts(browser, "#group details tbody tr:nth-child(3) > *")
+    assert row[1] == json.dumps(shown[2])
+    assert float(row[3].replace("−", "-").replace("–", "nan")) == pytest.approx(record.logprobs[2], abs=0.06)
+    assert float(row[4]) == pytest.approx(record.advantage, rel=1e-3)
+    assert float(row[5]) == pytest.approx(1 / (len(shown) * 80), rel=1e-2), "sequence_mean over the step's 8 x 10 completions"
+    assert browser.problems == []
 
 
 def test_before_and_after_marks_what_changed(page):

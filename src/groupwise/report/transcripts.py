@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from array import array
 from collections.abc import Sequence
 from itertools import groupby
@@ -27,8 +29,9 @@ def transcripts(run: RunRecord) -> tuple[dict[str, Any], Portions]:
     """The table (as JSON, columns packed) and the packed portions of text.
 
     A portion is a list of groups; a group is ``{prompt, expected, problem, step, rows}`` with one row ``{t, c}`` per completion:
-    its text and its components' scores in the order of ``components``, besides ``p`` (text of each token), ``lp`` (its
-    log-probability) and ``ta`` (its own advantage) where they were recorded.
+    its text and its components' scores in the order of ``components``. Where tokens were recorded there are also ``x`` (what special
+    tokens at the end add to the text), ``n`` (the length of each token's text, in UTF-16 units), ``lp`` (log-probabilities in bytes,
+    see ``logprob_byte``), and ``ta`` (their own advantages, where tokens of one completion differ in them).
     """
     names = list(dict.fromkeys(name for record in run.completions for name in record.components))
     groups = [list(rows) for _, rows in groupby(run.completions, key=lambda r: (r.step, r.problem))]
@@ -108,12 +111,24 @@ def as_group(group: Sequence[CompletionRecord], names: Sequence[str], pieces: To
 def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) -> dict[str, Any]:
     row: dict[str, Any] = {"t": record.text, "c": [rounded(record.components.get(name)) for name in names]}
     texts = pieces.of(record)
-    if texts:
-        row["p"] = texts
-        row["lp"] = [round(x, 3) for x in record.logprobs]
+    whole = "".join(texts)
+    if texts and whole.startswith(record.text):
+        row["x"] = whole[len(record.text) :]
+        row["n"] = [utf16_length(text) for text in texts]
+        row["lp"] = base64.b64encode(bytes(map(logprob_byte, record.logprobs))).decode("ascii")
         if record.token_advantages:
             row["ta"] = [short(x) for x in record.token_advantages]
     return row
+
+
+def utf16_length(text: str) -> int:
+    """As the page's language counts characters."""
+    return len(text.encode("utf-16-le")) // 2
+
+
+def logprob_byte(logprob: float) -> int:
+    """A log-probability in one byte, exact to 0.03 nats at -1 and to 0.0001 near 0: ``-16 (byte / 255)^2``."""
+    return round(255 * math.sqrt(min(max(-logprob, 0.0), 16.0) / 16))
 
 
 def rounded(value: float | None) -> float | None:

@@ -17,6 +17,7 @@ from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.jsonl import JsonlTracker
 from groupwise.tracking.live import Phase
 from groupwise.tracking.metric_table import EVALUATION_METRICS, METRICS, describe_metric
+from groupwise.tracking.reading import answer_style
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.services import check_trackers, start_services
 from groupwise.types import Group
@@ -48,7 +49,7 @@ def make_trackers(
     """
     sinks: list[Tracker] = []
     if run_folder is not None:
-        sinks.append(JsonlTracker(run_folder, config.output.log_completions, config.output.log_tokens))
+        sinks.append(JsonlTracker(run_folder, config.output.log_completions, config.output.log_tokens, answer_style(config)))
         sinks += start_services(config, run_folder, done)
     if isinstance(console, Console):
         console = ConsoleTracker(console, show=config.evaluation.show)

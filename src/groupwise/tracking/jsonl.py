@@ -8,6 +8,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+from groupwise.data.answers import AnswerStyle, grade
 from groupwise.tracking.base import EvaluationResult
 from groupwise.tracking.files import json_line
 from groupwise.tracking.run_folder import RunFolder
@@ -20,13 +21,16 @@ class JsonlTracker:
     """Appends a line and flushes it, so that a run that is killed keeps every finished step.
 
     ``log_completions`` bounds how many groups of a step are written; 0 writes none. The first ``log_tokens`` of them are written
-    with their tokens.
+    with their tokens. With a ``style`` every completion is judged, so that a reader need not do it again.
     """
 
-    def __init__(self, folder: RunFolder, log_completions: int = 4, log_tokens: int = 0) -> None:
+    def __init__(
+        self, folder: RunFolder, log_completions: int = 4, log_tokens: int = 0, style: AnswerStyle | None = None
+    ) -> None:
         self.folder = folder
         self.log_completions = log_completions
         self.log_tokens = log_tokens
+        self.style = style
         self.started_s = time.monotonic()
         self.files: dict[Path, BufferedWriter] = {}
 
@@ -36,10 +40,9 @@ class JsonlTracker:
 
     def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
         for p, group in enumerate(groups[: self.log_completions]):
-            for row in completion_rows(
-                step, group, advantages[p] if advantages is not None else None, tokens=p < self.log_tokens
-            ):
-                self.append(self.folder.completions, row)
+            rows = completion_rows(step, group, advantages[p] if advantages is not None else None, self.style)
+            for row, completion in zip(rows, group.completions, strict=True):
+                self.append(self.folder.completions, row | token_columns(completion) if p < self.log_tokens else row)
 
     def evaluation(self, result: EvaluationResult) -> None:
         self.folder.write_records(result.stage, result.mode, result.records)
@@ -55,11 +58,10 @@ class JsonlTracker:
         self.files[path].flush()
 
 
-def completion_rows(step: int, group: Group, advantages: Sequence[float] | None, *, tokens: bool = False) -> list[dict[str, Any]]:
-    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here.
-
-    ``tokens`` adds the ids and, to three decimals, the log-probabilities they were sampled with.
-    """
+def completion_rows(
+    step: int, group: Group, advantages: Sequence[float] | None, style: AnswerStyle | None = None
+) -> list[dict[str, Any]]:
+    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here."""
     return [
         {
             "step": step,
@@ -71,14 +73,20 @@ def completion_rows(step: int, group: Group, advantages: Sequence[float] | None,
             "reward": group.rewards[g],
             "components": {name: scores[g] for name, scores in group.components.items()},
             "advantage": advantages[g] if advantages is not None else None,
+            **(verdict(completion.text, group.prompt.problem.answer, style) if style else {}),
             "finish_reason": completion.finish_reason,
             "tokens": len(completion.token_ids),
             "policy_version": completion.policy_version,
-            **(token_columns(completion) if tokens else {}),
         }
         for g, completion in enumerate(group.completions)
     ]
 
 
+def verdict(text: str, expected: str, style: AnswerStyle) -> dict[str, bool]:
+    found = grade(text, expected, style)
+    return {"strict": found.strict, "lenient": found.lenient}
+
+
 def token_columns(completion: Completion) -> dict[str, Any]:
+    """Ids, and to three decimals the log-probabilities that they were sampled with."""
     return {"token_ids": list(completion.token_ids), "logprobs": [round(value, 3) for value in completion.logprobs]}

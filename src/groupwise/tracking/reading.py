@@ -24,7 +24,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tracking.run_folder import RunFolder
 
-__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "read_run"]
+__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run"]
 
 STAGE_ORDER = {"base": 0, "warm_start": 1, "final": 3}
 """Evaluations in mid-run, ``step-N``, stand between the warm start and the end."""

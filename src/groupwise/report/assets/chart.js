@@ -90,6 +90,11 @@ function nearest(steps, wanted) {
   return Math.abs(steps[above] - wanted) < Math.abs(steps[below] - wanted) ? above : below;
 }
 
+// The unit is left out where the title says it already.
+function withUnit(title, unit) {
+  return !unit || unit === '1' || title.toLowerCase().includes(unit.toLowerCase()) ? title : title + ', ' + unit;
+}
+
 // Frame, axes and cursor; `marks` are drawn between, and `tell(step)` gives the readout's pieces.
 function frame(title, about, scales, marks, steps, tell) {
   const cursor = svg('line', { class: 'cursor', y1: TOP, y2: HEIGHT - BOTTOM, visibility: 'hidden' });
@@ -146,7 +151,7 @@ function lineChart(title, unit, about, lines) {
       return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + number(line.values[near]) + smoothing);
     }),
   ];
-  return frame(title + (unit && unit !== '1' ? ', ' + unit : ''), about, scales, marks, steps, tell);
+  return frame(withUnit(title, unit), about, scales, marks, steps, tell);
 }
 
 // A distribution over steps: lightest from least to greatest, darker from 10% to 90% and 25% to 75%, the median as a line.
@@ -163,5 +168,5 @@ function fanChart(title, unit, about, band, quantiles, look) {
     const i = nearest(band.steps, step);
     return [el('span', { class: 'step' }, 'step ' + number(band.steps[i])), ...rows.map((row, q) => el('span', {}, names[q] + ' ' + number(row[i])))];
   };
-  return frame(title + ', ' + unit, about, scales, marks, band.steps, tell);
+  return frame(withUnit(title, unit), about, scales, marks, band.steps, tell);
 }

@@ -74,6 +74,7 @@ function completionsSection() {
     if (!state.data.runs[state.run].transcripts) { replaceChildren(list, el('p', {}, 'This run has no recorded completions.')); return; }
     try {
       const table = await completionsOf(state.run);
+      if (filter.words) replaceChildren(list, el('p', { class: 'note' }, 'Looking through the texts …'));
       const rows = await searched(table, matching(table, filter), filter.words, alive);
       if (!alive()) return;
       page = Math.min(page, Math.max(0, Math.ceil(rows.length / PAGE) - 1));

@@ -13,7 +13,7 @@ async function showGroup(place, table, row) {
     el('details', {}, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
     scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
     howAdvantages(run, rows), otherSteps(place, table, row),
-    el('h4', {}, 'Sample ' + chosen.sample), chosen.p ? tokensOf(chosen) : el('pre', {}, chosen.t),
+    el('h4', {}, 'Sample ' + chosen.sample), chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
     againstAnother(rows, chosen));
   place.scrollIntoView({ block: 'nearest' });
 }
@@ -63,16 +63,34 @@ function howAdvantages(run, rows) {
     '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
 }
 
-// The completion token by token: colour is the advantage, the note tells probability and advantage.
-function tokensOf(one) {
-  const advantages = one.ta || one.p.map(() => one.advantage);
-  const largest = Math.max(1e-9, ...advantages.map(Math.abs));
-  const spans = one.p.map((text, i) => {
-    const span = el('span', { class: 'token ' + (advantages[i] < 0 ? 'below' : 'above'), title: 'p = ' + number(Math.exp(one.lp[i])) + ', log p = ' + number(one.lp[i]) + ', advantage ' + number(advantages[i]) }, text || '·');
-    span.style.setProperty('--pull', String(Math.round(60 * Math.abs(advantages[i]) / largest * (1 - Math.exp(one.lp[i])) + 6) / 100));
+// Texts and log-probabilities of a completion's tokens, from their lengths and bytes.
+function tokensIn(one) {
+  const whole = one.t + one.x, logprobs = bytesOf(one.lp);
+  let at = 0;
+  return one.n.map((length, i) => {
+    at += length;
+    return { text: whole.slice(at - length, at), logprob: -16 * (logprobs[i] / 255) ** 2, advantage: one.ta ? one.ta[i] : one.advantage };
+  });
+}
+
+// The completion token by token: colour is what the update does to the token, the note tells probability and advantage.
+function tokensOf(one, rule) {
+  const tokens = tokensIn(one), largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token.advantage)));
+  const spans = tokens.map((token) => {
+    const p = Math.exp(token.logprob);
+    const span = el('span', { class: 'token ' + (token.advantage < 0 ? 'below' : 'above'), title: 'p = ' + number(Number(p.toPrecision(3))) + ', log p = ' + number(Number(token.logprob.toPrecision(3))) + ', advantage ' + number(token.advantage) }, token.text || '·');
+    span.style.setProperty('--pull', String(Math.round(60 * Math.abs(token.advantage) / largest * (1 - p) + 6) / 100));
     return span;
   });
-  return el('div', {}, el('pre', { class: 'tokens' }, spans), el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers.'));
+  return el('div', {}, el('pre', { class: 'tokens' }, spans), el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.'),
+    el('details', {}, el('summary', {}, 'Token by token'), lazily(() => tokenTable(one, tokens, rule))));
+}
+
+function tokenTable(one, tokens, rule) {
+  const weight = perToken(rule, { ...one, advantage: 1 });
+  return table(['#', 'token', 'p when sampled', 'log p', 'advantage', 'weight in the loss', 'advantage × weight'], tokens.map((token, i) => [
+    String(i + 1), el('code', {}, JSON.stringify(token.text)), percent(Math.exp(token.logprob)), number(Number(token.logprob.toPrecision(3))), number(token.advantage), number(weight), number(token.advantage * weight),
+  ]), true);
 }
 
 function otherSteps(place, table, row) {
