@@ -1,0 +1,223 @@
+"""Kill miniature runs with SIGKILL at random moments, carry each on, and hold its end against that of a run which was left alone.
+
+    python -m tests.survival.kills                            # at least 10 kills of every kind, some 200 together: minutes
+    python -m tests.survival.kills --kinds lora ppo --kills 30 --seed 7
+    python -m tests.survival.kills --write                    # and put the table into docs/surviving.md
+
+The same means: weights, masters and moments bit for bit, every number of ``metrics.jsonl`` but times and memory, every line of
+``completions.jsonl``, and the evaluations. Runs are forked from a process that has everything imported, so that a kill costs a
+second. Every third stop is a SIGTERM instead, which the run may answer; it is counted by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from groupwise import train
+from groupwise.config.schema import Config
+from groupwise.errors import StoppedError
+from tests.survival.page import stamp, write_section
+from tests.tiny import lower_case_share, tiny_config, write_sums, write_tiny_llama
+
+__all__ = ["KINDS", "Tally", "differences", "kill_and_compare", "main"]
+
+STEPS = 8
+MU = {"updates_per_batch": 3, "epsilon": 0.01}
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "bf16 weights, fp32 masters": {"model": {"dtype": "bfloat16"}},
+    "mu 3": {"algorithm": MU},
+    "mu 3, micro-batches": {"algorithm": MU, "training": {"micro_batch_tokens": 60}},
+    "renewed reference": {"algorithm": {"beta": 0.1, "reference_updates": 3}},
+    "moving-average reference": {"algorithm": {"beta": 0.1, "reference_every": 1, "reference_mixing": 0.3}},
+    "adaptive KL, mu 2": {"algorithm": {"beta": 0.1, "kl_target": 0.01, "updates_per_batch": 2}},
+    "lora": {"model": {"lora": {"rank": 2, "alpha": 4}}, "algorithm": {"beta": 0.1, **MU}},
+    "lora with dropout": {"model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}},
+    "ppo, mu 2": {"algorithm": {"preset": "ppo", "beta": 0.05, "updates_per_batch": 2}},
+    "dynamic sampling": {"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
+    "epoch boundaries": {"data": {"limit": 11, "holdout": 4}, "optimizer": {"schedule": "cosine", "warmup_steps": 3}},
+    "warm start, evaluations": {
+        "warm_start": {"steps": 3, "examples_per_step": 4},
+        "evaluation": {"at_start": True, "every": 3},
+        "output": {"checkpoint_every": 3},
+    },
+}
+"""What of a run's state each kind has in it; all else is that of ``tests.tiny``."""
+
+
+@dataclass
+class Tally:
+    """What came of one kind of run."""
+
+    kind: str
+    killed: int = 0
+    terminated: int = 0
+    completed: int = 0
+    losses: list[str] = field(default_factory=list)
+
+
+def config_of(kind: str, model: Path, data: Path) -> Config:
+    sections = {name: dict(values) for name, values in KINDS[kind].items()}
+    sections["training"] = {"steps": STEPS, **sections.get("training", {})}
+    sections["output"] = {"checkpoint_every": 1, **sections.get("output", {})}
+    return tiny_config(model, data, **sections)
+
+
+def begin(config: Config, folder: Path) -> int:
+    """Start the run, or carry it on, in a forked process of its own; returns its id. What it says goes beside the folder."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        train(config, rewards={"letters": lower_case_share}, console=Console(quiet=True), run_folder=folder, resume=True)
+        code = 0
+    except StoppedError as stopped:
+        code = stopped.exit_code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(process: int) -> int:
+    """Wait for the end; its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def stop_after(process: int, delay_s: float, number: signal.Signals) -> int:
+    """Send the signal after ``delay_s`` unless the run has ended by then; how it ended, as in ``ended``."""
+    until = time.monotonic() + delay_s
+    while (left := until - time.monotonic()) > 0:
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(min(0.002, left))
+    os.kill(process, number)
+    return ended(process)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between the ends of two runs, a sentence each; nothing where no bit does."""
+    out = []
+    last = f"checkpoints/step-{STEPS}"
+    for name in ("final_model/model.safetensors", f"{last}/optimizer.safetensors", f"{last}/reference.safetensors"):
+        paths = one / name, other / name
+        if paths[0].exists() != paths[1].exists():
+            out.append(f"{name} is in one of the two only")
+        elif paths[0].exists():
+            first, second = map(load_file, paths)
+            same = first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+            out += [] if same else [f"{name} differs"]
+    if numbers_of(one) != numbers_of(other):
+        out.append("metrics.jsonl differs")
+    files = sorted(path.relative_to(one).as_posix() for path in [one / "completions.jsonl", *(one / "evaluations").iterdir()])
+    out += [f"{name} differs" for name in files if content(one / name) != content(other / name)]
+    return out
+
+
+def content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def numbers_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed", "memory"))} for row in rows]
+
+
+def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
+    """Kill runs of one kind at least ``kills`` times, carry them on until they come through, and compare each."""
+    model, data = write_tiny_llama(place / "model"), write_sums(place / "sums.jsonl")
+    config, tally, chance = config_of(kind, model, data), Tally(kind), random.Random(f"{kind}/{seed}")
+    whole = place / "whole"
+    started = time.monotonic()
+    code = ended(begin(config, whole))
+    longest = time.monotonic() - started
+    if code != 0:
+        tally.losses.append(f"the run that was left alone ended with {code}: {told(whole)}")
+        return tally
+    while tally.killed < kills:
+        folder = place / f"killed-{tally.completed + len(tally.losses)}"
+        carry_through(config, folder, tally, chance, longest)
+        found = [] if tally.losses else differences(whole, folder)
+        tally.losses += [f"{folder.name}: {difference}" for difference in found]
+        if tally.losses:
+            break
+        tally.completed += 1
+    return tally
+
+
+def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Random, longest_s: float) -> None:
+    """One run from its beginning to its end, with stops on the way; some so soon that the folder is not made yet."""
+    for attempt in range(200):
+        number = signal.SIGTERM if (tally.killed + tally.terminated) % 3 == 2 else signal.SIGKILL
+        delay_s = chance.uniform(0, longest_s) if attempt < 12 else 10 * longest_s
+        code = stop_after(begin(config, folder), delay_s, number)
+        if code == 0:
+            return
+        if code == -signal.SIGKILL:
+            tally.killed += 1
+        elif code in (128 + signal.SIGTERM, -signal.SIGTERM):
+            tally.terminated += 1
+        else:
+            tally.losses.append(f"{folder.name} ended with {code}: {told(folder)}")
+            return
+    tally.losses.append(f"{folder.name} never came to its end")
+
+
+def told(folder: Path) -> str:
+    lines = folder.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing was said"
+
+
+def table(tallies: Sequence[Tally]) -> str:
+    lines = ["| kind of run | SIGKILL | SIGTERM | runs carried to their end | losses |", "|---|---|---|---|---|"]
+    lines += [f"| {t.kind} | {t.killed} | {t.terminated} | {t.completed} | {len(t.losses)} |" for t in tallies]
+    sums = [sum(column) for column in zip(*((t.killed, t.terminated, t.completed, len(t.losses)) for t in tallies), strict=True)]
+    return "\n".join([*lines, f"| **together** | {' | '.join(f'**{number}**' for number in sums)} |"])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.survival.kills", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
+    parser.add_argument("--kills", type=int, default=10, help="SIGKILLs of each kind, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/surviving.md")
+    chosen = parser.parse_args(words)
+    torch.set_num_threads(1)
+    tallies = []
+    for kind in chosen.kinds:
+        with tempfile.TemporaryDirectory() as place:
+            tallies.append(kill_and_compare(kind, chosen.kills, chosen.seed, Path(place)))
+        print(tallies[-1], flush=True)
+    print(table(tallies))
+    if chosen.write:
+        command = f"python -m tests.survival.kills --kills {chosen.kills} --seed {chosen.seed}"
+        write_section("kills", f"{stamp(command)}\n\n{table(tallies)}")
+    return 1 if any(tally.losses for tally in tallies) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A tiny random Llama with a byte-level tokenizer, easy sums, and settings of runs over them that take a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.config.schema import Config
+
+__all__ = ["lower_case_share", "tiny_config", "write_sums", "write_tiny_llama"]
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_llama(folder: Path) -> Path:
+    """Pad and end are one token, as in SmolLM2. The weights are small, so that tokens are about equally likely."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_sums(path: Path) -> Path:
+    rows = [{"question": f"{a} + {a + 1} = ?", "answer": str(2 * a + 1)} for a in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tiny_config(model: Path, data: Path, /, **sections: dict[str, Any]) -> Config:
+    """Two steps of 3 prompts x 4 completions of up to 8 tokens, fp32 on the CPU; ``sections`` change single settings."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
+        "data": {"source": str(data), "holdout": 6},
+        "prompt": {"system": "none"},
+        "rewards": {"functions": [{"function": "letters"}]},
+        "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 8},
+        "algorithm": {"beta": 0.0},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"steps": 2},
+        "evaluation": {"problems": 4, "modes": ["sampled"], "at_start": False},
+    }
+    return Config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
+
+
+def lower_case_share(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that always varies: the share of lower-case letters in a completion."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [sum(x.islower() and x.isascii() for x in text) / max(1, len(text)) for text in texts]
