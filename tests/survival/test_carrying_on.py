@@ -2,13 +2,21 @@
 
 import json
 import os
+import random
+import shutil
 import signal
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from groupwise import train
 from groupwise.errors import CheckpointError, ConfigError, StoppedError
+from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
+from groupwise.training.learner import Learner
+from tests.survival.kills import differences
 
 EVERY = {"training": {"steps": 4}, "output": {"checkpoint_every": 1, "keep_checkpoints": 4}}
 
@@ -47,6 +55,112 @@ def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tm
 
     with pytest.raises(StoppedError, match="saved"):
         go(small_config(**EVERY), {"letters": letters}, quiet, tmp_path / "run")
+
+
+def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, quiet, tmp_path, monkeypatch):
+    """The later updates are measured by what the weights said before the first: that is carried on with, also in other micro-batches."""
+    sections = {
+        "training": {"steps": 4}, "algorithm": {"beta": 0.1, "updates_per_batch": 4, "epsilon": 0.01, "top_entropy_share": 0.5},
+    }  # fmt: skip
+    whole = go(small_config(**sections), letters, quiet, tmp_path / "whole").folder
+    update, updates = Learner.step, []
+
+    def step(learner, rate=None):
+        updates.append(learner.updates)
+        if len(updates) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(learner, rate)
+
+    monkeypatch.setattr(Learner, "step", step)
+    with pytest.raises(StoppedError, match="after step 1 and 2 updates of the next, which is saved"):
+        go(small_config(**sections), letters, quiet, tmp_path / "run")
+    assert updates == [*range(6)]
+    assert (tmp_path / "run" / "checkpoints" / "step-1-update-2").is_dir()
+    shutil.copytree(tmp_path / "run", tmp_path / "smaller")
+    folder = go(small_config(**sections), letters, quiet, tmp_path / "run", resume=True).folder
+    assert updates == [*range(16)]
+    assert differences(whole, folder) == []
+    sections["training"]["micro_batch_tokens"] = 60
+    smaller = go(small_config(**sections), letters, quiet, tmp_path / "smaller", resume=True).folder
+    first, second = (load_file(f / "final_model" / "model.safetensors") for f in (whole, smaller))
+    assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
+
+
+def test_an_abandoned_step_does_not_renew_the_reference_twice(small_config, letters, quiet, tmp_path):
+    """It is renewed before the step; a moving average that moves twice is another one."""
+    config = small_config(
+        training={"steps": 4}, algorithm={"beta": 0.5, "reference_every": 1, "reference_mixing": 0.3, "updates_per_batch": 2}
+    )
+    whole = go(config, letters, quiet, tmp_path / "whole").folder
+    calls = []
+
+    def stopping(completions, **columns):
+        calls.append(0)
+        if len(calls) == 2 * 3 + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return letters["letters"](completions)
+
+    with pytest.raises(StoppedError, match="after step 2,"):
+        go(config, {"letters": stopping}, quiet, tmp_path / "run")
+    assert differences(whole, go(config, letters, quiet, tmp_path / "run", resume=True).folder) == []
+
+
+def test_what_a_reward_draws_at_random_repeats(small_config, quiet, tmp_path):
+    config = small_config(**EVERY)
+
+    def draw(completions, **columns):
+        return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completions]
+
+    def stop(report):
+        random.random()
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = go(config, {"letters": draw}, quiet, tmp_path / "whole").folder
+    with pytest.raises(StoppedError):
+        go(config, {"letters": draw}, quiet, tmp_path / "run", on_step=stop)
+    assert differences(whole, go(config, {"letters": draw}, quiet, tmp_path / "run", resume=True).folder) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved"), [("base", "before the first step: nothing was learnt"), ("step-2", "step-2"), ("final", "step-4")]
+)
+def test_a_signal_in_an_evaluation_abandons_it_and_it_is_made_up_for(
+    small_config, letters, quiet, tmp_path, monkeypatch, stage, saved
+):
+    config = small_config(training={"steps": 4}, evaluation={"at_start": True, "every": 2})
+    whole = go(config, letters, quiet, tmp_path / "whole").folder
+    stages = []
+
+    def evaluate(*words, **named):
+        stages.append(named["stage"])
+        if named["stage"] == stage and stages.count(stage) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_stage(*words, **named)
+
+    monkeypatch.setattr("groupwise.training.run.evaluate_stage", evaluate)
+    with pytest.raises(StoppedError, match=saved) as caught:
+        go(config, letters, quiet, tmp_path / "run")
+    assert caught.value.exit_code == 143
+    folder = go(config, letters, quiet, tmp_path / "run", resume=True).folder
+    assert stages.count(stage) == 2
+    assert differences(whole, folder) == []
+    first, second = (json.loads((f / "summary.json").read_text()) for f in (whole, folder))
+    for name in ("evaluations", "training_evaluations"):
+        assert [{**row, "seconds": 0} for row in first[name]] == [{**row, "seconds": 0} for row in second[name]]
+
+
+def test_a_folder_whose_run_was_killed_before_its_settings_were_written_is_used(small_config, letters, quiet, tmp_path):
+    for name in ("new", "resumed"):
+        (tmp_path / name / "evaluations").mkdir(parents=True)
+        (tmp_path / name / ".config.yaml.x1.part").write_text("model:")
+    go(small_config(), letters, quiet, tmp_path / "new")
+    folder = go(small_config(), letters, quiet, tmp_path / "resumed", resume=True).folder
+    assert not list(folder.glob(".*"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match="no run's folder"):
+        go(small_config(), letters, quiet, tmp_path / "other", resume=True)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(small_config, letters, quiet, tmp_path):

@@ -70,7 +70,7 @@ def test_the_reference_is_renewed_at_the_start_of_each_outer_iteration(outer, st
     """Steps from 0; the first iteration begins with the reference that was just made."""
     renewed = []
     config = config_of(algorithm={"beta": 0.1, "reference_updates": outer}, training={"steps": steps})
-    run = SimpleNamespace(config=config, learner=SimpleNamespace(renew_reference=lambda: renewed.append(step)))
+    run = SimpleNamespace(config=config, learner=SimpleNamespace(renew_reference=lambda step: renewed.append(step)))
     for step in range(steps):
         Run.renew_reference_if_due(run, step)
     assert renewed == due

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -183,7 +184,8 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
             policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
         mend_folder(aside)
         move_into_place(aside, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
         raise ModelError(f"the model cannot be written to {target} ({error}): check free space and permissions") from error
     return target
 

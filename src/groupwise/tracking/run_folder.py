@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +79,7 @@ class RunFolder:
         Raises:
             ConfigError: another run is going on in it, or it is not a run's folder or cannot be written.
         """
-        if not path.is_dir() or not any(path.iterdir()):
+        if not path.is_dir() or is_unused(path):
             return None
         folder = cls(path)
         if not folder.config.is_file():
@@ -89,6 +90,7 @@ class RunFolder:
         if not os.access(path, os.W_OK):
             raise folder.lost(path, PermissionError(13, "Permission denied"))
         folder.lock()
+        clear_leftovers(path)
         folder.evaluations.mkdir(exist_ok=True)
         return folder
 
@@ -107,6 +109,7 @@ class RunFolder:
         try:
             folder = cls(make_named(wanted.expanduser()) if wanted else make_default(recipe_name))
             folder.lock()
+            clear_leftovers(folder.path)
             folder.evaluations.mkdir(exist_ok=True)
             folder.write_start(config, recipe_name, command)
         except OSError as error:
@@ -209,12 +212,36 @@ def make_named(path: Path) -> Path:
             f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: carry it on with "
             f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with output.folder=PATH"
         )
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not is_unused(path):
         raise ConfigError(
             f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with output.folder=PATH"
         )
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def is_unused(path: Path) -> bool:
+    """Whether the folder holds nothing, or only what a run leaves that is killed before its settings are written."""
+    rest = [p for p in path.iterdir() if not is_leftover(p)]
+    return not rest or ([p.name for p in rest] == ["evaluations"] and rest[0].is_dir() and is_empty(rest[0]))
+
+
+def is_empty(path: Path) -> bool:
+    return not any(path.iterdir())
+
+
+def is_leftover(path: Path) -> bool:
+    """A file or model folder that was being written aside when its process was killed."""
+    return path.name.startswith(".") and path.name.endswith((".part", ".partial"))
+
+
+def clear_leftovers(path: Path) -> None:
+    """The folder is locked: nobody else is writing aside."""
+    for found in [p for p in (*path.iterdir(), *path.glob("evaluations/*")) if is_leftover(p)]:
+        if found.is_dir():
+            shutil.rmtree(found, ignore_errors=True)
+        else:
+            found.unlink(missing_ok=True)
 
 
 def make_default(recipe_name: str) -> Path:

@@ -3,7 +3,7 @@
 A checkpoint is written aside, synced, and renamed when it is complete, so a folder ``step-N`` is always whole. Its ``manifest.json``
 has every file's size and SHA-256: a file that was damaged or changed since is refused, and so is one that was put there. (A checksum
 is no signature: whoever can rewrite the manifest as well is not found out.) Problem order and sampling need no state: they are
-functions of seed and step.
+functions of seed and step. A run that is stopped between two updates of one batch leaves ``step-N-update-K``, with the batch in it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
 
@@ -41,6 +42,7 @@ MODEL = "model"
 """The policy's folder inside a checkpoint."""
 _STATE, _OPTIMIZER, _REFERENCE, _MANIFEST = "state.json", "optimizer.safetensors", "reference.safetensors", "manifest.json"
 _CRITIC = "critic.safetensors"
+_NAME = re.compile(r"step-(\d+)(?:-update-(\d+))?")
 
 
 def save_checkpoint(
@@ -52,15 +54,19 @@ def save_checkpoint(
     *,
     about: Mapping[str, Any] | None = None,
     keep_best: bool = False,
+    updates: int = 0,
 ) -> Path:
     """Write ``folder/step-N`` and remove the oldest beyond ``keep``.
+
+    ``updates``: how many of the next step's are made too, in ``folder/step-N-update-K``.
 
     ``about``: what else ``state.json`` says, as JSON values; ``score`` in it is what ``keep_best`` goes by: the checkpoint with the
     highest is kept whatever its age, the earlier of two equals.
 
     Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
     """
-    target, aside = folder / f"step-{step}", folder / f".step-{step}.partial"
+    name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
+    target, aside = folder / name, folder / f".{name}.partial"
     if target.exists() and _is_sound(target):  # a step of a run has one state; replacing it would open a gap for a kill
         return target
     try:
@@ -70,10 +76,11 @@ def save_checkpoint(
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _sync(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ModelError) as error:
         shutil.rmtree(aside, ignore_errors=True)
+        why = error.__cause__ if isinstance(error, ModelError) else error
         raise CheckpointError(
-            f"the checkpoint {target} cannot be written ({getattr(error, 'strerror', None) or error}): free space or make the folder "
+            f"the checkpoint {target} cannot be written ({getattr(why, 'strerror', None) or why}): free space or make the folder "
             "writable; the checkpoints before it are whole"
         ) from error
     _remove_old(folder, keep, keep_best)
@@ -93,7 +100,8 @@ def _write(aside: Path, step: int, policy: Policy, learner: Learner, about: Mapp
         if tensors:
             save_file(_own(tensors), aside / f"part-{name}.safetensors")
     state = {
-        "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row, "parts": parts,
+        "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
+        "renewed_before": learner.renewed_before, "parts": parts,
         "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **about,
     }  # fmt: skip
     (aside / _STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -200,6 +208,7 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise _unreadable(checkpoint, error) from error
     learner.updates, learner.dropped_in_a_row = int(state["updates"]), int(state.get("dropped_in_a_row", 0))
+    learner.renewed_before = int(state.get("renewed_before", 0))
     return int(state["step"])
 
 
@@ -213,7 +222,7 @@ def _remove_old(folder: Path, keep: int, keep_best: bool) -> None:
     newest_first = sorted(_complete(folder), key=_step_of, reverse=True)
     kept = set(newest_first[:keep])
     if keep_best:
-        scored = [(score, -_step_of(p), p) for p in newest_first if (score := _score(p)) is not None]
+        scored = [(score, [-n for n in _step_of(p)], p) for p in newest_first if (score := _score(p)) is not None]
         kept |= {max(scored)[2]} if scored else set()
     for old in [*(p for p in newest_first if p not in kept), *folder.glob(".step-*.partial")]:
         shutil.rmtree(old, ignore_errors=True)
@@ -244,11 +253,14 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _complete(folder: Path) -> list[Path]:
-    return [p for p in folder.glob("step-*") if (p / _STATE).is_file() and p.name.removeprefix("step-").isdigit()]
+    return [p for p in folder.glob("step-*") if (p / _STATE).is_file() and _NAME.fullmatch(p.name)]
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def _step_of(checkpoint: Path) -> tuple[int, int]:
+    """Steps that are done, and updates of the next."""
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found
+    return int(found[1]), int(found[2] or 0)
 
 
 def _sync(path: Path) -> None:

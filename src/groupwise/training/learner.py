@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,14 @@ from groupwise.training.critic import Critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.training.reference import Reference
+from groupwise.training.seeds import seed_noise
+from groupwise.training.window import Window, WindowOpenError
 from groupwise.types import Group
 
 __all__ = ["Advantages", "Learner", "MicroBatch", "Share", "Stateful"]
+
+HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
+"""Of a batch whose updates are not all made, as `Window.state` gives it."""
 
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
@@ -55,6 +60,8 @@ class Learner:
         self.parts: dict[str, Stateful] = {}
         self.updates = 0
         self.dropped_in_a_row = 0
+        self.renewed_before = 0
+        """The step before which the reference was renewed last."""
         self._entropy_bonus = 0.0
 
     @property
@@ -66,37 +73,69 @@ class Learner:
         """The KL's coefficient as it is now."""
         return self.objective.beta if self.kl_control is None else self.kl_control.beta
 
-    def renew_reference(self) -> None:
-        """The reference moves to the current policy (an outer iteration of arXiv 2402.03300, algorithm 1), or towards it."""
+    def renew_reference(self, before_step: int | None = None) -> None:
+        """The reference moves to the current policy (an outer iteration of arXiv 2402.03300, algorithm 1), or towards it.
+
+        Once before each step (from 0), however often that is begun: one that was abandoned begins again.
+        """
+        if before_step is not None and before_step <= self.renewed_before:
+            return
         if self.moving_reference is not None:
             self.moving_reference.renew()
+        self.renewed_before = before_step or self.renewed_before
 
-    def learn(self, groups: Sequence[Group]) -> tuple[Advantages, dict[str, Metric]]:
+    def learn(
+        self, groups: Sequence[Group], *, stop: Callable[[], bool] = lambda: False, held: HeldState | None = None
+    ) -> tuple[Advantages, dict[str, Metric]]:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
         Advantages and denominators are those of all ``groups``. Groups whose advantages are all 0 (under a group baseline: those
         without variance) then take no part in the passes, unless the config wants their KL or a value learns from them. A batch that
         has nothing to teach makes no optimiser step.
+
+        ``stop`` is asked between two updates; where it says yes, the rest is left to be done later by raising WindowOpenError. ``held``
+        is the state of the window that it carries: the same ``groups`` are then carried on with.
         """
-        rewards = [list(group.rewards) for group in groups]
-        advantages = [] if self.critic else self.objective.advantages(rewards)
-        taught = [i for i in range(len(groups)) if self._keeps_all or _teaches(advantages[i])]
-        members = [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
-        if not members:
-            return advantages or [[0.0] * len(group) for group in rewards], {}
-        share = Share(members, self.counts(groups))
-        micro_batches = cut(groups, share, self.scorer, self.objective, self.config.training.micro_batch_tokens)
-        found = [self._score_reference(micro_batches), self._look_ahead(micro_batches), self._choose_bonus(groups)]
-        advantages, of_value = assign_advantages(micro_batches, rewards, self.objective, self.beta)
-        found.append(of_value)
-        for update in range(self.config.algorithm.updates_per_batch):
-            passes = self.accumulate(micro_batches, first=update == 0)
+        micro_batches = self._cut(groups)
+        if not micro_batches:
+            rewards = [list(group.rewards) for group in groups]
+            return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
+        window = Window(groups, [], micro_batches)
+        bonus = self._choose_bonus(groups)
+        if held is None:
+            self._open(window, bonus)
+        else:
+            window.restore(*held)
+        updates = self.config.algorithm.updates_per_batch
+        while window.updates < updates:
+            seed_noise(self.config.training.seed, self.updates, self.dropped_in_a_row)
+            passes = self.accumulate(micro_batches, first=window.updates == 0)
             for name in ("policy/loss", "value/loss"):
                 if name in passes:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
-            found += [{k: v for k, v in passes.items() if not k.startswith("detail/")}, self.step()]
-        metrics = merge(found) | {"optimizer/learning_rate": found[-1]["optimizer/learning_rate"]}
-        return advantages, metrics | self._steer(metrics)
+            window.found += [{k: v for k, v in passes.items() if not k.startswith("detail/")}, self.step()]
+            window.updates += 1
+            if window.updates < updates and stop():
+                raise WindowOpenError(window)
+        metrics = merge(window.found) | {"optimizer/learning_rate": window.found[-1]["optimizer/learning_rate"]}
+        return window.advantages, metrics | self._steer(metrics)
+
+    def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        """The completions that take part in the passes, packed; nothing where none does."""
+        taught = list(range(len(groups)))
+        if not self._keeps_all:
+            advantages = self.objective.advantages([list(group.rewards) for group in groups])
+            taught = [i for i in taught if _teaches(advantages[i])]
+        members = [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
+        share = Share(members, self.counts(groups))
+        return cut(groups, share, self.scorer, self.objective, self.config.training.micro_batch_tokens) if members else []
+
+    def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
+        """What must be known of a batch before its first update."""
+        window.found += [self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches), bonus]
+        rewards = [list(group.rewards) for group in window.groups]
+        window.advantages, of_value = assign_advantages(window.micro_batches, rewards, self.objective, self.beta)
+        window.found.append(of_value)
 
     def counts(self, groups: Sequence[Group]) -> BatchCounts:
         """Of a whole batch, completions that the passes skip included, but not the tokens of those that the config masks."""

@@ -60,12 +60,12 @@ def train(
         config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from,
         resume=resume, accept_changes=accept_changes,
     )  # fmt: skip
-    with closing(run):
+    with closing(run), run.signals:
         if not run.checkpoint:
             run.evaluate_at_start("base")
             run.warm_start()
         done = run.begin_learning()
-        with run.signals, run.trackers.phase("GRPO", max(0, config.training.steps - done), "steps") as bar:
+        with run.trackers.phase("GRPO", max(0, config.training.steps - done), "steps") as bar:
             for step in range(done, config.training.steps):
                 run.renew_reference_if_due(step)
                 rollout = run.collect(step, bar)

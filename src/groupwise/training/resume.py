@@ -29,8 +29,11 @@ _HARMLESS = (
 """Settings that leave what is learnt as it is, rounding apart."""
 
 
-def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int) -> dict[str, Any]:
-    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and its score."""
+def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int | None) -> dict[str, Any]:
+    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and its score.
+
+    ``step``: that of which an evaluation is the checkpoint's score; None between two updates.
+    """
     mode = prepared.config.evaluation.modes[0]
     scores = [e.strict_accuracy for e in evaluations if e.stage == f"step-{step}" and e.mode == mode]
     return {

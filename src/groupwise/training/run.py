@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,9 +29,11 @@ from groupwise.tracking.journal import cut_back
 from groupwise.training.checkpoint import MODEL, find_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run, check_drift, continue_in, earlier_evaluations
+from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
+from groupwise.training.window import HeldWindow, WindowOpenError
 from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport", "start"]
@@ -71,7 +74,11 @@ class Run:
     evaluations: list[Evaluation] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     step_started: float = 0.0
+    done: int = 0
+    """Steps."""
     signals: StopSignals = field(default_factory=StopSignals)
+    held: HeldWindow = field(default_factory=HeldWindow)
+    """A batch whose updates were not all made when the run was stopped."""
 
     def close(self) -> None:
         self.prepared.rewards.close()
@@ -86,11 +93,20 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        results = evaluate_stage(
-            self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
-            system=self.prepared.system, trackers=self.trackers,
-        )  # fmt: skip
+        with self.stopping(), self.signals.abandonable():
+            results = evaluate_stage(
+                self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
+                system=self.prepared.system, trackers=self.trackers,
+            )  # fmt: skip
         self.evaluations.extend(results)
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """What a signal abandons in here ends the run, after saving it."""
+        try:
+            yield
+        except AbandonStep:
+            self.stop()
 
     def evaluate_at_start(self, stage: str) -> None:
         if self.config.evaluation.at_start:
@@ -100,7 +116,8 @@ class Run:
         settings = self.config.warm_start
         if settings.steps == 0:
             return
-        with self.trackers.phase("warm start", settings.steps, "steps") as bar:
+        abandonable = self.signals.abandonable()
+        with self.stopping(), abandonable, self.trackers.phase("warm start", settings.steps, "steps") as bar:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
@@ -123,11 +140,16 @@ class Run:
         self.learner = Learner(self.scorer, self.config)
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
+        self.learner.parts["window"] = self.held
         if self.checkpoint is None:
             return 0
-        done = load_checkpoint(self.checkpoint, self.learner)
+        self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
-        self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}.")
+        inside = ", inside the updates of the next" if self.held.found else ""
+        self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
+        stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
+        if done and f"step-{done}" not in stages and not self.held.found:
+            self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
 
     def renew_reference_if_due(self, step: int) -> None:
@@ -137,7 +159,7 @@ class Run:
         every = self.config.algorithm.reference_every
         new_iteration = step * outer // steps != (step - 1) * outer // steps
         if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
-            self.learner.renew_reference()
+            self.learner.renew_reference(step)
 
     def prompts(self, step: int) -> list[Prompt]:
         """The step's problems; a function of seed and step alone."""
@@ -164,14 +186,17 @@ class Run:
         A signal abandons it here: nothing has been learnt from it yet.
         """
         self.step_started = time.perf_counter()
+        if self.held.found:
+            self.metrics = dict(self.held.rollout_metrics)
+            return Rollout(self.held.groups(self._prompt_of), [], 0.0, 0.0)
+        seed_generators(self.config.training.seed, step)
         known = self.prepared.rewards.state_dict()
         try:
-            self.signals.may_abandon = True
-            rollout, sampled = self._collect_and_refill(step, bar)
-            self.signals.may_abandon = False
+            with self.signals.abandonable():
+                rollout, sampled = self._collect_and_refill(step, bar)
         except AbandonStep:
             self.prepared.rewards.load_state_dict(known)
-            self.stop(step)
+            self.stop()
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
         self.metrics = rollout.metrics(self.style)
@@ -199,12 +224,27 @@ class Run:
             refill=refill, on_progress=lambda finished, tokens: bar.advance(0, completions=finished),
         )  # fmt: skip
 
+    def _prompt_of(self, problem_id: str) -> Prompt:
+        for index, problem in enumerate(self.prepared.train_prompts.problems):
+            if problem.id == problem_id:
+                return self.prepared.train_prompts[index]
+        raise CheckpointError(
+            f"the checkpoint {self.checkpoint} holds a batch with the problem {problem_id!r}, which the data no longer has: use an "
+            "earlier one"
+        )
+
     def learn(self, rollout: Rollout) -> Advantages:
-        """Update the policy, and tell the engine."""
+        """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume."""
         assert self.learner is not None
         if not rollout.groups:
             return []
-        advantages, found = self.learner.learn(rollout.groups)
+        try:
+            advantages, found = self.learner.learn(
+                rollout.groups, stop=lambda: self.signals.received is not None, held=self.held.take()
+            )
+        except WindowOpenError as halfway:
+            self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
+            self.stop(halfway.window.updates)
         self.metrics |= found
         self.engine.refresh(self.learner.updates)
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
@@ -228,6 +268,7 @@ class Run:
             "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
             "progress/policy_version": Max(self.learner.updates),
         }
+        self.done = step + 1
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages)
@@ -237,32 +278,39 @@ class Run:
         found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
         return f"the last good checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
 
-    def save(self, done: int) -> Path:
-        """A checkpoint after ``done`` steps. Raises CheckpointError when the disk does not take it."""
+    def save(self, done: int, updates: int = 0) -> Path:
+        """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
         return save_checkpoint(
             self.folder.checkpoints, done, self.policy, self.learner, keep=self.config.output.keep_checkpoints,
-            about=about_run(self.prepared, self.evaluations, done), keep_best=self.config.output.keep_best,
+            about=about_run(self.prepared, self.evaluations, None if updates else done),
+            keep_best=self.config.output.keep_best, updates=updates,
         )  # fmt: skip
 
     def checkpoint_if_due(self, step: int) -> None:
         """Also when a signal asked for it. A disk that is full is told, and the run goes on: the next one may succeed."""
         every = self.config.output.checkpoint_every
         if self.signals.received is not None:
-            self.stop(step + 1)
+            self.stop()
         if every and (step + 1) % every == 0:
             try:
                 self.save(step + 1)
             except CheckpointError as error:
                 self.trackers.say(f"NOT SAVED: {error}", "red")
 
-    def stop(self, done: int) -> NoReturn:
-        """Save after ``done`` steps and end the run, as a signal asked."""
+    def stop(self, updates: int = 0) -> NoReturn:
+        """Save what is done, and so many updates of the next step, and end the run, as a signal asked."""
         number = self.signals.received
         assert number is not None
-        saved = self.save(done)
+        if self.learner is None:
+            raise StoppedError(
+                f"stopped by {number.name} before the first step: nothing was learnt yet that could be saved, so start again",
+                128 + number,
+            )
+        saved, inside = self.save(self.done, updates), f" and {updates} updates of the next" if updates else ""
         raise StoppedError(
-            f"stopped by {number.name} after step {done}, which is saved in {saved}: carry on with --resume", 128 + number
+            f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: carry on with --resume",
+            128 + number,
         )
 
     def evaluate_if_due(self, step: int) -> None:
@@ -315,6 +363,8 @@ def start(
         check_drift(state, prepared, said.append, accept=accept_changes or not carried_on)
         if carried_on:
             cut_back(folder, int(state.get("step", 0)))
+        if not folder.environment.is_file():  # killed right after its settings were written
+            folder.write_start(config, recipe, None)
         if carried_on and not checkpoint:
             said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
         trackers = make_trackers(config, folder, console, int(state.get("step", 0)))

@@ -59,7 +59,7 @@ class Prepared:
 
     config: Config
     problems: ProblemSet
-    train_prompts: Sequence[Prompt]
+    train_prompts: LazyPrompts
     """Rendered on demand; each is known to leave room for a completion."""
     held_out_prompts: list[Prompt]
     """At most ``evaluation.problems`` of them."""

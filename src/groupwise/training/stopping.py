@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -35,6 +37,17 @@ class StopSignals:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """A signal raises AbandonStep here at once: what happens inside changes nothing that has been learnt."""
+        if self.received is not None:
+            raise AbandonStep
+        self.may_abandon = True
+        try:
+            yield
+        finally:
+            self.may_abandon = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

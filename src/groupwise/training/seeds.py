@@ -1,0 +1,28 @@
+"""What little is random beside problem order and sampling, seeded by what it is for: so a resumed run draws the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+__all__ = ["seed_generators", "seed_noise"]
+
+
+def seed_generators(seed: int, step: int) -> None:
+    """Seed the generators of Python, numpy and torch for one step: a reward function that draws from them repeats its numbers."""
+    number = _number(f"step/{seed}/{step}")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def seed_noise(seed: int, *what: int) -> None:
+    """Seed torch for one update, whose only noise is an adapter's dropout."""
+    torch.manual_seed(_number(f"update/{seed}/{'/'.join(map(str, what))}"))
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")

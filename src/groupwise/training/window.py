@@ -1,0 +1,149 @@
+"""A batch between its optimiser steps: what a run needs to go on inside a window of mu updates.
+
+The later updates of a window are measured by what the weights said before its first (old logprobs, values, which tokens count), so
+those numbers are kept with the batch. They are kept by completion, not by micro-batch: a run may carry on with another token budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise import metrics
+from groupwise.metrics import Metric
+from groupwise.training.credit import Advantages
+from groupwise.training.microbatches import MicroBatch, members_of
+from groupwise.types import Completion, Group, Prompt
+
+__all__ = ["HeldWindow", "Window", "WindowOpenError"]
+
+_PER_TOKEN = ("advantages_T", "reference_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T")
+_PER_COMPLETION = ("advantages_N",)
+_METRICS = {kind.__name__: kind for kind in (metrics.Mean, metrics.Sum, metrics.Max, metrics.Min)}
+
+
+@dataclass
+class Window:
+    """One batch with everything that was noted about it, and how many of its updates are made."""
+
+    groups: Sequence[Group]
+    advantages: Advantages
+    micro_batches: list[MicroBatch]
+    found: list[dict[str, Metric]] = field(default_factory=list)
+    """What each pass measured so far."""
+    updates: int = 0
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Named tensors and JSON values. Prompts are not among them: they are rendered again from the problems' ids."""
+        fields = [name for name in (*_PER_TOKEN, *_PER_COMPLETION) if getattr(self.micro_batches[0], name) is not None]
+        values = {
+            "updates": self.updates,
+            "advantages": self.advantages,
+            "groups": [_group_values(group) for group in self.groups],
+            "found": [metric_values(numbers) for numbers in self.found],
+        }
+        return {name: self._gathered(name) for name in fields}, values
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Into a window that was cut anew from the same groups. Raises KeyError, ValueError or RuntimeError for those of another."""
+        for name, flat in tensors.items():
+            if name not in (*_PER_TOKEN, *_PER_COMPLETION):
+                raise ValueError(f"a batch has no {name}")
+            self._spread(name, flat)
+        self.advantages = [list(group) for group in values["advantages"]]
+        self.found = [metrics_of(numbers) for numbers in values["found"]]
+        self.updates = int(values["updates"])
+
+    def _sizes(self, name: str) -> dict[tuple[int, int], int]:
+        """How many numbers each completion has, in the order in which they are kept."""
+        members = sorted(member for micro_batch in self.micro_batches for member in members_of(micro_batch))
+        return {(g, m): 1 if name in _PER_COMPLETION else len(self.groups[g].completions[m].token_ids) for g, m in members}
+
+    def _gathered(self, name: str) -> Tensor:
+        sizes = self._sizes(name)
+        pieces: dict[tuple[int, int], Tensor] = {}
+        for micro_batch in self.micro_batches:
+            members = members_of(micro_batch)
+            pieces |= dict(zip(members, getattr(micro_batch, name).split([sizes[m] for m in members]), strict=True))
+        return torch.cat([pieces[member] for member in sizes]).cpu()
+
+    def _spread(self, name: str, flat: Tensor) -> None:
+        sizes = self._sizes(name)
+        pieces = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
+        for micro_batch in self.micro_batches:
+            chosen = torch.cat([pieces[member] for member in members_of(micro_batch)])
+            setattr(micro_batch, name, chosen.to(micro_batch.sampled_T.device))
+
+
+class WindowOpenError(Exception):
+    """Learning was asked to stop, and did between two updates of one batch."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(f"stopped after update {window.updates} of a batch")
+        self.window = window
+
+
+class HeldWindow:
+    """The open window of a run, if any, as a checkpoint's part: on its way to the disk, or back from it."""
+
+    def __init__(self) -> None:
+        self.window: Window | None = None
+        self.rollout_metrics: dict[str, Metric] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}
+
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.window is None:
+            return {}, {}
+        tensors, values = self.window.state()
+        return tensors, values | {"rollout": metric_values(self.rollout_metrics)}
+
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self._tensors, self._values = tensors, values
+        self.rollout_metrics = metrics_of(values.get("rollout", {}))
+
+    @property
+    def found(self) -> bool:
+        """Whether the checkpoint had an open window that is not taken yet."""
+        return bool(self._values)
+
+    def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
+        """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that is gone."""
+        return [_group_of(row, prompt_of(row["problem"])) for row in self._values["groups"]]
+
+    def take(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What `Window.restore` wants, once; None where there is no open window."""
+        taken = (self._tensors, self._values) if self._values else None
+        self._tensors, self._values = {}, {}
+        return taken
+
+
+def metric_values(numbers: Mapping[str, Metric]) -> dict[str, Any]:
+    """Metrics as JSON values: the rule by which each is reduced, and what it keeps."""
+    return {name: [type(metric).__name__, *asdict(metric).values()] for name, metric in numbers.items()}
+
+
+def metrics_of(values: Mapping[str, Any]) -> dict[str, Metric]:
+    return {name: _METRICS[kind](*kept) for name, (kind, *kept) in values.items()}
+
+
+def _group_values(group: Group) -> dict[str, Any]:
+    return {
+        "problem": group.prompt.problem.id,
+        "completions": [asdict(completion) for completion in group.completions],
+        "rewards": group.rewards,
+        "components": {name: list(scores) for name, scores in group.components.items()},
+    }
+
+
+def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
+    completions = tuple(
+        Completion(**{**row, "token_ids": tuple(row["token_ids"]), "logprobs": tuple(row["logprobs"])})
+        for row in values["completions"]
+    )
+    components = {name: tuple(scores) for name, scores in values["components"].items()}
+    return Group(prompt, completions, tuple(values["rewards"]), components)
