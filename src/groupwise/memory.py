@@ -6,8 +6,11 @@ import ctypes
 import os
 import resource
 import sys
+from pathlib import Path
 
-__all__ = ["keep_freed_memory", "peak_memory_bytes"]
+import psutil
+
+__all__ = ["available_memory_bytes", "keep_freed_memory", "peak_memory_bytes"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -27,6 +30,17 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
     return all(mallopt(name, value) == 1 for name, value in settings)
+
+
+def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process could still take: of the machine, or of its container (``groups``: cgroups version 2 or 1)."""
+    free = psutil.virtual_memory().available
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            free = min(free, int((groups / limit).read_text()) - int((groups / used).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return max(0, free)
 
 
 def peak_memory_bytes(device_type: str = "cpu") -> int:

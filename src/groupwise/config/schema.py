@@ -237,6 +237,9 @@ class OutputConfig(Section):
     """The run's folder; by default `runs/<recipe>-<date>-<time>`."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Write a checkpoint every so many steps; 0 writes only the final model."""
+    checkpoint_in_background: bool = True
+    """Take a copy of the state and go on while a thread writes it to the disk. Needs memory for the copy, while it is written; where
+    that is short the run waits for the disk instead."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
     keep_best: bool = False

@@ -6,6 +6,7 @@ that transformers 4.57 and 5 both load to the same numbers.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "check_model",
     "context_length",
+    "copy_to_cpu",
     "end_token_ids",
     "load_model_config",
     "load_policy",
@@ -161,6 +163,15 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ModelError(f"model.device is {name!r}, but PyTorch sees {count} CUDA devices: use auto or cpu, or a lower number")
     return device
+
+
+def copy_to_cpu(model: Any) -> Any:
+    """The model once more, with weights of its own in the CPU's memory; tensors that are one stay one."""
+    kept: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        copied = tensor.detach().to("cpu", copy=True)
+        kept[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
+    return copy.deepcopy(model, kept)
 
 
 def save_model(policy: Policy, folder: str | Path) -> Path:

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError, ModelError
-from groupwise.models.load import Policy, save_model
+from groupwise.models.load import Policy, copy_to_cpu, save_model
 from groupwise.training.learner import Learner
 
 __all__ = [
     "MODEL",
+    "Snapshot",
     "find_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
@@ -35,7 +37,9 @@ __all__ = [
     "read_state",
     "save_checkpoint",
     "set_damaged_aside",
+    "take_snapshot",
     "verify_checkpoint",
+    "write_snapshot",
 ]
 
 MODEL = "model"
@@ -43,6 +47,53 @@ MODEL = "model"
 _STATE, _OPTIMIZER, _REFERENCE, _MANIFEST = "state.json", "optimizer.safetensors", "reference.safetensors", "manifest.json"
 _CRITIC = "critic.safetensors"
 _NAME = re.compile(r"step-(\d+)(?:-update-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint will hold."""
+
+    name: str
+    """``step-N``, or ``step-N-update-K`` between two updates of one batch."""
+    policy: Policy
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file; as long as nothing was copied, those that learning changes."""
+    state: str
+    """The text of ``state.json``."""
+
+    def size_bytes(self) -> int:
+        """How much memory ``copied`` takes."""
+        everything = [*self.policy.model.parameters(), *self.policy.model.buffers()]
+        everything += [tensor for file in self.tensors.values() for tensor in file.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in everything)
+
+    def copied(self, tokenizer: Any) -> Snapshot:
+        """The same in memory of its own, on the CPU, which learning does not touch; ``tokenizer`` takes the place of the one in use."""
+        policy = replace(self.policy, model=copy_to_cpu(self.policy.model), tokenizer=tokenizer)
+        tensors = {file: {name: _copy(t) for name, t in of_file.items()} for file, of_file in self.tensors.items()}
+        return replace(self, policy=policy, tensors=tensors)
+
+
+def take_snapshot(
+    step: int, policy: Policy, learner: Learner, *, about: Mapping[str, Any] | None = None, updates: int = 0
+) -> Snapshot:
+    """The state after ``step`` steps, and ``updates`` updates of the next one. Arguments as for ``save_checkpoint``."""
+    tensors: dict[str, Mapping[str, Tensor]] = {_OPTIMIZER: learner.optimizer.state()}
+    if learner.moving_reference is not None:
+        tensors[_REFERENCE] = learner.moving_reference.state()
+    if learner.critic is not None:
+        tensors[_CRITIC] = learner.critic.state()
+    parts = {}
+    for name, part in learner.parts.items():
+        of_part, parts[name] = part.checkpoint_state()
+        if of_part:
+            tensors[f"part-{name}.safetensors"] = of_part
+    state = {
+        "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
+        "renewed_before": learner.renewed_before, "parts": parts,
+        "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **(about or {}),
+    }  # fmt: skip
+    return Snapshot(f"step-{step}-update-{updates}" if updates else f"step-{step}", policy, tensors, json.dumps(state))
 
 
 def save_checkpoint(
@@ -65,14 +116,18 @@ def save_checkpoint(
 
     Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
     """
-    name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
-    target, aside = folder / name, folder / f".{name}.partial"
+    return write_snapshot(folder, take_snapshot(step, policy, learner, about=about, updates=updates), keep, keep_best=keep_best)
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bool = False) -> Path:
+    """As ``save_checkpoint``, of what was taken down before."""
+    target, aside = folder / snapshot.name, folder / f".{snapshot.name}.partial"
     if target.exists() and _is_sound(target):  # a step of a run has one state; replacing it would open a gap for a kill
         return target
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write(aside, step, policy, learner, about or {})
+        _write(aside, snapshot)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _sync(folder)
@@ -87,24 +142,11 @@ def save_checkpoint(
     return target
 
 
-def _write(aside: Path, step: int, policy: Policy, learner: Learner, about: Mapping[str, Any]) -> None:
-    save_model(policy, aside / MODEL)
-    save_file(_own(learner.optimizer.state()), aside / _OPTIMIZER)
-    if learner.moving_reference is not None:
-        save_file(_own(learner.moving_reference.state()), aside / _REFERENCE)
-    if learner.critic is not None:
-        save_file(_own(learner.critic.state()), aside / _CRITIC)
-    parts = {}
-    for name, part in learner.parts.items():
-        tensors, parts[name] = part.checkpoint_state()
-        if tensors:
-            save_file(_own(tensors), aside / f"part-{name}.safetensors")
-    state = {
-        "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
-        "renewed_before": learner.renewed_before, "parts": parts,
-        "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **about,
-    }  # fmt: skip
-    (aside / _STATE).write_text(json.dumps(state), encoding="utf-8")
+def _write(aside: Path, snapshot: Snapshot) -> None:
+    save_model(snapshot.policy, aside / MODEL)
+    for file, tensors in snapshot.tensors.items():
+        save_file(_own(tensors), aside / file)
+    (aside / _STATE).write_text(snapshot.state, encoding="utf-8")
     (aside / _MANIFEST).write_text(json.dumps({"files": _files(aside)}, indent=1), encoding="utf-8")
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
@@ -246,6 +288,10 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         out[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
     return out
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,15 @@ from groupwise.rewards.load import RewardFunction
 from groupwise.rollout import Rollout, collect
 from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
 from groupwise.tracking.journal import cut_back
-from groupwise.training.checkpoint import MODEL, find_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from groupwise.training.checkpoint import (
+    MODEL,
+    Snapshot,
+    find_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    read_state,
+    take_snapshot,
+)
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run, check_drift, continue_in, earlier_evaluations
 from groupwise.training.seeds import seed_generators
@@ -34,6 +42,7 @@ from groupwise.training.setup import Prepared, prepare
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
+from groupwise.training.writer import CheckpointWriter
 from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport", "start"]
@@ -77,10 +86,19 @@ class Run:
     done: int = 0
     """Steps."""
     signals: StopSignals = field(default_factory=StopSignals)
+    writer: CheckpointWriter = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
 
+    def __post_init__(self) -> None:
+        output = self.config.output
+        self.writer = CheckpointWriter(
+            self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background
+        )
+
     def close(self) -> None:
+        self.writer.finish()
+        self._tell_of_checkpoints()
         self.prepared.rewards.close()
         self.trackers.close()
         self.folder.release()
@@ -275,17 +293,19 @@ class Run:
         return on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages)) is not False
 
     def _last_good(self) -> str:
+        self.writer.finish()
         found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
         return f"the last good checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
 
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
-        return save_checkpoint(
-            self.folder.checkpoints, done, self.policy, self.learner, keep=self.config.output.keep_checkpoints,
-            about=about_run(self.prepared, self.evaluations, None if updates else done),
-            keep_best=self.config.output.keep_best, updates=updates,
-        )  # fmt: skip
+        return self.writer.write(self._snapshot(done, updates))
+
+    def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
+        assert self.learner is not None
+        about = about_run(self.prepared, self.evaluations, None if updates else done)
+        return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
 
     def checkpoint_if_due(self, step: int) -> None:
         """Also when a signal asked for it. A disk that is full is told, and the run goes on: the next one may succeed."""
@@ -293,10 +313,12 @@ class Run:
         if self.signals.received is not None:
             self.stop()
         if every and (step + 1) % every == 0:
-            try:
-                self.save(step + 1)
-            except CheckpointError as error:
-                self.trackers.say(f"NOT SAVED: {error}", "red")
+            self.writer.begin(self._snapshot(step + 1))
+        self._tell_of_checkpoints()
+
+    def _tell_of_checkpoints(self) -> None:
+        for sentence in self.writer.news():
+            self.trackers.say(sentence, "red")
 
     def stop(self, updates: int = 0) -> NoReturn:
         """Save what is done, and so many updates of the next step, and end the run, as a signal asked."""

@@ -1,0 +1,110 @@
+"""Checkpoints written beside the run: the state is that of the moment, and what goes wrong is heard of."""
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from groupwise import train
+from groupwise.errors import CheckpointError
+from groupwise.models.load import copy_to_cpu
+from groupwise.training import checkpoint as checkpoints
+from groupwise.training import writer as writers
+from groupwise.training.writer import CheckpointWriter
+
+
+def manifests(folder):
+    return {p.name: json.loads((p / "manifest.json").read_text())["files"] for p in (folder / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 2, "alpha": 4}}])
+def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, letters, quiet, tmp_path, monkeypatch, model):
+    """The first checkpoint is held up until the second step has changed every weight."""
+    sections = {"model": model, "training": {"steps": 3}, "algorithm": {"beta": 0.1, "updates_per_batch": 2}}
+    learnt, write = threading.Event(), checkpoints._write
+
+    def late(aside, snapshot):
+        assert threading.current_thread() is not threading.main_thread()
+        assert learnt.wait(60)
+        write(aside, snapshot)
+
+    def note(report):
+        if report.step == 2:
+            learnt.set()
+
+    wanted = train(
+        small_config(**sections, output={"checkpoint_every": 1, "keep_checkpoints": 3, "checkpoint_in_background": False}),
+        rewards=letters, console=quiet, run_folder=tmp_path / "waiting",
+    )  # fmt: skip
+    monkeypatch.setattr(checkpoints, "_write", late)
+    found = train(
+        small_config(**sections, output={"checkpoint_every": 1, "keep_checkpoints": 3}),
+        rewards=letters, console=quiet, run_folder=tmp_path / "beside", on_step=note,
+    )  # fmt: skip
+    one, other = manifests(wanted.folder), manifests(found.folder)
+    assert one.keys() == other.keys() == {"step-1", "step-2", "step-3"}
+    for name in one:
+        for changing in ("state.json", "model/adapter/adapter_config.json"):  # the setting in question; a set in any order
+            one[name].pop(changing, None), other[name].pop(changing, None)
+        assert one[name] == other[name]
+
+
+def test_a_copy_shares_nothing_with_the_model_and_ties_what_is_tied(tiny_qwen2):
+    model = tiny_qwen2()
+    copied = copy_to_cpu(model)
+    with torch.no_grad():
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(p, before[name]) for name, p in copied.named_parameters())
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+
+
+def snapshot(size_bytes=1):
+    return SimpleNamespace(
+        name="step-1", policy=SimpleNamespace(tokenizer=None), size_bytes=lambda: size_bytes, copied=lambda tokenizer: "a copy"
+    )
+
+
+def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypatch):
+    def full(folder, snapshot, keep, keep_best):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(writers, "write_snapshot", full)
+    writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
+    writer.begin(snapshot())
+    writer.finish()
+    assert writer.news() == ["NOT SAVED: the disk is full"]
+    assert writer.news() == []
+    with pytest.raises(CheckpointError):
+        writer.write(snapshot())
+
+
+def test_without_memory_for_a_copy_the_run_waits_for_the_disk(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(writers, "write_snapshot", lambda folder, snapshot, keep, keep_best: written.append(snapshot))
+    monkeypatch.setattr(writers, "available_memory_bytes", lambda: 2 * 2**30)
+    writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
+    for _ in range(2):
+        writer.begin(snapshot(size_bytes=2 * 2**30))
+    assert [one.name for one in written] == ["step-1", "step-1"], "the state itself, not a copy"
+    (told,) = writer.news()
+    assert "2.5 GiB of memory, and 2.0 are free" in told
+    writer.begin(snapshot(size_bytes=2**30))
+    writer.finish()
+    assert written[2] == "a copy"
+
+
+def test_a_run_tells_of_a_checkpoint_that_was_not_written(small_config, letters, tmp_path, monkeypatch, capsys):
+    def full(*words):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    config = small_config(output={"checkpoint_every": 1})
+    result = train(config, rewards=letters, run_folder=tmp_path / "run")
+    told = capsys.readouterr().out
+    assert told.count("NOT SAVED") == 2
+    assert "No space left on device" in told
+    assert (result.folder / "summary.json").exists()
