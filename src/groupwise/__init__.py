@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.config import Config, load_config
+    from groupwise.models.reward_model import RewardModel
     from groupwise.training.loop import train
 
-__all__ = ["Config", "__version__", "load_config", "train"]
+__all__ = ["Config", "RewardModel", "__version__", "load_config", "train"]
 
-_HOMES = {"Config": "groupwise.config", "load_config": "groupwise.config", "train": "groupwise.training.loop"}
+_HOMES = {
+    "Config": "groupwise.config",
+    "RewardModel": "groupwise.models.reward_model",
+    "load_config": "groupwise.config",
+    "train": "groupwise.training.loop",
+}
 
 try:
     __version__ = version("groupwise")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from groupwise.config.section import Section
 
-__all__ = ["Normalising", "RewardFunctionConfig", "RewardsConfig", "Scope"]
+__all__ = ["Normalising", "RewardFunctionConfig", "RewardModelConfig", "RewardsConfig", "Scope"]
 
 Scope = Literal["completion", "group", "batch"]
 Normalising = Literal["none", "std", "mean_std"]
@@ -27,11 +27,45 @@ class _Shaped(Section):
         return self
 
 
-class RewardFunctionConfig(_Shaped):
-    """One reward function and its weight."""
+class RewardModelConfig(Section):
+    """A reward model: any sequence classifier of transformers, which scores prompt and completion together."""
 
-    function: str
-    """A built-in name, `path/to/file.py:function`, or an import path `package.module:function`."""
+    name: str
+    """A model folder, or a Hub name such as `Skywork/Skywork-Reward-V2-Qwen3-0.6B`: what `AutoModelForSequenceClassification` loads."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; set it to make a run repeatable."""
+    label: str | int | None = None
+    """Which of several labels is scored, by its name or number. A model with one output, as reward models have, needs none."""
+    score: Literal["logit", "probability"] = "logit"
+    """`logit`: the output itself; for one of several labels its log-odds, log(p / (1 - p)). `probability`: 1 / (1 + exp(-logit))."""
+    form: Literal["auto", "conversation", "text", "pair", "as_prompt"] = "auto"
+    """How prompt and completion are put: as a `conversation` by the model's own chat template, as one `text`, or as a `pair` of texts.
+    `auto` takes the conversation where the model has a template, else the text; `as_prompt` where the prompt is a conversation."""
+    system_prompt: bool = True
+    """Show the reward model the system prompt too. Off for templates that refuse one, or where it is about the answer's form only."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt and completion together; by default what the model was made for."""
+    on_long: Literal["truncate", "error"] = "truncate"
+    """Longer ones lose their beginning and are counted (`reward_model/truncated_<component>`), or stop the run."""
+    batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens in one forward pass, padding included. Lower it when memory runs out; scores do not depend on it."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Numbers of the weights; `auto` takes those of the checkpoint. A linear score head is computed in float32 either way."""
+    device: str = "auto"
+    """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+class RewardFunctionConfig(_Shaped):
+    """One reward function, or one reward model, and its weight."""
+
+    function: str | None = None
+    """A built-in name, `path/to/file.py:function`, or an import path `package.module:function`. This or `model` must be given."""
+    model: RewardModelConfig | None = None
+    """A reward model in place of a function: its name or folder, or a section with its settings."""
     weight: float = 1.0
     """Factor in the sum that becomes the completion's reward."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -49,6 +83,35 @@ class RewardFunctionConfig(_Shaped):
     (`mean_std`). For functions whose size is unknown or drifts, such as reward models. Checkpoints keep the statistics."""
     clip: tuple[float, float] | None = None
     """Before the weight, and after `normalise`: hold every score between these two, such as `[-5, 5]`."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def check_one_kind(self) -> RewardFunctionConfig:
+        if (self.function is None) == (self.model is None):
+            both = "both a function and a model" if self.function else "neither a function nor a model"
+            raise ValueError(
+                f"an entry of rewards.functions names {both}, but it must name one of the two: write function: or model:"
+            )
+        if self.model is not None and self.isolate:
+            raise ValueError(
+                f"rewards.functions isolates the model {self.model.name!r}, but only functions run in processes of their own: leave "
+                "isolate out"
+            )
+        if self.model is not None and self.arguments:
+            raise ValueError(
+                f"rewards.functions gives arguments to the model {self.model.name!r}, but they are for functions: write settings in its "
+                "model: section"
+            )
+        return self
+
+    @property
+    def called(self) -> str:
+        """The function's name as the entry gives it, or the last part of the model's."""
+        return self.model.name.rstrip("/").rpartition("/")[2] if self.model else (self.function or "").strip()
 
 
 class RewardsConfig(_Shaped):

@@ -33,14 +33,18 @@ class Rehearsal:
 
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
-        """For each of the first problems a right, a wrong, an empty and a senseless completion, scored."""
+        """For each of the first problems a right, a wrong, an empty and a senseless completion, scored; by functions alone, since a
+        reward model's weights are not loaded for a trial."""
+        rewards = self.prepared.rewards.without_weights()
+        if rewards is None:
+            return []
         pairs = [(self.prepared.train_prompts[i], self.completions(i)) for i in range(len(self.problems))]
         # Functions that compare problems must see them together; otherwise one by one, to tell what went well before a failure.
-        parts = [pairs] if self.prepared.rewards.sees_batches else [[pair] for pair in pairs]
+        parts = [pairs] if rewards.sees_batches else [[pair] for pair in pairs]
         found: list[Group | RewardFailure | RewardError] = []
         for part in parts:
             try:
-                found += self.prepared.rewards.score_each(part)
+                found += rewards.score_each(part)
             except RewardError as error:
                 found.append(error)
                 break  # the run would stop here too
@@ -84,8 +88,8 @@ def reward_fails(rehearsal: Rehearsal) -> Evidence | None:
 def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     """A right answer earns no more than a wrong one, or than nothing at all."""
     groups = rehearsal.groups
-    if not groups:
-        return None
+    if not groups or any(reward.is_model and reward.weight for reward in rehearsal.prepared.rewards.rewards):
+        return None  # what a reward model would say is not known yet
     blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:])]
     if len(blind) < 0.5 * len(groups):
         return None

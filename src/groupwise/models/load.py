@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,6 +26,7 @@ from groupwise.models.adapters import attach, is_adapted, merged, peft_config_of
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
+from groupwise.models.quiet import quiet
 
 __all__ = [
     "Policy",
@@ -90,7 +90,7 @@ def load_model_config(config: ModelConfig) -> Any:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer. Without a pad token of its own it pads with an end token: masks never look at pad ids."""
-    with _explained(config, "tokenizer"), _quiet():
+    with _explained(config, "tokenizer"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(_source(config), **_origin(config))
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -186,7 +186,7 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # what a save that was killed may have left
-        with _quiet():
+        with quiet():
             model: Any = policy.model
             if is_adapted(model):
                 model.save_pretrained(aside / "adapter", selected_adapters=[model.active_adapter])
@@ -216,7 +216,7 @@ def _origin(config: ModelConfig) -> dict[str, Any]:
 
 def _generation_config(config: ModelConfig) -> GenerationConfig | None:
     try:
-        with _quiet():
+        with quiet():
             origin = {key: value for key, value in _origin(config).items() if key != "trust_remote_code"}
             return GenerationConfig.from_pretrained(_source(config), **origin)
     except (OSError, ValueError):  # many models have none
@@ -224,7 +224,7 @@ def _generation_config(config: ModelConfig) -> GenerationConfig | None:
 
 
 def _load_weights(config: ModelConfig, attention: str | None) -> PreTrainedModel:
-    with _explained(config, "model"), _quiet():
+    with _explained(config, "model"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             _source(config),
             dtype=getattr(torch, config.dtype),
@@ -299,18 +299,3 @@ def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
     if "trust_remote_code" in reason:
         return f"model {config.name!r} brings Python code of its own: set model.trust_remote_code=true if you trust its source"
     return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings for one call; a failure still raises."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -69,7 +69,7 @@ def time_limit(call: Call, timeout_s: float | None) -> float | None:
     """
     if call.reward.timeout_s is not None:
         return call.reward.timeout_s
-    return None if call.reward.built_in and not call.reward.isolate else timeout_s
+    return None if call.reward.bounded and not call.reward.isolate else timeout_s
 
 
 def _read(call: Call, invoke: Callable[[], Any], timeout_s: float | None) -> Answers:

@@ -6,6 +6,7 @@ leaves the group out (``rewards.on_error``), and is never scored 0: a false 0 wo
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.asking import Asker
-from groupwise.rewards.load import LoadedReward, RewardFunction, load_reward
+from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, load_reward
 from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.results import BadResult, RewardFailure, Score, remedy
@@ -85,16 +86,17 @@ class RewardSuite:
         extra: Mapping[str, RewardFunction] | None = None,
         *,
         max_completion_tokens: int | None = None,
+        open_model: OpenModel | None = None,
     ) -> RewardSuite:
-        """Load and check every function. Raises ``RewardError``; loads no weights.
+        """Load and check every function. Raises ``RewardError``, or ``ModelError`` for a reward model; loads no weights.
 
         ``extra`` holds functions from Python by name. A config entry may name one to set its weight and arguments; those that
         no entry names are added with weight 1. An extra function goes before a built-in one of the same name.
         """
         extra = dict(extra or {})
-        named = {entry.function.strip() for entry in config.functions}
+        named = {entry.called for entry in config.functions}
         entries = [*config.functions, *(RewardFunctionConfig(function=name) for name in extra if name not in named)]
-        loaded = [load_reward(entry, extra, max_completion_tokens) for entry in entries]
+        loaded = [load_reward(entry, extra, max_completion_tokens, open_model) for entry in entries]
         return cls(
             loaded,
             answer_style,
@@ -129,6 +131,25 @@ class RewardSuite:
             if reward.weight == 0:
                 notes.append(f"reward {reward.name!r} has weight 0: it is logged, but nothing is learnt from it")
         return notes
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``RewardError`` where a reward model cannot take prompts of this kind."""
+        for function in self._models.values():
+            function.check(prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages])
+
+    def load(self) -> list[str]:
+        """Load what reward models need before the first call, and say of each what it is. Raises ``ModelError``."""
+        return [str(function.load()) for function in self._models.values()]
+
+    def without_weights(self) -> RewardSuite | None:
+        """The functions that cost nothing to try: all but reward models. None where there is no other with a weight."""
+        light = copy.copy(self)
+        light.rewards = tuple(reward for reward in self.rewards if not reward.is_model)
+        return light if any(reward.weight for reward in light.rewards) else None
+
+    @property
+    def _models(self) -> dict[str, Any]:
+        return {reward.name: reward.function for reward in self.rewards if reward.is_model}
 
     def require_columns(self, problem: Problem) -> None:
         """Raise ``RewardError`` where a function needs a column that this problem lacks. Cheap: call it before the run."""
@@ -218,10 +239,14 @@ class RewardSuite:
         totals = [r for rewards in sums.values() for r in rewards]
         if learn:
             self.total.learn(totals)
-        metrics |= self.total.metrics(_TOTAL, totals)
+        metrics |= self.total.metrics(_TOTAL, totals) | self._told_by_models()
         return [
             failures[g] if g in failures else self._group(batch[g], sums[g], components[g]) for g in range(len(batch))
         ], metrics
+
+    def _told_by_models(self) -> dict[str, Metric]:
+        """Numbers that reward models count themselves, such as how many texts they had to cut."""
+        return {f"{key}_{name}": value for name, one in self._models.items() for key, value in one.take_metrics().items()}
 
     def _group(self, pair: tuple[Prompt, Sequence[Completion]], sums: Sequence[float], components: Components) -> Group:
         prompt, completions = pair
@@ -325,5 +350,7 @@ def _style_advice(function_name: str, answer_style: str) -> str:
 
 
 def _summary(function: RewardFunction) -> str:
+    if isinstance(own := getattr(function, "summary", None), str):
+        return own
     text = inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
     return (text or "").partition("\n")[0]

@@ -7,29 +7,44 @@ A name is looked up in this order: functions handed over from Python, ``path/to/
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_args
 
-from groupwise.config.rewards import RewardFunctionConfig, Scope
+from groupwise.config.rewards import RewardFunctionConfig, RewardModelConfig, Scope
 from groupwise.errors import RewardError
 from groupwise.rewards.calls import in_one_line
 from groupwise.rewards.functions import builtin_rewards
 from groupwise.rewards.shaping import Shaper
 
-__all__ = ["OFFERED", "LoadedReward", "RewardFunction", "load_reward", "nearest", "reward_scope"]
+__all__ = [
+    "OFFERED",
+    "LoadedReward",
+    "OpenModel",
+    "RewardFunction",
+    "Rewards",
+    "load_reward",
+    "named_rewards",
+    "nearest",
+    "reward_scope",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RewardFunction = Callable[..., Any]
 """``f(prompts, completions, **columns) -> list[float | None]``, plain or ``async``."""
+Rewards = Mapping[str, RewardFunction] | Sequence[RewardFunction] | RewardFunction
+"""Reward functions as they are handed over from Python: by name, in a list, or one alone."""
+OpenModel = Callable[[RewardModelConfig], RewardFunction]
+"""Makes a reward model from its settings, without its weights. Handed in from above: this room needs no torch."""
 
 OFFERED = (
     "prompts",
@@ -72,7 +87,7 @@ class LoadedReward:
     function: RewardFunction
     weight: float
     source: str
-    """Where it came from: ``built-in``, ``python``, a file's path, or a module's name."""
+    """Where it came from: ``built-in``, ``reward model``, ``python``, a file's path, or a module's name."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     accepted: frozenset[str] | None = None
     """Keywords that the function takes; ``None`` where it has ``**kwargs`` and takes all."""
@@ -93,6 +108,16 @@ class LoadedReward:
     def built_in(self) -> bool:
         return self.source == "built-in"
 
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a reward model, with weights to load before the first call."""
+        return bool(getattr(self.function, "is_reward_model", False))
+
+    @property
+    def bounded(self) -> bool:
+        """Ours bound their own work and need no time limit: a slow group is no reason to stop a run."""
+        return self.built_in or self.is_model
+
     def missing(self, available: Iterable[str]) -> list[str]:
         """Required keywords that the data does not supply."""
         return [name for name in self.required if name not in set(available)]
@@ -104,15 +129,21 @@ class LoadedReward:
 
 
 def load_reward(
-    config: RewardFunctionConfig, extra: Mapping[str, RewardFunction] | None = None, max_completion_tokens: int | None = None
+    config: RewardFunctionConfig,
+    extra: Mapping[str, RewardFunction] | None = None,
+    max_completion_tokens: int | None = None,
+    open_model: OpenModel | None = None,
 ) -> LoadedReward:
     """Resolve one entry of ``rewards.functions``. Raises ``RewardError`` with what is wrong and what to write instead.
 
-    ``max_completion_tokens``: the run's limit, for arguments that must suit it.
+    ``max_completion_tokens``: the run's limit, for arguments that must suit it. ``open_model``: what makes reward models.
     """
     extra = extra or {}
-    spec = config.function.strip()
-    if spec in extra:
+    spec = config.called
+    if config.model is not None:
+        assert open_model is not None, "whoever reads configs with reward models brings open_model"
+        name, function, source = spec, open_model(config.model), "reward model"
+    elif spec in extra:
         name, function, source = spec, extra[spec], "python"
     elif ":" in spec:
         place, _, name = spec.rpartition(":")
@@ -217,7 +248,38 @@ def _member(module: ModuleType, name: str, source: str) -> RewardFunction:
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
+def named_rewards(given: Rewards | None) -> dict[str, RewardFunction]:
+    """Reward functions from Python by name: of a list, or of one alone, each by its own; lambdas are ``lambda``, ``lambda_2`` ...
+
+    >>> list(named_rewards([len, lambda completions: [0.0], lambda completions: [1.0]]))
+    ['len', 'lambda', 'lambda_2']
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    found: dict[str, RewardFunction] = {}
+    for function in listed:
+        inner: Any = function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        own = str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+        name, use = own, 1
+        while name in found:
+            use += 1
+            name = f"{own}_{use}"
+        found[name] = function
+    return found
+
+
 def _require_function(spec: str, function: object) -> None:
+    if hasattr(function, "forward") and hasattr(function, "config"):
+        raise RewardError(
+            f"reward {spec!r} is a {type(function).__name__} without its tokenizer: hand over groupwise.RewardModel(model, tokenizer)"
+        )
+    if isinstance(function, str):
+        raise RewardError(
+            f"reward {spec!r} is a text: name functions in the config's rewards.functions, and hand over functions and RewardModels"
+        )
     if inspect.isclass(function):
         raise RewardError(f"reward {spec!r} is a class, not a function: name a function, or an instance with a __call__ method")
     if not callable(function):

@@ -19,6 +19,14 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "shaping/std_<component>": ("score", "Running standard deviation of the same: what scores are divided by."),
     "shaping/clipped_<component>": ("share", "Scores, or sums (total), that the clip changed; only where there is one."),
+    "reward_model/truncated_<component>": (
+        "share",
+        "Prompts with completions that were too long for one reward model and lost their beginning before it scored them.",
+    ),
+    "reward_model/tokens_mean_<component>": (
+        "tokens",
+        "Mean length of a prompt with its completion as one reward model reads it.",
+    ),
     "calls/failed_<component>": ("count", "Calls of one function that raised, hung or gave nonsense (rewards.on_error: skip)."),
     "calls/killed_<component>": ("count", "Processes of one isolated function that were killed, or died, and were replaced."),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),

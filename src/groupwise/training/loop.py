@@ -5,7 +5,7 @@ collect G completions a prompt -> score -> group-relative advantages -> pack -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from groupwise.config.schema import Config
-from groupwise.rewards.load import RewardFunction
+from groupwise.rewards.load import Rewards
 from groupwise.training.run import StepReport, start
 
 __all__ = ["RunResult", "StepReport", "train"]
@@ -34,7 +34,7 @@ def train(
     recipe: str = "run",
     run_folder: Path | None = None,
     on_step: Callable[[StepReport], Any] | None = None,
-    rewards: Mapping[str, RewardFunction] | None = None,
+    rewards: Rewards | None = None,
     console: Console | None = None,
     resume_from: Path | None = None,
     resume: bool = False,
@@ -46,7 +46,7 @@ def train(
         recipe: a name for the run's folder.
         run_folder: where to write; by default ``runs/<recipe>-<date>-<time>``.
         on_step: called after each step with a ``StepReport``; returning False ends training early, with evaluation and saving.
-        rewards: your own reward functions by name, beside those of the config.
+        rewards: your own reward functions and `RewardModel`s, beside those of the config: by name, in a list, or one alone.
         console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
         resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
             one that the run would have had. The new run has a folder of its own.

@@ -22,7 +22,7 @@ from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy, save_model
 from groupwise.models.scorer import Scorer, make_scorer
-from groupwise.rewards.load import RewardFunction
+from groupwise.rewards.load import Rewards
 from groupwise.rollout import Rollout, collect
 from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
 from groupwise.tracking.journal import cut_back
@@ -359,7 +359,7 @@ def start(
     *,
     recipe: str = "run",
     run_folder: Path | None = None,
-    rewards: Mapping[str, RewardFunction] | None = None,
+    rewards: Rewards | None = None,
     console: Console | None = None,
     resume_from: Path | None = None,
     resume: bool = False,
@@ -394,6 +394,8 @@ def start(
             trackers.say(sentence, "yellow")
         for note in prepared.notes:
             trackers.say(f"Note: {note}", "dim")
+        for sentence in prepared.rewards.load():
+            trackers.say(sentence, "dim")
         policy = _load(config.model, checkpoint)
         scorer = make_scorer(policy, config.model)
         engine = make_engine(policy, config.rollout, scorer)

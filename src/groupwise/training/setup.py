@@ -5,7 +5,7 @@ Training starts from it, and ``groupwise train --dry-run`` is it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -16,8 +16,9 @@ from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
+from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.compose import RewardSuite
-from groupwise.rewards.load import RewardFunction
+from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
 from groupwise.types import Problem, Prompt
 
@@ -75,10 +76,10 @@ class Prepared:
     """Settings without effect, and what was dropped on the way, a sentence each."""
 
 
-def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None) -> Prepared:
+def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
     """Check and load everything but the weights, what is quick first.
 
-    ``rewards`` are functions from Python by name, as for `RewardSuite.from_config`.
+    ``rewards`` are functions from Python, by name or in a list, as for `RewardSuite.from_config`.
 
     Raises
     ------
@@ -91,8 +92,9 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     check_trackers(config)
     system, answer_style = resolve_system(config.prompt, config.data)
     suite = RewardSuite.from_config(
-        config.rewards, answer_style, rewards, max_completion_tokens=config.rollout.max_completion_tokens
-    )
+        config.rewards, answer_style, named_rewards(rewards), max_completion_tokens=config.rollout.max_completion_tokens,
+        open_model=RewardModel.from_config,
+    )  # fmt: skip
     problems = load_problems(config.data)
     for problem in problems.train:
         suite.require_columns(problem)
@@ -106,6 +108,7 @@ def prepare(config: Config, rewards: Mapping[str, RewardFunction] | None = None)
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
+    suite.check_prompt(train[0])
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
