@@ -19,7 +19,7 @@ def test_every_setting_is_listed_once_with_its_default():
     assert docs["rollout.completions_per_prompt"].type == "whole number >= 2"
     assert docs["rollout.completions_per_prompt"].default == 8
     assert docs["rewards.functions"].default == [{"function": "correctness"}, {"function": "format"}]
-    assert docs["rewards.functions[].function"].default == "(required)"
+    assert docs["rewards.functions[].model[].name"].default == "(required)"
     assert docs["optimizer.max_grad_norm"].type == "number or null (> 0)"
     assert docs["data.arithmetic.steps"].type == "whole number >= 1 and <= 4"
 

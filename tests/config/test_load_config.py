@@ -136,7 +136,15 @@ def test_loading_never_changes_what_was_passed_in_or_the_schema_s_defaults():
         ("evaluation.modes=[sampled, greddy]", "evaluation.modes[1] is 'greddy', but must be one of sampled or greedy"),
         ("evaluation.modes=greedy", "evaluation.modes is 'greedy', but must be a list"),
         ("rewards.functions=[]", "rewards.functions is [], but must have at least 1 entry"),
-        ("rewards.functions=[{weight: 2}]", "rewards.functions[0].function is missing, but must be given"),
+        (
+            "rewards.functions=[{weight: 2}]",
+            "an entry of rewards.functions names neither a function nor a model, but it must name one",
+        ),
+        ("rewards.functions=[{function: length, model: judge}]", "names both a function and a model, but it must name one"),
+        ("rewards.functions=[{model: judge, arguments: {target: 3}}]", "gives arguments to the model 'judge'"),
+        ("rewards.functions=[{model: judge, isolate: true}]", "isolates the model 'judge', but only functions run"),
+        ("rewards.functions=[{model: {name: judge, batch_tokens: 0}}]", "is 0, but must be at least 1"),
+        ("rewards.functions=[{model: {revision: main}}]", "name is missing, but must be given"),
         ("training=fast", "training is 'fast', but must be a section of settings"),
         ("algorithm.beta=.nan", "algorithm.beta is nan, but must be a finite number"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, but must be a finite number"),
@@ -257,3 +265,21 @@ def test_a_recipe_s_rewards_exist_and_fit_the_answers_it_asks_for(name):
     _, style = resolve_system(config.prompt, config.data)
     assert style == ("boxed" if name == "polaris-3b" else "xml")
     assert RewardSuite.from_config(config.rewards, style).notes() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": {"lora": {"rank": 0}}}, "model.lora.rank is 0, but must be at least 1: rank of the two factors"),
+        ({"model": {"lora": {"ranck": 8}}}, "model.lora.ranck is not a setting: did you mean model.lora"),
+        ({"model": {"lora": 8}}, "model.lora is 8, but must be a mapping of settings"),
+        (
+            {"rewards": {"functions": [{"model": {"name": "judge", "lable": "good"}}]}},
+            "rewards.functions[0].model.lable is not a setting: did you mean rewards.functions[].model[].label?",
+        ),
+    ],
+)
+def test_settings_inside_a_section_that_may_be_null_are_named_whole(settings, said):
+    with pytest.raises(ConfigError) as refused:
+        build_config(settings)
+    assert said in str(refused.value)

@@ -132,7 +132,7 @@ def test_forms():
     assert RewardModel(model, chat).text("How? ", "fine") == asked
     assert RewardModel(model, chat, form="as_prompt").text([{"role": "user", "content": "How?"}], "fine") == asked
     assert "Be brief" in RewardModel(model, chat).text(PROMPT, "fine")
-    assert "Be brief" not in RewardModel(model, chat, system_prompt=False).text(PROMPT, "fine")
+    assert "Be brief" not in RewardModel(model, chat, show_system_prompt=False).text(PROMPT, "fine")
     assert RewardModel(model, plain, form="pair").text("How?", "fine") == ("How?", "fine")
     with pytest.raises(RewardError, match="has no chat template, but its form is conversation: set it to text or pair"):
         RewardModel(model, plain, form="conversation")
@@ -179,7 +179,7 @@ def test_a_single_output_as_a_probability():
 def test_what_is_too_long_loses_its_beginning_and_is_counted():
     words = tokenizer(None)
     model = llama(pad_token_id=words.pad_token_id)
-    judge = RewardModel(model, words, max_tokens=20)
+    judge = RewardModel(model, words, max_input_tokens=20)
     found = judge(["x" * 30, "y" * 5], ["the very end", "fine"])
     assert found == pytest.approx([row[0] for row in slow(model, words, ["xxxxxxxxthe very end", "yyyyyfine"])], abs=1e-4)
     assert {name: metric.value for name, metric in judge.take_metrics().items()} == {
@@ -188,9 +188,9 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted():
     }
     assert judge.take_metrics() == {}, "numbers are handed out once"
     assert words.truncation_side == "right", "the tokenizer is left as it was"
-    assert RewardModel(model, words).max_tokens == 256, "by default what the model was made for"
+    assert RewardModel(model, words).max_input_tokens == 256, "by default what the model was made for"
     with pytest.raises(RewardError, match=r"is given 42 tokens of prompt and completion, but takes 20: lower rollout\.max_comp"):
-        RewardModel(model, words, max_tokens=20, on_long="error")(["x" * 30], ["the very end"])
+        RewardModel(model, words, max_input_tokens=20, on_long="error")(["x" * 30], ["the very end"])
 
 
 def test_the_same_text_is_computed_once(monkeypatch):
@@ -262,9 +262,9 @@ def test_what_cannot_give_scores_is_refused_without_weights(tmp_path):
     with pytest.raises(ModelError, match="is no use: its device is 'cuda:99'"):
         RewardModel(one, device="cuda:99")
     with pytest.raises(
-        RewardError, match=r"is given max_tokens=0: input should be greater than or equal to 1; its settings are name,"
+        RewardError, match=r"is given max_input_tokens=0: input should be greater than or equal to 1; its settings are name,"
     ):
-        RewardModel(one, max_tokens=0)
+        RewardModel(one, max_input_tokens=0)
     with pytest.raises(RewardError, match=r"is given lable='good': .*; its settings are name, revision, label"):
         RewardModel(one, lable="good")
 
@@ -289,7 +289,7 @@ def test_a_template_that_refuses_the_system_prompt_is_told_of():
     words = tokenizer("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE)
     model = llama(pad_token_id=words.pad_token_id)
     with pytest.raises(
-        RewardError, match=r"refuses a conversation of the roles system, user, assistant \(no system\): set its system_p"
+        RewardError, match=r"refuses a conversation of the roles system, user, assistant \(no system\): set its show_sys"
     ):
         RewardModel(model, words).check(PROMPT)
-    RewardModel(model, words, system_prompt=False).check(PROMPT)
+    RewardModel(model, words, show_system_prompt=False).check(PROMPT)

@@ -112,7 +112,11 @@ def test_what_is_wrong_with_a_file(reward_file, code, sentence):
 @pytest.mark.parametrize(
     ("function", "arguments", "sentence"),
     [
-        ("length", {"targt": 3}, r"'length' takes no argument 'targt' \(did you mean 'target'\?\): it takes target, unit"),
+        (
+            "length",
+            {"targt": 3},
+            r"'length' takes no argument 'targt' \(did you mean 'target'\?\): it takes bounded, target, unit",
+        ),
         ("format", {"size": 3}, r"'format' takes no argument 'size': it takes none"),
         ("length", {"target": 0}, r"target is 0, but it must be at least 1"),
         ("length", {"target": "far"}, r"cannot work with the arguments \{'target': 'far'\}"),

@@ -136,7 +136,10 @@ def _path(location: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif position and _schema_path(path) in known and path not in sections() and not path.endswith("]"):
-            break
+            inside = f"{_schema_path(path)}{ITEM}."  # a section that may be null, such as model.lora
+            if not any(one.startswith(inside) for one in known):
+                break
+            path += f".{part}"
         else:
             path += f".{part}" if path else part
     return path
@@ -149,7 +152,10 @@ def _schema_path(path: str) -> str:
         name, bracket, _ = part.partition("[")
         parts.append(name + (ITEM if bracket else ""))
     parts[-1] = parts[-1].removesuffix(ITEM)
-    return ".".join(parts)
+    known, found = set(field_paths()), parts[0]
+    for part in parts[1:]:
+        found = f"{found}{ITEM}.{part}" if f"{found}{ITEM}.{part}" in known else f"{found}.{part}"
+    return found
 
 
 def _either(names: Sequence[str]) -> str:

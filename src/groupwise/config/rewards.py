@@ -41,11 +41,11 @@ class RewardModelConfig(Section):
     form: Literal["auto", "conversation", "text", "pair", "as_prompt"] = "auto"
     """How prompt and completion are put: as a `conversation` by the model's own chat template, as one `text`, or as a `pair` of texts.
     `auto` takes the conversation where the model has a template, else the text; `as_prompt` where the prompt is a conversation."""
-    system_prompt: bool = True
+    show_system_prompt: bool = True
     """Show the reward model the system prompt too. Off for templates that refuse one, or where it is about the answer's form only."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_input_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt and completion together; by default what the model was made for."""
     on_long: Literal["truncate", "error"] = "truncate"
     """Longer ones lose their beginning and are counted (`reward_model/truncated_<component>`), or stop the run."""

@@ -38,7 +38,7 @@ class RewardModel:
 
     def __init__(self, model: str | Path | PreTrainedModel, tokenizer: Any = None, **settings: Any) -> None:
         """``model``: a folder, a Hub name, or a sequence classifier that is loaded already. ``settings``: as in
-        `RewardModelConfig`, such as ``label``, ``max_tokens``, ``batch_tokens``.
+        `RewardModelConfig`, such as ``label``, ``max_input_tokens``, ``batch_tokens``.
 
         A name or folder is checked now and its weights are read by `load`, or by the first call. Raises ModelError for a model that
         cannot give scores, RewardError for a bad setting.
@@ -52,7 +52,7 @@ class RewardModel:
             int(hf_config.num_labels or 1) > 1 and getattr(hf_config, "problem_type", None) != "multi_label_classification"
         )
         self.tokenizer = tokenizer or _own_tokenizer(self.settings, loaded=self._model is not None)
-        self.max_tokens = min(self.settings.max_tokens or 2**20, _positions(hf_config, self.tokenizer))
+        self.max_input_tokens = min(self.settings.max_input_tokens or 2**20, _positions(hf_config, self.tokenizer))
         self.form = self.settings.form
         self._check_form()
         self._long: list[bool] = []
@@ -72,7 +72,7 @@ class RewardModel:
         """What it does, for people who check a run before it starts."""
         label = f", label {self.settings.label}" if self.settings.label is not None else ""
         form = {"as_prompt": "the prompt's own form", "text": "one text", "pair": "two texts"}.get(self.form, "a conversation")
-        return f"The {self.settings.score} of {self.settings.name}{label} on {form} of at most {self.max_tokens:,} tokens."
+        return f"The {self.settings.score} of {self.settings.name}{label} on {form} of at most {self.max_input_tokens:,} tokens."
 
     @property
     def model(self) -> PreTrainedModel:
@@ -142,11 +142,11 @@ class RewardModel:
             reason = " ".join(str(error).split())[:200]
             raise RewardError(
                 f"the chat template of the reward model {self.settings.name!r} refuses a conversation of the roles "
-                f"{', '.join(str(turn['role']) for turn in turns)} ({reason}): set its system_prompt: false, or form: text"
+                f"{', '.join(str(turn['role']) for turn in turns)} ({reason}): set its show_system_prompt: false, or form: text"
             ) from error
 
     def _shown(self, prompt: Any) -> Any:
-        if isinstance(prompt, str) or self.settings.system_prompt:
+        if isinstance(prompt, str) or self.settings.show_system_prompt:
             return prompt
         return [message for message in prompt if message["role"] != "system"]
 
@@ -170,15 +170,15 @@ class RewardModel:
         special = self.form != "conversation" and not (self.form == "as_prompt" and not isinstance(prompt, str))
         encoding = self.tokenizer(*texts, add_special_tokens=special)
         size = len(encoding["input_ids"])
-        self._long.append(size > self.max_tokens)
-        if size > self.max_tokens:
+        self._long.append(size > self.max_input_tokens)
+        if size > self.max_input_tokens:
             if self.settings.on_long == "error":
                 raise RewardError(
                     f"the reward model {self.settings.name!r} is given {size} tokens of prompt and completion, but takes "
-                    f"{self.max_tokens}: lower rollout.max_completion_tokens, raise its max_tokens, or set its on_long: truncate"
+                    f"{self.max_input_tokens}: lower rollout.max_completion_tokens, raise its max_input_tokens, or set its on_long: truncate"
                 )
             with _cutting_the_front(self.tokenizer):
-                encoding = self.tokenizer(*texts, add_special_tokens=special, truncation=True, max_length=self.max_tokens)
+                encoding = self.tokenizer(*texts, add_special_tokens=special, truncation=True, max_length=self.max_input_tokens)
         return {key: list(encoding[key]) for key in ("input_ids", "token_type_ids") if key in encoding}
 
     def _scores_B(self, batch: Sequence[Encoded]) -> Tensor:

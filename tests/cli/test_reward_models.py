@@ -1,0 +1,89 @@
+"""`groupwise train FILE`, --dry-run and doctor with a reward model in the file."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def judge(tiny_model, tmp_path_factory):
+    """A random sequence classifier with the tiny model's tokenizer and template."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.num_labels, config.architectures = 1, None
+    torch.manual_seed(1)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def file(judge, tmp_path):
+    """``file("max_input_tokens: 20")``: a YAML file of a run with the judge and half a format reward."""
+
+    def write(*settings, system="auto"):
+        lines = ["rewards:", "  functions:", "    - model:", f"        name: {judge}", "        device: cpu"]
+        lines += [*(f"        {line}" for line in settings), "      weight: 0.5", "    - format"]
+        path = tmp_path / "judged.yaml"
+        path.write_text("\n".join([*lines, f"prompt: {{system: {system}}}"]) + "\n", encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    import transformers
+
+    def forbidden(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", forbidden)
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", forbidden)
+
+
+def test_a_run_from_a_file(groupwise, small, file, tmp_path):
+    result = groupwise("train", file(), *small, "--run-folder", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "million weights in float32 on cpu." in " ".join((result.stdout + result.stderr).split())
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"reward/judge", "reward/format", "reward_model/truncated_judge", "reward_model/tokens_mean_judge"} <= set(steps[0])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert all(set(row["components"]) == {"judge", "format"} for row in rows)
+
+
+def test_a_dry_run_shows_it_without_its_weights(groupwise, small, file, judge, no_weights):
+    found = json.loads(groupwise("train", file("max_input_tokens: 300"), *small, "--dry-run", "--json").stdout)
+    assert [(row["name"], row["weight"], row["source"]) for row in found["rewards"]] == [
+        ("judge", 0.5, "reward model"),
+        ("format", 1.0, "built-in"),
+    ]
+    assert found["rewards"][0]["summary"] == f"The logit of {judge} on a conversation of at most 300 tokens."
+    assert "judge" in groupwise("train", file(), *small, "--dry-run").stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["label: best"], "has no label 'best': its labels are LABEL_0"),
+        (
+            ["form: dialogue"],
+            "rewards.functions[0].model.form is 'dialogue', but must be one of auto, conversation, text, pair or as_",
+        ),
+        (["dvice: cpu"], "rewards.functions[0].model.dvice is not a setting: did you mean rewards.functions[].model[].device?"),
+    ],
+)
+def test_mistakes_come_to_light_in_a_dry_run(groupwise, small, file, no_weights, settings, said):
+    result = groupwise("train", file(*settings), *small, "--dry-run")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_policy_is_no_reward_model(groupwise, small, tiny_model, no_weights):
+    result = groupwise("train", "quickstart", *small, f"rewards.functions=[{{model: {tiny_model}}}]", "--dry-run")
+    assert result.exit_code == 2
+    assert "is a Qwen2ForCausalLM, which has no trained score head" in result.stderr
