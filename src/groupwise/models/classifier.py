@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -88,7 +89,7 @@ def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
                     output_loading_info=True,
                     **_origin(config),
                 )
-        except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ModelError(
                 f"model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"

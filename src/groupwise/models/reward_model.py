@@ -175,7 +175,8 @@ class RewardModel:
             if self.settings.on_long == "error":
                 raise RewardError(
                     f"the reward model {self.settings.name!r} is given {size} tokens of prompt and completion, but takes "
-                    f"{self.max_input_tokens}: lower rollout.max_completion_tokens, raise its max_input_tokens, or set its on_long: truncate"
+                    f"{self.max_input_tokens}: lower rollout.max_completion_tokens, raise its max_input_tokens, or set its "
+                    "on_long: truncate"
                 )
             with _cutting_the_front(self.tokenizer):
                 encoding = self.tokenizer(*texts, add_special_tokens=special, truncation=True, max_length=self.max_input_tokens)

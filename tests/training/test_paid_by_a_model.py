@@ -46,13 +46,9 @@ def judged(judge, group):
 
 def test_a_run_is_paid_by_its_reward_model(small_config, judge_folder, tmp_path, quiet):
     config = small_config(rewards={"functions": [entry(judge_folder, weight=0.5), {"function": "length", "weight": 2.0}]})
-    seen, numbers = [], []
-    train(
-        config,
-        run_folder=tmp_path / "run",
-        console=quiet,
-        on_step=lambda report: (seen.extend(report.groups), numbers.append(report.metrics)) and None,
-    )
+    reports = []
+    train(config, run_folder=tmp_path / "run", console=quiet, on_step=reports.append)
+    seen = [group for report in reports for group in report.groups]
     assert len(seen) == 6
     judge = RewardModel(judge_folder, device="cpu")
     for group in seen:
@@ -60,8 +56,8 @@ def test_a_run_is_paid_by_its_reward_model(small_config, judge_folder, tmp_path,
         parts = zip(group.components["judge"], group.components["length"], strict=True)
         assert group.rewards == pytest.approx([0.5 * j + 2 * n for j, n in parts])
     assert len({score for group in seen for score in group.components["judge"]}) > 6
-    assert numbers[0]["reward_model/truncated_judge"] == 0
-    assert numbers[0]["reward_model/tokens_mean_judge"] > 20
+    assert reports[0].metrics["reward_model/truncated_judge"] == 0
+    assert reports[0].metrics["reward_model/tokens_mean_judge"] > 20
 
 
 def test_what_is_too_long_for_it_is_counted_in_every_step(small_config, judge_folder, tmp_path, quiet):
@@ -90,6 +86,10 @@ def test_its_weights_are_there_before_the_policy_is_read_and_only_once(small_con
 # --- from Python ------------------------------------------------------------------------------------------------------
 
 
+def share(completions, **columns):
+    return [sum(map(str.isalpha, c[-1]["content"])) / 8 for c in completions]
+
+
 async def slowly(completions, **columns):
     await asyncio.sleep(0)
     return [float(len(c[-1]["content"])) for c in completions]
@@ -107,10 +107,10 @@ def scaled(completions, factor, **columns):
     return [factor * len(c[-1]["content"]) for c in completions]
 
 
-def test_functions_lambdas_async_objects_and_reward_models_in_one_list(small_config, judge_folder, letters, tmp_path, quiet):
+def test_functions_lambdas_async_objects_and_reward_models_in_one_list(small_config, judge_folder, tmp_path, quiet):
     judge = RewardModel(judge_folder, device="cpu")
     given = [
-        letters["letters"],
+        share,
         lambda completions, **columns: [1.0] * len(completions),
         lambda completions, answer: [float(a in c[-1]["content"]) for c, a in zip(completions, answer, strict=True)],
         slowly,
@@ -133,10 +133,10 @@ def test_functions_lambdas_async_objects_and_reward_models_in_one_list(small_con
         assert group.rewards == pytest.approx(sums)
 
 
-def test_one_function_alone(small_config, letters, tmp_path, quiet):
+def test_one_function_alone(small_config, tmp_path, quiet):
     config = small_config(rewards={"functions": [{"function": "share"}]}, training={"steps": 1})
     seen = []
-    train(config, rewards=letters["letters"], run_folder=tmp_path / "run", console=quiet, on_step=lambda r: seen.extend(r.groups))
+    train(config, rewards=share, run_folder=tmp_path / "run", console=quiet, on_step=lambda r: seen.extend(r.groups))
     assert all(list(group.components) == ["share"] for group in seen)
 
 
@@ -145,5 +145,5 @@ def test_a_bare_model_and_a_name_are_refused_with_what_to_write(small_config, ju
     config = small_config(rewards={"functions": [{"function": "length"}]})
     with pytest.raises(RewardError, match=r"without its tokenizer: hand over groupwise\.RewardModel\(model, tokenizer\)"):
         prepare(config, [model])
-    with pytest.raises(RewardError, match="'str' is a text: name functions in the config's rewards.functions"):
+    with pytest.raises(RewardError, match="reward 'str' is a text: name functions in the config"):
         prepare(config, ["length"])
