@@ -31,6 +31,10 @@ def into_the_next_turn(step, p, group, sample, answer):
     return Written(f"{answered(answer)}<|im_end|>\n<|im_start|>user\nand {sample}?")
 
 
+def every_other_cut(step, p, group, sample, answer):
+    return Written(f"first {answer} and then", "length", 48) if sample % 2 else healthy_text(0.5, step, group, sample, answer)
+
+
 def without_tags(step, p, group, sample, answer):
     return Written(f"The answer is {answer if sample % 2 else 9999}.")
 
@@ -54,6 +58,8 @@ def words(step, p, group, sample, answer):
     return Written(wrong if sample % 2 else answered(answer))
 
 
+CRITIC = {"value/loss": 0.2, "value/explained_variance": 0.4, "value/error": 0.02, "value/clip_share": 0.01}
+
 DISEASES = {
     "reward-exploding": Story(metrics=lambda step, p: {"reward/mean": 1.0 if p < 0.5 else 500 * p, "reward/length": 500 * p}),
     "reward-saturated": Story(metrics=soon_solved),
@@ -71,8 +77,10 @@ DISEASES = {
         metrics=lambda step, p: {"completions/stop_rate": 0.0, "completions/truncated": 1.0},
         write=lambda step, p, group, sample, answer: Written(f"{answer}, or {sample}, or", "length", 48),
     ),
-    "stops-stopping": Story(metrics=lambda step, p: {"completions/stop_rate": 1 - 0.8 * p, "completions/truncated": 0.8 * p}),
-    "truncated": Story(metrics=lambda step, p: {"completions/stop_rate": 0.5, "completions/truncated": 0.5}),
+    "stops-stopping": Story(
+        metrics=lambda step, p: {"completions/stop_rate": 1 - 0.8 * p, "completions/truncated": 0.8 * p}, write=every_other_cut
+    ),
+    "truncated": Story(metrics=lambda step, p: {"completions/stop_rate": 0.5, "completions/truncated": 0.5}, write=every_other_cut),
     "talks-on": Story(write=into_the_next_turn),
     "reward-constant": Story(
         metrics=lambda step, p: {"reward/politeness": 0.0},
@@ -94,6 +102,22 @@ DISEASES = {
     "sampler-stale": Story(version=lambda step: 0),
     "leakage-seen": Story(held_out_prompts=lambda i: f"<user>  {i + 1} + 1 = ?"),
     "loss-zero-at-start": Story(),
+    "loss-spikes": Story(metrics=lambda step, p: {"policy/loss": 3.0} if step == 41 else {}),
+    "correction-at-its-cap": Story(
+        overrides=["algorithm.sampler_correction=token"],
+        metrics=lambda step, p: {"policy/correction_cut": 0.2 if 20 < step < 35 else 0.0, "policy/correction": 0.9},
+    ),
+    "value-harmful": Story(metrics=lambda step, p: {**CRITIC, "value/explained_variance": 0.3 - p}),
+    "value-biased": Story(metrics=lambda step, p: {**CRITIC, "value/error": 1.5}),
+    "kl-target-missed": Story(
+        overrides=["algorithm.beta=0.04", "algorithm.kl_target=0.03"],
+        metrics=lambda step, p: {"policy/kl": 0.09, "policy/beta": 0.04 * 1.15**step},
+    ),
+    "refills-exhausted": Story(
+        overrides=["rollout.refill_rounds=2"], metrics=lambda step, p: {"groups/zero_variance": 0.5, "groups/sampled": 18.0}
+    ),
+    "reward-clipped": Story(metrics=lambda step, p: {"shaping/clipped_correctness": 0.9 * p}),
+    "reward-processes-die": Story(metrics=lambda step, p: {"calls/killed_correctness": 1.0 if step % 20 == 7 else 0.0}),
     "rate-too-low": Story(overrides=["optimizer.master_weights=false", "optimizer.learning_rate=1e-6"]),
 }  # fmt: skip
 
@@ -108,10 +132,12 @@ def test_the_rule_fires_and_says_where(rule, tmp_path):
     assert rule in found, list(found)
     finding = found[rule]
     assert any(letter.isdigit() for letter in finding.summary), "no number in the evidence"
-    assert len(finding.examples) <= 3
-    if rule not in ("leakage-seen", "rate-too-low"):
+    assert finding.numbers
+    if rule != "rate-too-low":  # the one that is about settings
         assert finding.steps is not None
         assert 1 <= finding.steps[0] <= finding.steps[1] <= 60
+        assert len(finding.examples) == 3
+        assert all(example.text for example in finding.examples)
     assert json.loads(json.dumps(finding.to_json()))["remedy"]
 
 
@@ -125,6 +151,23 @@ HEALTHY = {
     "with a reference, in the band": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.08 * p}),
     "with several updates": Story(
         overrides=["algorithm.updates_per_batch=4"], metrics=lambda step, p: {"policy/ratio_deviation": 0.3, "policy/clip_share": 0.05}
+    ),
+    "with a learned value": Story(
+        metrics=lambda step, p: {**CRITIC, "value/explained_variance": -0.5 + 1.2 * min(1, 3 * p), "value/loss": 0.5 - 0.3 * p}
+    ),
+    "with a leash that is steered": Story(
+        overrides=["algorithm.beta=0.04", "algorithm.kl_target=0.06"],
+        metrics=lambda step, p: {"policy/kl": 0.07 * min(1, 3 * p), "policy/beta": 0.04 * (1 + p)},
+    ),
+    "with refills": Story(
+        overrides=["rollout.refill_rounds=3"], metrics=lambda step, p: {"groups/zero_variance": 0.05, "groups/sampled": 14.0}
+    ),
+    "with a correction for the sampler": Story(
+        overrides=["algorithm.sampler_correction=token"],
+        metrics=lambda step, p: {"policy/correction_cut": 0.001, "policy/correction": 0.999},
+    ),
+    "with shaped rewards": Story(
+        metrics=lambda step, p: {"shaping/clipped_correctness": 0.1, "calls/killed_correctness": 1.0 if step == 9 else 0.0}
     ),
     "just begun": Story(steps=3, finished=False, evaluations=[("base", 0.0)]),
     "not one step yet": Story(steps=0, finished=False, evaluations=[("base", 0.0)]),

@@ -3,6 +3,7 @@
 from groupwise.doctor.examine import diagnose_prepared, diagnose_run, diagnose_settings
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity
 from groupwise.doctor.rules import RULES, Rule
+from groupwise.doctor.watch import Watch
 
 __all__ = [
     "RULES",
@@ -11,6 +12,7 @@ __all__ = [
     "Example",
     "Finding",
     "Rule",
+    "Watch",
     "Severity",
     "diagnose_prepared",
     "diagnose_run",

@@ -141,9 +141,12 @@ def leakage_in_run(run: RunRecord) -> Evidence | None:
     both = [(problem, prompt) for prompt, problem in judged.items() if words_in(prompt) in trained]
     if not both:
         return None
+    given_away = {trained[words_in(prompt)] for _, prompt in both}
+    steps = [r.step for r in run.completions if r.prompt in given_away]
     return Evidence(
         f"{len(both)} of {len(judged)} held-out prompts were also trained on, among the {len(trained):,} training prompts recorded",
-        numbers={"leaked": len(both)},
+        (min(steps), max(steps)),
+        {"leaked": len(both)},
         examples=tuple(Example(f"problem {problem}", prompt) for problem, prompt in both[:3]),
         severity="critical" if len(both) > 0.05 * len(judged) else None,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.doctor import problems, rehearsal, rewarding, sampling, settings, steadiness
+from groupwise.doctor import machinery, problems, rehearsal, rewarding, sampling, settings, steadiness
 from groupwise.doctor.findings import Evidence, Finding, Severity
 
 __all__ = ["RULES", "Rule", "Subject"]
@@ -233,6 +233,11 @@ RULES: tuple[Rule, ...] = (
         "Read that step's completions. If it happens often: a lower learning rate, more optimizer.warmup_steps, larger batches.",
     ),
     Rule(
+        "loss-spikes", "run", "The loss jumps", "note", machinery.loss_spikes,
+        "On-policy the policy's loss stays near 0; a jump means that the ratio left 1, or that a value's targets were far off.",
+        "Read that step's completions. If it happens often: a lower optimizer.learning_rate, or fewer algorithm.updates_per_batch.",
+    ),
+    Rule(
         "no-movement", "run", "Updates that change nothing", "critical", steadiness.no_movement,
         "Gradients are computed and steps are made, yet the policy is still the reference: updates are rounded away, or they go "
         "to weights that the policy does not use.",
@@ -249,6 +254,45 @@ RULES: tuple[Rule, ...] = (
         "Completions still come from old weights, as when an adapter is trained and the engine samples without it. Every "
         "step learns from a policy that is further away.",
         "Report it for a built-in engine. For an engine of your own: take the weights, adapters merged, at every refresh.",
+    ),
+    Rule(
+        "correction-at-its-cap", "run", "More mismatch than the correction can put right", "warning", machinery.correction_cut,
+        "The correction weighs each token by how much likelier the trainer finds it than the sampler did. Where the weight is capped the "
+        "gradient stays off-policy, and is none of its own.",
+        "Look for the cause rather than raise algorithm.sampler_correction_cap: another engine or precision (rollout.engine), a cut "
+        "distribution (rollout.top_p, top_k).",
+    ),
+    Rule(
+        "value-harmful", "run", "The learned value is worse than none", "warning", machinery.value_harmful,
+        "Advantages are returns less the value. One that explains less than a constant adds noise to every token's advantage.",
+        "Raise algorithm.value_learning_rate, set algorithm.gae_lambda to 1, which relies on the value least, or take a group baseline "
+        "(algorithm.baseline group_mean).",
+    ),
+    Rule(
+        "value-biased", "run", "The learned value is off in one direction", "warning", machinery.value_biased,
+        "Whatever the policy does, it looks better (or worse) than expected, and is pushed up (or down) as a whole.",
+        "Raise algorithm.value_learning_rate; see whether algorithm.value_clip holds the value back (value/clip_share).",
+    ),
+    Rule(
+        "kl-target-missed", "run", "The steered leash does not reach its target", "warning", machinery.kl_target_missed,
+        "beta has been changed a hundredfold and the KL has not followed: something else moves the policy (or holds it).",
+        "A lower optimizer.learning_rate where the KL is too high, a higher one where it is too low; or another algorithm.kl_target.",
+    ),
+    Rule(
+        "refills-exhausted", "run", "Refilling does not find groups to learn from", "warning", machinery.refills_exhausted,
+        "Problems are too hard or too easy for this policy: nearly all of what is sampled costs time and teaches nothing.",
+        "Problems of another difficulty, a reward with degrees, or more rollout.completions_per_prompt; more rollout.refill_rounds "
+        "only where a few more would do.",
+    ),
+    Rule(
+        "reward-clipped", "run", "A reward sits at its clip", "warning", machinery.reward_clipped,
+        "Scores beyond the clip are all the same, so that their groups have no variance: the reward is saturated.",
+        "Widen the function's clip, or normalise its scores; where it is a model's score that only rises, look for reward hacking.",
+    ),
+    Rule(
+        "reward-processes-die", "run", "A reward function's processes die", "note", machinery.reward_processes_killed,
+        "Each takes its time limit, and the completions that it was asked about have no score.",
+        "Raise rewards.timeout_s if the function is slow; mend it if it crashes or eats memory on what the policy writes.",
     ),
     Rule(
         "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,

@@ -48,6 +48,7 @@ def kl_below_band(run: RunRecord) -> Evidence | None:
         f"{KL_BAND[1]}, and the reward does not rise ({reward.early:.3g} to {reward.late:.3g})",
         kl.late_steps,
         {"kl_late": kl.late, "reward_early": reward.early, "reward_late": reward.late},
+        three(completions_between(run, kl.late_steps)),
     )
 
 
@@ -66,6 +67,7 @@ def negative_kl(run: RunRecord) -> Evidence | None:
         "the k3 estimate that is logged cannot be",
         (below[0][0], below[-1][0]),
         {"kl_min": min(v for _, v in below)},
+        three(completions_between(run, (below[0][0], below[0][0]))),
     )
 
 
@@ -80,6 +82,7 @@ def ratio_off(run: RunRecord) -> Evidence | None:
             "from once, by the weights that sampled it",
             (off[0][0], off[-1][0]),
             {"deviation_max": max(v for _, v in off)},
+            three(completions_between(run, (off[0][0], off[-1][0]))),
             severity="critical",
         )
     worst = worst_stretch(clipped, min(MANY, len(clipped))) if updates != 1 and len(clipped) >= 3 else None
@@ -150,6 +153,7 @@ def no_movement(run: RunRecord) -> Evidence | None:
         "weights have not changed",
         (kl.steps[0], kl.steps[-1]),
         {"updates": pushed, "kl_max": max(abs(v) for v in kl.values)},
+        three(completions_between(run, (kl.steps[0], kl.steps[-1]))),
     )
 
 
@@ -163,4 +167,5 @@ def first_loss_is_zero(run: RunRecord) -> Evidence | None:
         f"the loss is {loss.values[0]:.2g} at step {loss.steps[0]} and stays within {max(map(abs, loss.values)):.2g}{rest}",
         (loss.steps[0], loss.steps[-1]),
         {"loss": loss.values[0]},
+        three(completions_between(run, (loss.steps[0], loss.steps[0]))),
     )

@@ -1,0 +1,167 @@
+"""Rules about what stands around the objective: a learned value, the steered leash, refills, the sampler's correction, shaped rewards."""
+
+from __future__ import annotations
+
+from groupwise.doctor.examples import completions_between, three
+from groupwise.doctor.findings import Evidence
+from groupwise.doctor.windows import mean, median, series, worst_stretch
+from groupwise.tracking.reading import RunRecord
+
+__all__ = [
+    "correction_cut",
+    "kl_target_missed",
+    "loss_spikes",
+    "refills_exhausted",
+    "reward_clipped",
+    "reward_processes_killed",
+    "value_biased",
+    "value_harmful",
+]
+
+STRETCH = 10
+
+
+def value_harmful(run: RunRecord) -> Evidence | None:
+    """After the first steps a learned value explains less of the returns than a constant would."""
+    explained = series(run, "value/explained_variance")
+    if len(explained) < 2 * STRETCH or explained.late >= -0.05:
+        return None
+    return Evidence(
+        f"the learned value's explained variance is {explained.late:.3g} at the end ({explained.early:.3g} at the beginning): below 0 "
+        "it is worse than no value at all",
+        explained.late_steps,
+        {"explained_variance_early": explained.early, "explained_variance_late": explained.late},
+        three(completions_between(run, explained.late_steps)),
+    )
+
+
+def value_biased(run: RunRecord) -> Evidence | None:
+    """The value is off the returns by more than rewards differ within a group, in one direction."""
+    error, spread = series(run, "value/error"), series(run, "reward/std")
+    if len(error) < 2 * STRETCH or not len(spread):
+        return None
+    size = abs(error.late)
+    if size <= max(0.05, spread.late):
+        return None
+    return Evidence(
+        f"the learned value is {'above' if error.late > 0 else 'below'} the returns by {size:.3g} on average at the end, more than "
+        f"rewards differ within a group ({spread.late:.3g})",
+        error.late_steps,
+        {"value_error_late": error.late, "reward_std_late": spread.late},
+        three(completions_between(run, error.late_steps)),
+    )
+
+
+def kl_target_missed(run: RunRecord) -> Evidence | None:
+    """``algorithm.kl_target`` drives beta a hundredfold, and the KL is still not there."""
+    beta, kl = series(run, "policy/beta"), series(run, "policy/kl")
+    target = run.config.algorithm.kl_target if run.config else None
+    if target is None or len(beta) < 2 * STRETCH or not len(kl) or min(beta.values) <= 0:
+        return None
+    change, off = beta.late / beta.values[0], kl.late / target
+    driven_up, driven_down = change > 100 and off > 1.5, change < 0.01 and off < 1 / 1.5
+    if not driven_up and not driven_down:
+        return None
+    return Evidence(
+        f"beta was driven from {beta.values[0]:.3g} to {beta.late:.3g}, and the KL is {kl.late:.3g} where algorithm.kl_target is "
+        f"{target:g}",
+        (beta.steps[0], beta.steps[-1]),
+        {"beta_first": beta.values[0], "beta_late": beta.late, "kl_late": kl.late, "kl_target": target},
+        three(completions_between(run, beta.late_steps)),
+    )
+
+
+def refills_exhausted(run: RunRecord) -> Evidence | None:
+    """All rounds of refilling are used up, and groups without variance are still in the batch."""
+    flat, sampled = series(run, "groups/zero_variance"), series(run, "groups/sampled")
+    rounds = run.config.rollout.refill_rounds if run.config else 0
+    worst = worst_stretch(flat, STRETCH) if len(flat) >= STRETCH else None
+    if not rounds or not run.config or worst is None or worst[0] < 0.25 or not len(sampled):
+        return None
+    per_step = run.config.rollout.prompts_per_step
+    taken = mean([value for step, value in sampled.points if worst[1][0] <= step <= worst[1][1]])
+    return Evidence(
+        f"in steps {worst[1][0]} to {worst[1][1]} {worst[0]:.0%} of the groups had no variance although {taken:.3g} groups were sampled "
+        f"a step for {per_step} that are learnt from: rollout.refill_rounds = {rounds} is used up",
+        worst[1],
+        {"zero_variance": worst[0], "sampled": taken, "prompts_per_step": per_step},
+        three(completions_between(run, worst[1])),
+    )
+
+
+def correction_cut(run: RunRecord) -> Evidence | None:
+    """The correction for the sampler's mismatch works at its cap: the two differ by more than it can put right."""
+    cut, weight = series(run, "policy/correction_cut"), series(run, "policy/correction")
+    worst = worst_stretch(cut, min(STRETCH, len(cut))) if len(cut) >= 3 else None
+    if worst is None or worst[0] < 0.05:
+        return None
+    said = f", at a mean weight of {weight.late:.3g}" if len(weight) else ""
+    return Evidence(
+        f"in steps {worst[1][0]} to {worst[1][1]} the correction was beyond its cap for {worst[0]:.1%} of the tokens{said}",
+        worst[1],
+        {"correction_cut": worst[0], "correction_late": weight.late if len(weight) else 1.0},
+        three(completions_between(run, worst[1])),
+    )
+
+
+def reward_clipped(run: RunRecord) -> Evidence | None:
+    """A clip that changes most of a function's scores makes them all the same: a saturated reward."""
+    shares = {name: series(run, name) for name in run.metric_names() if name.startswith("shaping/clipped_")}
+    found = {name: one for name, one in shares.items() if len(one) >= STRETCH and one.late > 0.5}
+    if not found:
+        return None
+    name = max(found, key=lambda one: found[one].late)
+    worst = found[name]
+    component = name.removeprefix("shaping/clipped_")
+    return Evidence(
+        f"at the end the clip changes {worst.late:.0%} of the scores of {component!r} ({worst.early:.0%} at the beginning): above it "
+        "they are all the same",
+        worst.late_steps,
+        {"clipped_early": worst.early, "clipped_late": worst.late},
+        three(completions_between(run, worst.late_steps)),
+    )
+
+
+def reward_processes_killed(run: RunRecord) -> Evidence | None:
+    """Processes of isolated reward functions that died or had to be killed, again and again."""
+    killed = {name: series(run, name) for name in run.metric_names() if name.startswith("calls/killed_")}
+    counts = {name: (sum(one.values), [step for step, value in one.points if value > 0]) for name, one in killed.items()}
+    name = max(counts, key=lambda one: counts[one][0], default="")
+    if not name or counts[name][0] < 3:
+        return None
+    count, steps = counts[name]
+    return Evidence(
+        f"{count:g} processes of the isolated function {name.removeprefix('calls/killed_')!r} were killed or died, in {len(steps)} "
+        f"steps from step {steps[0]} on",
+        (steps[0], steps[-1]),
+        {"killed": count, "steps": len(steps)},
+        three(completions_between(run, (steps[0], steps[-1]))),
+    )
+
+
+def loss_spikes(run: RunRecord) -> Evidence | None:
+    """A loss, the policy's or the value's, more than ten times the size that it had in the twenty steps before."""
+    found = [spike for name in ("policy/loss", "value/loss") for spike in spikes_in(run, name)]
+    if not found:
+        return None
+    name, step, value, usual = max(found, key=lambda one: one[2] / one[3])
+    steps = [one[1] for one in found]
+    return Evidence(
+        f"{name} jumped {len(found)} times to more than ten times its usual size; at step {step} to {value:.3g} from a median of "
+        f"{usual:.3g}",
+        (min(steps), max(steps)),
+        {"largest": value, "usual": usual, "jumps": len(found)},
+        three(completions_between(run, (step, step))),
+    )
+
+
+def spikes_in(run: RunRecord, name: str) -> list[tuple[str, int, float, float]]:
+    """Metric, step, size, and usual size of each jump. A loss below a thousandth is rounding around 0, and no usual size."""
+    loss = series(run, name)
+    sizes = [abs(value) for value in loss.values]
+    usual = [max(1e-3, median(sizes[max(0, i - 20) : i])) if i >= STRETCH else 0.0 for i in range(len(sizes))]
+    return [
+        (name, loss.steps[i], sizes[i], usual[i])
+        for i in range(STRETCH, len(sizes))
+        if sizes[i] > 10 * usual[i] and sizes[i] > 0.05
+    ]
