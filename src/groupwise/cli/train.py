@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,10 @@ import typer
 from groupwise.cli.options import Overrides, ProgressAside
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from groupwise.config import Config
+    from groupwise.training.loop import StepReport
     from groupwise.training.setup import Prepared
 
 __all__ = ["train"]
@@ -42,6 +46,9 @@ def train(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
     ] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds; ever more seldom as it goes on.")
+    ] = True,
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
@@ -77,16 +84,28 @@ def train(
         from groupwise.training.resume import newest_run
 
         run_folder = newest_run(recipe)
+    shown = console(stderr=as_json)
     result = run_training(
         config,
         recipe=recipe,
         run_folder=run_folder,
-        console=console(stderr=as_json),
+        on_step=_hints(shown) if hints else None,
+        console=shown,
         resume=resume,
         accept_changes=accept_changes,
     )
     if as_json:
         print_json({"folder": str(result.folder), "summary": result.summary})
+
+
+def _hints(shown: Console) -> Callable[[StepReport], None]:
+    """A callback for the loop that shows what the doctor finds during the run."""
+    from groupwise.doctor import Watch
+    from groupwise.tracking.text import harmless
+
+    styles = {"critical": "bold red", "warning": "yellow"}
+    watch = Watch(lambda sentence, severity: shown.print(harmless(sentence, styles[severity]), soft_wrap=True, highlight=False))
+    return lambda report: watch(report.folder, report.step)
 
 
 def _dry_run(config: Config, as_json: bool) -> None:

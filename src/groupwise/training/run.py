@@ -62,6 +62,8 @@ class StepReport:
     metrics: Mapping[str, float]
     groups: Sequence[Group]
     advantages: Advantages
+    folder: Path
+    """The run's, where everything about the step has been written."""
 
 
 @dataclass
@@ -290,7 +292,9 @@ class Run:
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages)
-        return on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages)) is not False
+        return (
+            on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)) is not False
+        )
 
     def _last_good(self) -> str:
         self.writer.finish()
