@@ -18,7 +18,8 @@ def adapter_run(small_config, letters, quiet, tmp_path):
 
     def run(name):
         config = small_config(
-            model={"lora": {"rank": 4, "alpha": 8}}, training={"steps": 24}, optimizer={"learning_rate": 1e-2}, rollout={"engine": "builtin"}
+            model={"lora": {"rank": 4, "alpha": 8}}, training={"steps": 24}, optimizer={"learning_rate": 1e-2},
+            rollout={"engine": "builtin"},
         )  # fmt: skip
         return train(config, rewards=letters, console=quiet, run_folder=tmp_path / name).folder
 
