@@ -87,3 +87,24 @@ def test_a_policy_is_no_reward_model(groupwise, small, tiny_model, no_weights):
     result = groupwise("train", "quickstart", *small, f"rewards.functions=[{{model: {tiny_model}}}]", "--dry-run")
     assert result.exit_code == 2
     assert "is a Qwen2ForCausalLM, which has no trained score head" in result.stderr
+
+
+def findings(groupwise, *words):
+    result = groupwise("doctor", *words, "--json")
+    return {finding["rule"]: finding for finding in json.loads(result.stdout)["findings"]}
+
+
+def test_the_doctor_tells_when_completions_will_not_fit_it(groupwise, small, file, no_weights):
+    assert "judge-reads-too-little" not in findings(groupwise, file(), *small)
+    found = findings(groupwise, file("max_input_tokens: 60"), *small)["judge-reads-too-little"]
+    assert found["severity"] == "warning"
+    assert "'judge' reads at most 60 tokens" in found["summary"]
+    assert "8 of 8 worked answers are cut already" in found["summary"]
+
+
+def test_the_doctor_tries_the_functions_beside_it(groupwise, small, file, no_weights, tmp_path):
+    assert "reward-blind" not in findings(groupwise, file(), *small), "what the judge would say is not known"
+    (tmp_path / "mine.py").write_text("def fragile(completions):\n    return [1 / 0 for _ in completions]\n")
+    written = file()
+    written.write_text(written.read_text().replace("- format", f"- {tmp_path / 'mine.py'}:fragile"))
+    assert "division by zero" in findings(groupwise, written, *small)["reward-fails"]["summary"]

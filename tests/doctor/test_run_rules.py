@@ -87,6 +87,7 @@ DISEASES = {
         reward=lambda step, p, text, right: {"correctness": 2.0 * right, "politeness": 0.0},
     ),
     "reward-failing": Story(metrics=lambda step, p: {"groups/failed": 1.0 if step % 10 == 0 else 0.0}),
+    "judged-in-part": Story(metrics=lambda step, p: {"reward_model/truncated_judge": 0.1 * p, "reward_model/truncated_other": 0.0}),
     "strict-misses-right-answers": Story(write=without_tags),
     "reward-against-the-answer": Story(reward=hacked_reward, write=words),
     "reward-hacking": Story(

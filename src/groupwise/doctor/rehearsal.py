@@ -13,7 +13,7 @@ from groupwise.rewards.compose import RewardFailure
 from groupwise.training.setup import Prepared
 from groupwise.types import Completion, Group, Problem
 
-__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "reward_fails", "untaught_end"]
+__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "cut_for_the_judge", "reward_fails", "untaught_end"]
 
 TRIED = 16
 KINDS = ("right", "wrong", "empty", "gibberish")
@@ -88,7 +88,7 @@ def reward_fails(rehearsal: Rehearsal) -> Evidence | None:
 def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     """A right answer earns no more than a wrong one, or than nothing at all."""
     groups = rehearsal.groups
-    if not groups or any(reward.is_model and reward.weight for reward in rehearsal.prepared.rewards.rewards):
+    if not groups or rehearsal.prepared.rewards.models:
         return None  # what a reward model would say is not known yet
     blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:])]
     if len(blind) < 0.5 * len(groups):
@@ -127,6 +127,27 @@ def answer_too_long(rehearsal: Rehearsal) -> Evidence | None:
         numbers={"longer": len(over), "longest": longest},
         examples=tuple(Example(f"problem {p.id}", text, f"{length} tokens") for length, p, text in over[:3]),
     )
+
+
+def cut_for_the_judge(rehearsal: Rehearsal) -> Evidence | None:
+    """Prompts that, with a completion of full length, are more than a reward model reads: it would judge without their beginning."""
+    prepared = rehearsal.prepared
+    limit = prepared.config.rollout.max_completion_tokens
+    for name, judge in prepared.rewards.models.items():
+        prompts = [prepared.train_prompts[i] for i in range(len(rehearsal.problems))]
+        asked = [p.text if p.messages is None else [dict(m) for m in p.messages] for p in prompts]
+        worked = [worked_completion(p.problem, prepared.answer_style) for p in prompts]  # type: ignore[arg-type]
+        needed = max(judge.count_tokens(prompt, "") for prompt in asked) + limit
+        cut = sum(judge.count_tokens(prompt, text) > judge.max_input_tokens for prompt, text in zip(asked, worked, strict=True))
+        if needed > judge.max_input_tokens:
+            worse = f"; {cut} of {len(asked)} worked answers are cut already" if cut else ""
+            return Evidence(
+                f"the reward model {name!r} reads at most {judge.max_input_tokens} tokens, but a prompt and a completion of "
+                f"rollout.max_completion_tokens = {limit} come to about {needed}{worse}",
+                numbers={"needed": needed, "reads": judge.max_input_tokens, "cut": cut},
+                severity="warning" if cut else None,
+            )
+    return None
 
 
 def untaught_end(rehearsal: Rehearsal) -> Evidence | None:

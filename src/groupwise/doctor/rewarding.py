@@ -17,6 +17,7 @@ __all__ = [
     "exploding",
     "failing",
     "hacking",
+    "judged_in_part",
     "no_variance",
     "saturated",
 ]
@@ -140,6 +141,22 @@ def failing(run: RunRecord) -> Evidence | None:
         {"groups": total, "share": share},
         three(completions_between(run, (hit[0], hit[-1]))),
         "critical" if share > 0.2 else None,
+    )
+
+
+def judged_in_part(run: RunRecord) -> Evidence | None:
+    """A reward model that judges texts whose beginning it never saw."""
+    shares = {name: series(run, name) for name in run.metric_names() if name.startswith("reward_model/truncated_")}
+    worst = max(shares, key=lambda name: shares[name].late, default="")
+    if not worst or shares[worst].late < 0.01:
+        return None
+    judge, cut = worst.removeprefix("reward_model/truncated_"), shares[worst]
+    return Evidence(
+        f"at the end {cut.late:.1%} of the completions were, with their prompts, too long for the reward model {judge!r}, and were judged "
+        f"without their beginning ({cut.early:.1%} at the beginning)",
+        cut.late_steps,
+        {"cut_early": cut.early, "cut_late": cut.late},
+        three(sorted(completions_between(run, cut.late_steps), key=lambda r: -r.tokens)),
     )
 
 

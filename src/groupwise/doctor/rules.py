@@ -104,6 +104,12 @@ RULES: tuple[Rule, ...] = (
         "Raise rollout.max_completion_tokens.",
     ),
     Rule(
+        "judge-reads-too-little", "rehearsal", "The reward model cannot read all of a completion", "note", rehearsal.cut_for_the_judge,
+        "What does not fit loses its beginning: the question first, which a judge of the answer needs.",
+        "Name a reward model with a longer context, raise its max_input_tokens, lower rollout.max_completion_tokens, or leave the "
+        "system prompt out for it (show_system_prompt: false).",
+    ),
+    Rule(
         "end-token-untaught", "rehearsal", "The end token is not the one that ends a turn", "warning", rehearsal.untaught_end,
         "A policy ends a completion with the token that it has seen there. Where another one counts as the end, completions run on "
         "to the limit.",
@@ -120,6 +126,12 @@ RULES: tuple[Rule, ...] = (
         "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
         "left out is seldom a fair sample.",
         "The terminal names function, problem and cause of each; mend the function, or raise rewards.timeout_s if it is slow.",
+    ),
+    Rule(
+        "judged-in-part", "run", "The reward model judges what it has not read", "warning", rewarding.judged_in_part,
+        "Prompt and completion together are longer than the reward model's limit, and it sees them without their beginning: the "
+        "question goes first, then the start of the answer. Its scores stand for less and less as completions grow.",
+        "Name a reward model with a longer context, raise its max_input_tokens, or lower rollout.max_completion_tokens.",
     ),
     Rule(
         "strict-misses-right-answers", "run", "Right answers are paid as wrong", "warning", rewarding.disagreeing_verdicts,

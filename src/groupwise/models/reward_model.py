@@ -123,6 +123,10 @@ class RewardModel:
         self._long, self._tokens = [], []
         return found
 
+    def count_tokens(self, prompt: Any, completion: Any) -> int:
+        """Length of prompt and completion together as they are tokenised, before anything is cut."""
+        return len(self._tokenised(prompt, completion)["input_ids"])
+
     def text(self, prompt: Any, completion: Any) -> str | tuple[str, str]:
         """What the tokenizer is given: one text, or a pair of them."""
         if self.form == "conversation" or (self.form == "as_prompt" and not isinstance(prompt, str)):
@@ -164,11 +168,7 @@ class RewardModel:
 
     def _encode(self, prompt: Any, completion: Any) -> Encoded:
         """Token ids, cut at the front where there are too many; the length before that is what is counted."""
-        given = self.text(prompt, completion)
-        texts = [given] if isinstance(given, str) else list(given)
-        # A chat template writes the special tokens itself.
-        special = self.form != "conversation" and not (self.form == "as_prompt" and not isinstance(prompt, str))
-        encoding = self.tokenizer(*texts, add_special_tokens=special)
+        encoding = self._tokenised(prompt, completion)
         size = len(encoding["input_ids"])
         self._long.append(size > self.max_input_tokens)
         if size > self.max_input_tokens:
@@ -179,8 +179,15 @@ class RewardModel:
                     "on_long: truncate"
                 )
             with _cutting_the_front(self.tokenizer):
-                encoding = self.tokenizer(*texts, add_special_tokens=special, truncation=True, max_length=self.max_input_tokens)
+                encoding = self._tokenised(prompt, completion, truncation=True, max_length=self.max_input_tokens)
         return {key: list(encoding[key]) for key in ("input_ids", "token_type_ids") if key in encoding}
+
+    def _tokenised(self, prompt: Any, completion: Any, **options: Any) -> Any:
+        given = self.text(prompt, completion)
+        texts = [given] if isinstance(given, str) else list(given)
+        # A chat template writes the special tokens itself.
+        special = self.form != "conversation" and not (self.form == "as_prompt" and not isinstance(prompt, str))
+        return self.tokenizer(*texts, add_special_tokens=special, **options)
 
     def _scores_B(self, batch: Sequence[Encoded]) -> Tensor:
         """``[B]`` in float32."""

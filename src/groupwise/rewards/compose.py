@@ -134,12 +134,12 @@ class RewardSuite:
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ``RewardError`` where a reward model cannot take prompts of this kind."""
-        for function in self._models.values():
+        for function in self.models.values():
             function.check(prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages])
 
     def load(self) -> list[str]:
         """Load what reward models need before the first call, and say of each what it is. Raises ``ModelError``."""
-        return [str(function.load()) for function in self._models.values()]
+        return [str(function.load()) for function in self.models.values()]
 
     def without_weights(self) -> RewardSuite | None:
         """The functions that cost nothing to try: all but reward models. None where there is no other with a weight."""
@@ -148,7 +148,8 @@ class RewardSuite:
         return light if any(reward.weight for reward in light.rewards) else None
 
     @property
-    def _models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, Any]:
+        """The reward models among the functions (`groupwise.models.reward_model.RewardModel`), by component name."""
         return {reward.name: reward.function for reward in self.rewards if reward.is_model}
 
     def require_columns(self, problem: Problem) -> None:
@@ -246,7 +247,7 @@ class RewardSuite:
 
     def _told_by_models(self) -> dict[str, Metric]:
         """Numbers that reward models count themselves, such as how many texts they had to cut."""
-        return {f"{key}_{name}": value for name, one in self._models.items() for key, value in one.take_metrics().items()}
+        return {f"{key}_{name}": value for name, one in self.models.items() for key, value in one.take_metrics().items()}
 
     def _group(self, pair: tuple[Prompt, Sequence[Completion]], sums: Sequence[float], components: Components) -> Group:
         prompt, completions = pair
