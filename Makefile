@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format soak clean
+.PHONY: help install quickstart test lint format soak docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,13 @@ format: install  ## let ruff rewrite what it can
 
 soak: install  ## long checks: minutes to hours
 	$(BIN)/python -m pytest -m soak
+
+docs: $(DOCS_STAMP)  ## build the documentation site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[docs]"
+	@touch $@
 
 clean:  ## remove caches (the environment, runs and downloaded models stay)
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build

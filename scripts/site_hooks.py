@@ -26,8 +26,11 @@ INLINE_MATH = re.compile(r"(?<![\w$\\])\$([^\s$](?:[^$\n]*[^\s$])?)\$(?![\w$])")
 
 
 def on_config(config: Any) -> Any:
-    """The navigation gets a page for each algorithm and for each room of the package."""
+    """The navigation gets a page for each algorithm and each room of the package, and those pages of docs/ that it does not name."""
+    named = set(re.findall(r"[\w./+-]+\.md", str(config["nav"])))
     for section in config["nav"]:
+        if "How to" in section:
+            section["How to"] += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
         if "Algorithms" in section:
             section["Algorithms"] += [f"algorithms/{path.name}" for path in sorted((ROOT / "docs" / "algorithms").glob("*.md"))]
         if "Reference" in section:
