@@ -39,15 +39,13 @@ class Recipe:
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """The config of a shipped recipe or a YAML file (None: the defaults), with overrides on top.
 
-    Parameters
-    ----------
-    source : a recipe's name (`recipes` lists them) or the path of a YAML file.
-    overrides : texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
-        stands. A last part alone (``learning_rate=1e-6``) will do where only one setting is called so.
+    Args:
+        source: a recipe's name (`recipes` lists them) or the path of a YAML file.
+        overrides: texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
+            stands. A last part alone (``learning_rate=1e-6``) will do where only one setting is called so.
 
-    Raises
-    ------
-    ConfigError : the source cannot be read, or a key is unknown, or a value breaks its rule.
+    Raises:
+        ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
     """
     return build_config({} if source is None else _read(find_source(source)), overrides)
 

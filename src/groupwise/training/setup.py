@@ -81,12 +81,11 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
 
     ``rewards`` are functions from Python, by name or in a list, as for `RewardSuite.from_config`.
 
-    Raises
-    ------
-    ModelError : the model cannot be loaded (a folder without weights, an unknown name).
-    RewardError : a reward function cannot be loaded, or needs a column that the data lacks.
-    DataError, AnswerError : the data is missing, empty or unreadable, or a prompt does not fit the context.
-    ConfigError : no prompt at all could fit beside the completion, or a tracker's package is not installed.
+    Raises:
+        ModelError: the model cannot be loaded (a folder without weights, an unknown name).
+        RewardError: a reward function cannot be loaded, or needs a column that the data lacks.
+        DataError, AnswerError: the data is missing, empty or unreadable, or a prompt does not fit the context.
+        ConfigError: no prompt at all could fit beside the completion, or a tracker's package is not installed.
     """
     check_model(config.model)
     check_trackers(config)
