@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise import train
-from groupwise.errors import CheckpointError, ConfigError, StoppedError
+from groupwise.errors import CheckpointError, ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
 from groupwise.training.learner import Learner
@@ -229,3 +229,34 @@ def test_the_summary_has_the_evaluations_before_the_stop(small_config, letters, 
     assert [row["stage"] for row in summary["evaluations"]] == ["base", "final"]
     assert [row["stage"] for row in summary["training_evaluations"]] == ["step-2"]
     assert summary["comparison"]["before"] == "base"
+
+
+def test_the_last_good_checkpoint_is_one_that_was_learnt_from(small_config, letters, quiet, tmp_path):
+    """The first update of step 4 ruins the weights: what is saved after it is set aside, and the run goes on from before it."""
+    config = small_config(training={"steps": 12}, output={"checkpoint_every": 1}, optimizer={"max_grad_norm": None})
+    spoilt = small_config(
+        training={"steps": 12}, output={"checkpoint_every": 1}, optimizer={"max_grad_norm": None, "learning_rate": 1e30}
+    )
+
+    def stop(report):
+        if report.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    folder = tmp_path / "run"
+    with pytest.raises(StoppedError):
+        go(config, letters, quiet, folder, on_step=stop)
+    with pytest.raises(
+        TrainingError, match=r"5 updates in a row.* the last good checkpoint is .*step-3; later ones are set aside"
+    ):
+        go(spoilt, letters, quiet, folder, resume=True, accept_changes=True)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-3", "suspect-step-4"]
+    go(config, letters, quiet, folder, resume=True)
+    assert steps_in(folder) == [*range(1, 13)]
+
+
+def test_without_a_good_checkpoint_none_is_named(small_config, letters, quiet, tmp_path):
+    config = small_config(
+        training={"steps": 12}, output={"checkpoint_every": 1}, optimizer={"max_grad_norm": None, "learning_rate": 1e30}
+    )
+    with pytest.raises(TrainingError, match=r"from the weights of the checkpoints, up to .*step-1, no sound update was made"):
+        go(config, letters, quiet, tmp_path / "run")

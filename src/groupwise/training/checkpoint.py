@@ -37,6 +37,7 @@ __all__ = [
     "read_state",
     "save_checkpoint",
     "set_damaged_aside",
+    "set_suspect_aside",
     "take_snapshot",
     "verify_checkpoint",
     "write_snapshot",
@@ -169,11 +170,29 @@ def newest_sound_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path |
     return None
 
 
+def set_suspect_aside(folder: Path, updates: int) -> Path | None:
+    """The newest checkpoint with fewer than ``updates`` updates, which is one from whose weights a sound update was made; None without.
+
+    Newer ones have weights that gave nothing but gradients that are not finite. They are renamed to ``suspect-step-N``, so that a run
+    carries on from the good one.
+    """
+    good = [p for p in _complete(folder) if int(read_state(p)["updates"]) < updates]
+    if not good:
+        return None
+    last = max(good, key=_step_of)
+    _set_aside(folder, last, "suspect")
+    return last
+
+
 def set_damaged_aside(folder: Path, sound: Path) -> None:
     """Rename what is newer than ``sound`` to ``damaged-step-N``: it must not count as one of those that are kept."""
+    _set_aside(folder, sound, "damaged")
+
+
+def _set_aside(folder: Path, sound: Path, why: str) -> None:
     for checkpoint in _complete(folder):
         if _step_of(checkpoint) > _step_of(sound):
-            away = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            away = checkpoint.with_name(f"{why}-{checkpoint.name}")
             shutil.rmtree(away, ignore_errors=True)
             checkpoint.rename(away)
 

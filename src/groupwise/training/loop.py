@@ -16,6 +16,7 @@ from rich.console import Console
 from groupwise.config.schema import Config
 from groupwise.rewards.load import Rewards
 from groupwise.training.run import StepReport, start
+from groupwise.training.short_memory import explain_short_memory
 
 __all__ = ["RunResult", "StepReport", "train"]
 
@@ -60,7 +61,7 @@ def train(
         config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from,
         resume=resume, accept_changes=accept_changes,
     )  # fmt: skip
-    with closing(run), run.signals:
+    with closing(run), run.signals, explain_short_memory(run.saved):
         if not run.checkpoint:
             run.evaluate_at_start("base")
             run.warm_start()

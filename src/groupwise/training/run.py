@@ -33,12 +33,14 @@ from groupwise.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     read_state,
+    set_suspect_aside,
     take_snapshot,
 )
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run, check_drift, continue_in, earlier_evaluations
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared, prepare
+from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -271,7 +273,7 @@ class Run:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
                 "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
-                f"{self._last_good()}"
+                f"{self._last_good(self.learner.updates)}"
             )
         return advantages
 
@@ -296,10 +298,27 @@ class Run:
             on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)) is not False
         )
 
-    def _last_good(self) -> str:
+    def _last_good(self, updates: int) -> str:
+        """The newest checkpoint whose weights have been learnt from since: those of later ones may be what is wrong."""
+        self.writer.finish()
+        try:
+            found = set_suspect_aside(self.folder.checkpoints, updates)
+        except (CheckpointError, OSError):
+            found = None
+        if found is None and self.checkpoint is not None and int(read_state(self.checkpoint)["updates"]) < updates:
+            found = self.checkpoint
+        if found is not None:
+            return f"the last good checkpoint is {found}; later ones are set aside, so --resume with --accept-changes goes on from it"
+        newest = latest_checkpoint(self.folder.checkpoints)
+        return (
+            self.saved() if newest is None else f"from the weights of the checkpoints, up to {newest}, no sound update was made"
+        )
+
+    def saved(self) -> str:
+        """What there is to carry on from, in words."""
         self.writer.finish()
         found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
-        return f"the last good checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
+        return f"the last checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
 
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
@@ -316,7 +335,10 @@ class Run:
         every = self.config.output.checkpoint_every
         if self.signals.received is not None:
             self.stop()
-        if every and (step + 1) % every == 0:
+        assert self.learner is not None
+        if (
+            every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
+        ):  # else there is nothing new, and a good one goes
             self.writer.begin(self._snapshot(step + 1))
         self._tell_of_checkpoints()
 
@@ -400,9 +422,10 @@ def start(
             trackers.say(f"Note: {note}", "dim")
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
-        policy = _load(config.model, checkpoint)
-        scorer = make_scorer(policy, config.model)
-        engine = make_engine(policy, config.rollout, scorer)
+        with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
+            policy = _load(config.model, checkpoint)
+            scorer = make_scorer(policy, config.model)
+            engine = make_engine(policy, config.rollout, scorer)
     except BaseException:
         trackers.close()
         folder.release()

@@ -15,11 +15,12 @@ from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
-from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer
+from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
+from groupwise.training.short_memory import memory_note
 from groupwise.types import Problem, Prompt
 
 __all__ = ["LazyPrompts", "Prepared", "prepare"]
@@ -112,6 +113,9 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
+    longest = max((len(one.token_ids) for one in held_out), default=0)
+    if note := memory_note(config, resolve_device(config.model.device), longest):
+        remarks.append(note)
     return Prepared(
         config=config,
         problems=problems,

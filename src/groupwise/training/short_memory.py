@@ -1,0 +1,71 @@
+"""Memory that is short: said before the run where it can be foreseen, and in one sentence where it ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from groupwise.config.schema import Config
+from groupwise.errors import ModelError, TrainingError
+from groupwise.memory import available_memory_bytes
+from groupwise.planner import Setup, peak_phase, phases
+from groupwise.planner.shape import find_shape
+
+__all__ = ["explain_short_memory", "memory_note"]
+
+_GIB = 2**30
+_REMEDY = (
+    "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
+    "`groupwise plan` says what takes how much"
+)
+_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory")
+
+
+def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0) -> str | None:
+    """A sentence where the planner's estimate is more than there is now; None where it fits, or nothing is known about the model.
+
+    Args:
+        prompt_tokens: the longest prompt; 0 takes a typical one.
+    """
+    try:
+        setup = Setup(config, find_shape(config.model), "cuda" if device.type == "cuda" else "cpu", prompt_tokens=prompt_tokens)
+    except ModelError:
+        return None
+    peak = peak_phase(phases(setup))
+    if device.type == "cuda":
+        needed, there = peak.bytes, torch.cuda.mem_get_info(device)[0]
+    else:
+        needed, there = peak.bytes - psutil.Process().memory_info().rss, available_memory_bytes()
+    if needed <= there:
+        return None
+    return (
+        f"this run will need about {needed / _GIB:.1f} GiB of memory ({peak.name}: most for {peak.cause.name}), and "
+        f"{there / _GIB:.1f} GiB are free: {_REMEDY}"
+    )
+
+
+@contextmanager
+def explain_short_memory(saved: Callable[[], str]) -> Iterator[None]:
+    """Turn a failed allocation in here into a TrainingError. ``saved``: what to say about checkpoints.
+
+    The kernel may also end the process without a word (SIGKILL, exit code 137): then ``--resume`` is all there is.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _is_shortage(error):
+            raise
+        raise TrainingError(f"memory ran out ({_first_line(error)}): {_REMEDY}; {saved()}") from error
+
+
+def _is_shortage(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _first_line(error: BaseException) -> str:
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 160 else line[:157] + "..."
