@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt"]
+__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores"]
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the policy sampled one of the model's end tokens. ``length``: it hit the token limit first."""
@@ -72,6 +72,25 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class StepScores:
+    """What one reward function gave to the steps of a group's completions: process supervision.
+
+    >>> StepScores(weight=1.0, steps=(((4, 1.0), (9, 0.0)), ((6, 1.0),))).vary
+    True
+    """
+
+    weight: float
+    steps: tuple[tuple[tuple[int, float], ...], ...]
+    """By completion: (index of the step's last token, reward); empty where it has no steps."""
+
+    @property
+    def vary(self) -> bool:
+        """False where all steps of the group have one reward: compared with each other they teach nothing."""
+        rewards = [r for completion in self.steps for _, r in completion]
+        return bool(rewards) and max(rewards) - min(rewards) > 1e-9
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """One prompt with its G completions and their scores: the unit of GRPO. It is never split before advantages are computed.
 
@@ -83,8 +102,18 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[float, ...]
     components: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    process: Mapping[str, StepScores] = field(default_factory=dict)
+    """Rewards of steps, by function. In ``components`` and ``rewards`` they count as their sum."""
+    outcome_rewards: tuple[float, ...] | None = None
+    """``rewards`` without those of steps; ``None`` where there are no steps."""
+
+    @property
+    def outcomes(self) -> tuple[float, ...]:
+        """What completions as wholes are compared by."""
+        return self.rewards if self.outcome_rewards is None else self.outcome_rewards
 
     @property
     def has_variance(self) -> bool:
-        """False where all completions scored the same: every group-relative advantage is 0 and nothing can be learnt."""
-        return max(self.rewards) - min(self.rewards) > 1e-9
+        """False where all completions, and all their steps, scored the same: every group-relative advantage is 0 and nothing can be
+        learnt."""
+        return max(self.outcomes) - min(self.outcomes) > 1e-9 or any(s.weight and s.vary for s in self.process.values())

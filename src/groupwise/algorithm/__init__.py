@@ -10,6 +10,7 @@ from groupwise.algorithm.correction import sampler_correction
 from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
 from groupwise.algorithm.objective import Objective, policy_loss
 from groupwise.algorithm.presets import PRESETS, Preset
+from groupwise.algorithm.process import process_advantages, to_go
 from groupwise.algorithm.sequences import lengths_of
 from groupwise.algorithm.values import explained_variance, gae, value_advantages, value_loss
 
@@ -27,7 +28,9 @@ __all__ = [
     "kl_per_token",
     "lengths_of",
     "policy_loss",
+    "process_advantages",
     "sampler_correction",
+    "to_go",
     "token_advantages",
     "token_weights",
     "value_advantages",

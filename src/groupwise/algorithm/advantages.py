@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from groupwise.errors import RewardError
 
-__all__ = ["STD_DDOF", "Rewards", "check_finite", "group_advantages", "token_advantages"]
+__all__ = ["STD_DDOF", "Rewards", "check_finite", "group_advantages", "mean", "token_advantages"]
 
 STD_DDOF = 1
 """Degrees of freedom taken off in every standard deviation of rewards: 1, the sample standard deviation."""
@@ -21,7 +21,7 @@ STD_DDOF = 1
 Rewards = Sequence[Sequence[float]]
 
 
-def _mean(numbers: Sequence[float]) -> float:
+def mean(numbers: Sequence[float]) -> float:
     """The mean, held between the smallest and the largest number: of equal numbers it is that number, without rounding."""
     return min(max(math.fsum(numbers) / len(numbers), min(numbers)), max(numbers)) if numbers else 0.0
 
@@ -30,13 +30,13 @@ def _std(numbers: Sequence[float]) -> float:
     """Sample standard deviation; 0 for fewer than two numbers."""
     if len(numbers) <= STD_DDOF:
         return 0.0
-    centre = _mean(numbers)
+    centre = mean(numbers)
     return math.sqrt(math.fsum((x - centre) ** 2 for x in numbers) / (len(numbers) - STD_DDOF))
 
 
 def _mean_of_others(group: Sequence[float], index: int) -> float:
     """A completion without others is its own baseline: it has nothing to be judged by and teaches nothing."""
-    return _mean([*group[:index], *group[index + 1 :]]) if len(group) > 1 else group[index]
+    return mean([*group[:index], *group[index + 1 :]]) if len(group) > 1 else group[index]
 
 
 # Each baseline is a function of (rewards by group, returns over the batch) -> one number per completion; the returns are the
@@ -44,7 +44,7 @@ def _mean_of_others(group: Sequence[float], index: int) -> float:
 
 
 def _group_mean(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    return [[_mean(group)] * len(group) for group in rewards]
+    return [[mean(group)] * len(group) for group in rewards]
 
 
 def _leave_one_out(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
@@ -52,7 +52,7 @@ def _leave_one_out(rewards: Rewards, returns: Sequence[float]) -> list[list[floa
 
 
 def _batch_mean(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    centre = _mean(returns)
+    centre = mean(returns)
     return [[centre] * len(group) for group in rewards]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from groupwise.algorithm.advantages import Rewards, group_advantages, token_advantages
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
 from groupwise.algorithm.kl import k3, kl_per_token
+from groupwise.algorithm.process import Steps, process_advantages
 from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean
 from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
@@ -95,6 +96,11 @@ class Objective:
         """``group_advantages`` with this objective's choices: whole groups of the whole batch, before any filtering."""
         assert not self.needs_values, "a learned value's advantages come from value_advantages"
         return group_advantages(rewards, self.baseline, self.scale, self.advantage_epsilon)
+
+    def process_advantages(self, steps: Steps, lengths: list[list[int]]) -> list[list[list[float]]]:
+        """``process.process_advantages`` with this objective's choices."""
+        assert not self.needs_values, "under a learned value the steps' rewards are rewards of tokens"
+        return process_advantages(steps, lengths, self.baseline, self.scale, self.advantage_epsilon)
 
     def token_advantages(self, rewards: Rewards, penalties: list[list[list[float]]]) -> list[list[list[float]]]:
         """``advantages.token_advantages`` with this objective's choices."""

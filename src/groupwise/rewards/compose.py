@@ -23,11 +23,11 @@ from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_colu
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.results import BadResult, RewardFailure, Score, remedy
 from groupwise.rewards.shaping import Shaper
+from groupwise.rewards.steps import Decode, StepRewards, place
+from groupwise.rewards.sums import Judged, Sums, add_up, numbers_of, step_metrics
 from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["RewardDescription", "RewardFailure", "RewardSuite", "Scoring"]
-
-Components = dict[str, list[Score]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ class RewardSuite:
         self.answer_style = answer_style
         self.on_error = on_error
         self.total = total or Shaper()
+        self.decode: Decode | None = None
+        """Token ids to text, for functions that say in characters where steps end. Set it when there is a tokenizer."""
         self._teller = Teller(answer_style, max_completion_tokens)
         self._processes = ProcessPool({r.name: r.entry for r in self.rewards if r.isolate}, processes)
         self._asker = Asker(self._teller, timeout_s, concurrent_calls, self._processes)
@@ -226,39 +228,38 @@ class RewardSuite:
         components, failures, metrics = self._call_all(batch, on_progress)
         sound = [g for g in range(len(batch)) if g not in failures]
         for reward in self.rewards:
-            scores = [s for g in sound for s in components[g][reward.name] if s is not None]
+            judged = [one for g in sound for one in components[g][reward.name]]
+            scores = [r for one in judged for r in numbers_of(one)]
             if learn:
                 reward.shaper.learn(scores)
-            metrics |= reward.shaper.metrics(reward.name, scores)
-        sums: dict[int, list[float]] = {}
+            metrics |= reward.shaper.metrics(reward.name, scores) | step_metrics(reward.name, judged)
+        sums: dict[int, Sums] = {}
         for g in sound:
-            found = self._weighted_sums(batch[g][0], components[g])
+            found = add_up(self.rewards, *batch[g], components[g])
             if isinstance(found, RewardFailure):
                 failures[g] = self._admit(found)
             else:
                 sums[g] = found
-        totals = [r for rewards in sums.values() for r in rewards]
+        totals = [r for found in sums.values() for r in found.outcomes or ()]
         if learn:
             self.total.learn(totals)
         metrics |= self.total.metrics(_TOTAL, totals) | self._told_by_models()
-        return [
-            failures[g] if g in failures else self._group(batch[g], sums[g], components[g]) for g in range(len(batch))
-        ], metrics
+        scored: list[Group | RewardFailure] = [
+            failures[g] if g in failures else sums[g].group(*batch[g], components[g], self.total) for g in range(len(batch))
+        ]
+        return scored, metrics
 
     def _told_by_models(self) -> dict[str, Metric]:
         """Numbers that reward models count themselves, such as how many texts they had to cut."""
         return {f"{key}_{name}": value for name, one in self.models.items() for key, value in one.take_metrics().items()}
 
-    def _group(self, pair: tuple[Prompt, Sequence[Completion]], sums: Sequence[float], components: Components) -> Group:
-        prompt, completions = pair
-        tuples = {name: tuple(scores) for name, scores in components.items()}
-        return Group(prompt, tuple(completions), tuple(self.total(r) for r in sums), tuples)
-
     def _call_all(
         self, batch: Batch, on_progress: Callable[[int], None] | None
-    ) -> tuple[list[Components], dict[int, RewardFailure], dict[str, Metric]]:
+    ) -> tuple[list[dict[str, list[Judged]]], dict[int, RewardFailure], dict[str, Metric]]:
         """Every function's scores of every group; for groups with a failure the first one, and counts of what went wrong."""
-        components: list[Components] = [{r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch]
+        components: list[dict[str, list[Judged]]] = [
+            {r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch
+        ]
         failures: dict[int, RewardFailure] = {}
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
@@ -271,17 +272,28 @@ class RewardSuite:
                 if all(g in failures for g in call.groups):
                     forget(index)
                     continue
-                answers = ask(index)
-                failed[call.reward.name] += any(isinstance(one, BadResult) for one in answers)
-                for (g, m), answer in zip(call.targets, answers, strict=True):
-                    if isinstance(answer, BadResult):
-                        failures.setdefault(g, self._admit(_failure(call, batch, g, answer), answer.cause))
+                judgements = [
+                    self._place(answer, batch[g][1][m], m) for (g, m), answer in zip(call.targets, ask(index), strict=True)
+                ]
+                failed[call.reward.name] += any(isinstance(one, BadResult) for one in judgements)
+                for (g, m), judged in zip(call.targets, judgements, strict=True):
+                    if isinstance(judged, BadResult):
+                        failures.setdefault(g, self._admit(_failure(call, batch, g, judged), judged.cause))
                     else:
-                        components[g][call.reward.name][m] = answer
+                        components[g][call.reward.name][m] = judged
         if on_progress is not None:
             for number in range(done + 1, len(batch) + 1):
                 on_progress(number)
         return components, failures, self._counts(failed, self._processes.killed - killed_before)
+
+    def _place(self, answer: Score | BadResult, completion: Completion, member: int) -> Judged | BadResult:
+        """Steps with the tokens that they end with."""
+        if not isinstance(answer, StepRewards):
+            return answer
+        placed = place(answer, completion, self.decode)
+        if isinstance(placed, str):
+            return BadResult("bad_step", f"returned {placed}, for completion {member}")
+        return tuple(placed)
 
     def _counts(self, failed: Counter[str], killed: Counter[str]) -> dict[str, Metric]:
         counts: dict[str, Metric] = {f"calls/killed_{r.name}": Sum(killed[r.name]) for r in self.rewards if r.isolate}
@@ -295,22 +307,10 @@ class RewardSuite:
             return failure
         raise RewardError(f"{failure.message}; {remedy(failure.kind)}") from cause
 
-    def _weighted_sums(self, prompt: Prompt, components: Components) -> list[float] | RewardFailure:
-        judges = [reward for reward in self.rewards if reward.weight != 0]
-        sums = []
-        for i, scores in enumerate(zip(*(components[reward.name] for reward in judges), strict=True)):
-            parts = [r.weight * r.shaper(score) for r, score in zip(judges, scores, strict=True) if score is not None]
-            if not parts:
-                names, problem_id = ", ".join(reward.name for reward in judges), prompt.problem.id
-                message = f"no reward function applies to completion {i} of problem {problem_id!r}: {names} returned None for it"
-                return RewardFailure(names, problem_id, "not_a_number", message)
-            sums.append(math.fsum(parts))
-        return sums
-
 
 def _failure(call: Call, batch: Batch, group: int, bad: BadResult) -> RewardFailure:
     problem_id = batch[group][0].problem.id
-    alone = bad.kind == "not_a_number"  # of one completion, whatever else the call saw
+    alone = bad.kind in ("not_a_number", "bad_step")  # of one completion, whatever else the call saw
     where = f"reward {call.reward.name!r} on problem {problem_id!r}" if alone else call.where(batch)
     return RewardFailure(call.reward.name, problem_id, bad.kind, f"{where} {bad}")
 

@@ -40,7 +40,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 RewardFunction = Callable[..., Any]
-"""``f(prompts, completions, **columns) -> list[float | None]``, plain or ``async``."""
+"""``f(prompts, completions, **columns) -> list[float | StepRewards | None]``, plain or ``async``."""
 Rewards = Mapping[str, RewardFunction] | Sequence[RewardFunction] | RewardFunction
 """Reward functions as they are handed over from Python: by name, in a list, or one alone."""
 OpenModel = Callable[[RewardModelConfig], RewardFunction]

@@ -1,4 +1,4 @@
-"""What a reward function returned, checked: numbers or None, one for each completion. What is neither is told apart and explained."""
+"""What a reward function returned, checked: numbers, steps or None, one for each completion. What is none of them is explained."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from groupwise.rewards.steps import StepRewards, read_steps
+
 __all__ = ["BadResult", "FailureKind", "RewardFailure", "Score", "read_scores", "remedy"]
 
-FailureKind = Literal["raised", "timed_out", "wrong_length", "not_a_number"]
-Score = float | None
+FailureKind = Literal["raised", "timed_out", "wrong_length", "not_a_number", "bad_step"]
+Score = float | None | StepRewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,19 @@ def read_scores(result: Any, members: Sequence[int]) -> list[Score | BadResult]:
         raise BadResult("wrong_length", f"returned {kind} instead of a list of {expected} scores")
     if len(listed) != expected:
         raise BadResult("wrong_length", f"returned {len(listed)} scores for {expected} completions")
-    return [_number(score, member) for score, member in zip(listed, members, strict=True)]
+    return [_score(score, member) for score, member in zip(listed, members, strict=True)]
 
 
-def _number(score: Any, member: int) -> Score | BadResult:
+def _score(score: Any, member: int) -> Score | BadResult:
     if score is None:
         return None
+    steps = read_steps(score)
+    if isinstance(steps, str):
+        return BadResult("bad_step", f"returned {steps}, for completion {member}")
+    return _number(score, member) if steps is None else steps
+
+
+def _number(score: Any, member: int) -> float | BadResult:
     scalar = score.item() if hasattr(score, "item") and getattr(score, "shape", None) == () else score
     if not isinstance(scalar, numbers.Real):
         what = f"{score!r:.80} ({type(score).__name__})"
@@ -72,4 +81,6 @@ def remedy(kind: FailureKind) -> str:
         return "it must return one number or None per completion, so correct the function"
     if kind == "timed_out":
         return "make it faster, raise rewards.timeout_s, or set rewards.on_error=skip to leave such groups out"
+    if kind == "bad_step":
+        return "steps end within their completion, so correct the function, or set rewards.on_error=skip to leave such groups out"
     return "correct the function, or set rewards.on_error=skip to leave such groups out and count them"

@@ -27,6 +27,8 @@ METRICS: dict[str, tuple[str, str]] = {
         "tokens",
         "Mean length of a prompt with its completion as one reward model reads it.",
     ),
+    "steps/count_<component>": ("steps", "Mean number of steps that one process reward function found in a completion."),
+    "steps/reward_<component>": ("score", "Mean reward of a step, before clipping and weight."),
     "calls/failed_<component>": ("count", "Calls of one function that raised, hung or gave nonsense (rewards.on_error: skip)."),
     "calls/killed_<component>": ("count", "Processes of one isolated function that were killed, or died, and were replaced."),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),

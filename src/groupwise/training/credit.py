@@ -1,5 +1,8 @@
 """From rewards to every micro-batch's advantages: where the KL is part of the reward, or a value is learned, they need the passes
 that came before. Whole groups of the whole batch are looked at, before anything is left out.
+
+Rewards of steps are judged apart from those of whole completions, and the two advantages are added: each has its own mean, so that many
+small step rewards are not measured by one large outcome.
 """
 
 from __future__ import annotations
@@ -12,31 +15,80 @@ import torch
 from groupwise.algorithm import Objective, explained_variance, kl_in_reward, kl_penalty
 from groupwise.metrics import Mean, Metric
 from groupwise.training.microbatches import MicroBatch, members_of
+from groupwise.types import Group, StepScores
 
-__all__ = ["Advantages", "assign_advantages"]
+__all__ = ["Advantages", "assign_advantages", "step_advantages"]
 
 Advantages = list[list[float]]
 PerToken = list[list[list[float]]]
 
 
 def assign_advantages(
-    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float
+    micro_batches: Sequence[MicroBatch], groups: Sequence[Group], objective: Objective, beta: float
 ) -> tuple[Advantages, dict[str, Metric]]:
     """Give every micro-batch its completions' (or tokens') advantages. Returns them by group, averaged over tokens, and metrics."""
-    rewards = [list(group) for group in rewards]
+    rewards = [list(group.outcomes) for group in groups]
     if objective.kl_in_reward:
         _take_off_kl(micro_batches, rewards, objective, beta)
     if objective.needs_values:
-        return _by_value(micro_batches, rewards, objective, beta)
+        return _by_value(micro_batches, rewards, _step_rewards(groups), objective, beta)
+    of_steps = step_advantages(groups, objective)
     if objective.kl_in_token_reward:
         by_token = objective.token_advantages(rewards, _penalties(micro_batches, rewards, objective, beta))
+        if of_steps is not None:
+            by_token = _added(by_token, of_steps)
         _give_tokens(micro_batches, by_token)
         return _means(by_token), {}
     advantages = objective.advantages(rewards)
+    if of_steps is not None:
+        everywhere = [
+            [[a] * len(tokens) for a, tokens in zip(*pair, strict=True)] for pair in zip(advantages, of_steps, strict=True)
+        ]
+        by_token = _added(everywhere, of_steps)
+        _give_tokens(micro_batches, by_token)
+        return _means(by_token), {}
     for micro_batch in micro_batches:
         chosen = [advantages[g][m] for g, m in members_of(micro_batch)]
         micro_batch.advantages_N = torch.tensor(chosen, device=micro_batch.sampled_T.device)
     return advantages, {}
+
+
+def step_advantages(groups: Sequence[Group], objective: Objective) -> PerToken | None:
+    """What the rewards of steps add to every token's advantage, ``[p][g][t]``; None where no function gave any.
+
+    Each function's steps are normalised by themselves, and its weight comes afterwards: inside, a normalisation would take it away.
+    """
+    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+    total: PerToken | None = None
+    for name in dict.fromkeys(name for group in groups for name in group.process):
+        none = StepScores(0.0, ())
+        scores = [group.process.get(name, none) for group in groups]
+        steps = [s.steps or ((),) * len(group.completions) for s, group in zip(scores, groups, strict=True)]
+        found = objective.process_advantages(steps, lengths)
+        weighted = [[[s.weight * a for a in tokens] for tokens in group] for s, group in zip(scores, found, strict=True)]
+        total = weighted if total is None else _added(total, weighted)
+    return total
+
+
+def _step_rewards(groups: Sequence[Group]) -> PerToken | None:
+    """The weighted rewards of steps as rewards of tokens, which is what a learned value sums up; None where there are none."""
+    if not any(group.process for group in groups):
+        return None
+    at: PerToken = [[[0.0] * len(c.token_ids) for c in group.completions] for group in groups]
+    for group, tokens in zip(groups, at, strict=True):
+        for scores in group.process.values():
+            for completion, steps in zip(tokens, scores.steps, strict=True):
+                for end, reward in steps:
+                    completion[end] += scores.weight * reward
+    return at
+
+
+def _added(one: PerToken, other: PerToken) -> PerToken:
+    """Token by token; a completion without numbers in ``one`` (it takes no part) stays without."""
+    return [
+        [[a + b for a, b in zip(x, y, strict=True)] if x else [] for x, y in zip(*pair, strict=True)]
+        for pair in zip(one, other, strict=True)
+    ]
 
 
 def _take_off_kl(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float) -> None:
@@ -61,7 +113,7 @@ def _penalties(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], 
 
 
 def _by_value(
-    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float
+    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], of_steps: PerToken | None, objective: Objective, beta: float
 ) -> tuple[Advantages, dict[str, Metric]]:
     """Generalised advantage estimation over the completions that take part; others have no values and get advantage 0."""
     values: PerToken = [[[] for _ in group] for group in rewards]
@@ -70,6 +122,9 @@ def _by_value(
         for (group, member), piece in micro_batch.by_member(micro_batch.values_T):
             values[group][member] = piece
     penalties = _penalties(micro_batches, rewards, objective, beta) if objective.kl_in_token_reward else None
+    if of_steps is not None:
+        fines = [[[-r for r in tokens] for tokens in group] for group in of_steps]
+        penalties = fines if penalties is None else _added(penalties, fines)
     taking_part = [[m for m, tokens in enumerate(group) if tokens] for group in values]
 
     def chosen(source: Sequence[Sequence[object]]) -> list[list]:  # type: ignore[type-arg]

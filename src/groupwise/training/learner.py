@@ -18,7 +18,7 @@ from groupwise.config.schema import Config
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
-from groupwise.training.credit import Advantages, assign_advantages
+from groupwise.training.credit import Advantages, assign_advantages, step_advantages
 from groupwise.training.critic import Critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
@@ -98,7 +98,7 @@ class Learner:
         """
         micro_batches = self._cut(groups)
         if not micro_batches:
-            rewards = [list(group.rewards) for group in groups]
+            rewards = [list(group.outcomes) for group in groups]
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
         window = Window(groups, [], micro_batches)
         bonus = self._choose_bonus(groups)
@@ -124,8 +124,9 @@ class Learner:
         """The completions that take part in the passes, packed; nothing where none does."""
         taught = list(range(len(groups)))
         if not self._keeps_all:
-            advantages = self.objective.advantages([list(group.rewards) for group in groups])
-            taught = [i for i in taught if _teaches(advantages[i])]
+            advantages = self.objective.advantages([list(group.outcomes) for group in groups])
+            of_steps = step_advantages(groups, self.objective)
+            taught = [i for i in taught if _teaches(advantages[i]) or _steps_teach(of_steps, i)]
         members = [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
         share = Share(members, self.counts(groups))
         return cut(groups, share, self.scorer, self.objective, self.config.training.micro_batch_tokens) if members else []
@@ -133,8 +134,7 @@ class Learner:
     def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
         """What must be known of a batch before its first update."""
         window.found += [self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches), bonus]
-        rewards = [list(group.rewards) for group in window.groups]
-        window.advantages, of_value = assign_advantages(window.micro_batches, rewards, self.objective, self.beta)
+        window.advantages, of_value = assign_advantages(window.micro_batches, window.groups, self.objective, self.beta)
         window.found.append(of_value)
 
     def counts(self, groups: Sequence[Group]) -> BatchCounts:
@@ -333,6 +333,10 @@ class Learner:
 
 def _teaches(advantages: Sequence[float]) -> bool:
     return any(abs(a) > 1e-9 for a in advantages)
+
+
+def _steps_teach(advantages: list[list[list[float]]] | None, group: int) -> bool:
+    return advantages is not None and any(_teaches(tokens) for tokens in advantages[group])
 
 
 def _width(scorer: Scorer) -> int:

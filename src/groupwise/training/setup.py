@@ -99,6 +99,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
     for problem in problems.train:
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
+    suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     context = context_length(hf_config, tokenizer)
 
     def render_one(problem: Problem) -> Prompt:

@@ -17,7 +17,7 @@ from groupwise import metrics
 from groupwise.metrics import Metric
 from groupwise.training.credit import Advantages
 from groupwise.training.microbatches import MicroBatch, members_of
-from groupwise.types import Completion, Group, Prompt
+from groupwise.types import Completion, Group, Prompt, StepScores
 
 __all__ = ["HeldWindow", "Window", "WindowOpenError"]
 
@@ -137,6 +137,8 @@ def _group_values(group: Group) -> dict[str, Any]:
         "completions": [asdict(completion) for completion in group.completions],
         "rewards": group.rewards,
         "components": {name: list(scores) for name, scores in group.components.items()},
+        "process": {name: asdict(scores) for name, scores in group.process.items()},
+        "outcome_rewards": group.outcome_rewards,
     }
 
 
@@ -146,4 +148,10 @@ def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
         for row in values["completions"]
     )
     components = {name: tuple(scores) for name, scores in values["components"].items()}
-    return Group(prompt, completions, tuple(values["rewards"]), components)
+    process = {
+        name: StepScores(row["weight"], tuple(tuple((end, r) for end, r in steps) for steps in row["steps"]))
+        for name, row in values.get("process", {}).items()
+    }
+    outcomes = values.get("outcome_rewards")
+    outcomes = None if outcomes is None else tuple(outcomes)
+    return Group(prompt, completions, tuple(values["rewards"]), components, process, outcomes)

@@ -1,0 +1,147 @@
+"""Rewards of steps in an update: against a slow loop, against outcome supervision where they must agree, and in a real run."""
+
+import copy
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from slow_grpo import config_of, distance, learner_of, make_groups, slow_advantages, slow_gradient, slow_logprobs, watch_gradients
+
+from groupwise import train
+from groupwise.types import StepScores
+
+FLAT = [[0.0] * 4] * 3
+
+
+def with_steps(groups, name="p", weight=1.0, seed=0, rewards=(0.0, 0.5, 1.0), only=None):
+    rng, out = random.Random(seed), []
+    for index, group in enumerate(groups):
+        if only is not None and index not in only:
+            out.append(group)
+            continue
+        steps = []
+        for c in group.completions:
+            ends = sorted(rng.sample(range(len(c.token_ids)), rng.randint(1, min(3, len(c.token_ids)))))
+            steps.append(tuple((end, rng.choice(rewards)) for end in ends))
+        process = {**group.process, name: StepScores(weight, tuple(steps))}
+        out.append(replace(group, process=process, outcome_rewards=group.rewards))
+    return out
+
+
+def slow_token_advantages(group):
+    """DeepSeekMath, section 4.1.3, function by function, and the outcome's beside them."""
+    outcome = slow_advantages(group.rewards)
+    per_token = [[a] * len(c.token_ids) for a, c in zip(outcome, group.completions, strict=True)]
+    for scores in group.process.values():
+        pool = torch.tensor([r for steps in scores.steps for _, r in steps], dtype=torch.float64)
+        for tokens, steps in zip(per_token, scores.steps, strict=True):
+            for t in range(len(tokens)):
+                later = [(r - pool.mean()) / (pool.std() + 1e-4) for end, r in steps if end >= t]
+                tokens[t] += scores.weight * float(sum(later))
+    return per_token
+
+
+def slow_process_loss(model, groups):
+    count, loss = sum(len(group.completions) for group in groups), 0.0
+    for group in groups:
+        for completion, advantages in zip(group.completions, slow_token_advantages(group), strict=True):
+            logprobs = slow_logprobs(model, group.prompt.token_ids, completion.token_ids)
+            loss = loss - (torch.tensor(advantages, dtype=logprobs.dtype) * logprobs).mean() / count
+    return loss
+
+
+def gradient(model, groups, **algorithm):
+    learner, _ = learner_of(copy.deepcopy(model), config_of(algorithm=algorithm))
+    seen = watch_gradients(learner)
+    advantages, metrics = learner.learn(groups)
+    return seen[0] if seen else None, advantages, metrics
+
+
+@pytest.mark.parametrize(
+    "rewards", [FLAT, [[2.8, 0.2, 1.7, 0.0], [1.0] * 4, [0.0, 0.4, 0.0, 2.0]]], ids=["steps alone", "beside outcomes"]
+)
+def test_the_gradient_is_the_slow_loop_s(tiny_llama, rewards):
+    model = tiny_llama(seed=3)
+    before = copy.deepcopy(model).double()
+    groups = with_steps(with_steps(make_groups(before, rewards), weight=1.5), "q", weight=-0.5, seed=1, only=[0, 2])
+    found, advantages, _ = gradient(model, groups)
+    assert distance(found, slow_gradient(slow_process_loss(before, groups), before)) < 1e-5
+    for group, means in zip(groups, advantages, strict=True):
+        assert means == pytest.approx([sum(tokens) / len(tokens) for tokens in slow_token_advantages(group)], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dapo"}, {"preset": "rloo", "beta": 0.0}]
+)
+def test_one_step_at_the_last_token_is_outcome_supervision(tiny_llama, algorithm):
+    model = tiny_llama(seed=3)
+    rewards = [[2.8, 0.2, 1.7, 0.0], [1.0] * 4, [0.0, 0.4, 0.0, 2.0]]
+    outcome = make_groups(copy.deepcopy(model).double(), rewards)
+    steps = []
+    for group in outcome:
+        at_the_end = tuple(((len(c.token_ids) - 1, r),) for c, r in zip(group.completions, group.rewards, strict=True))
+        steps.append(replace(group, process={"p": StepScores(1.0, at_the_end)}, outcome_rewards=(0.0,) * 4))
+    one, a, _ = gradient(model, outcome, **algorithm)
+    other, b, _ = gradient(model, steps, **algorithm)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert a == [pytest.approx(group, abs=1e-12) for group in b]
+
+
+def test_groups_whose_steps_vary_take_part_and_others_do_not(tiny_llama):
+    model = tiny_llama(seed=3)
+    groups = make_groups(copy.deepcopy(model).double(), FLAT)
+    assert gradient(model, groups)[0] is None
+    alike = with_steps(groups, rewards=(0.5,))
+    assert not any(group.has_variance for group in alike)
+    assert gradient(model, alike)[0] is None
+    some = with_steps(groups, only=[1])
+    assert [group.has_variance for group in some] == [False, True, False]
+    _, _, metrics = gradient(model, some)
+    assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for c in groups[1].completions)
+
+
+def test_a_learned_value_sums_steps_up_as_rewards_of_tokens(tiny_llama):
+    """With gamma = lambda = 1 the returns are the rewards still to come, whatever the value says."""
+    model = tiny_llama(seed=3)
+    groups = with_steps(make_groups(copy.deepcopy(model).double(), [[1.0, 0.0, 2.0, 0.5]]), weight=2.0)
+    settings = {"preset": "ppo", "beta": 0.0, "gamma": 1.0, "gae_lambda": 1.0}
+    learner, _ = learner_of(model, config_of(algorithm=settings))
+    kept, accumulate = [], learner.accumulate
+    learner.accumulate = lambda micro_batches, **rest: kept.extend(micro_batches) or accumulate(micro_batches, **rest)
+    learner.learn(groups)
+    found = {member: returns for m in kept for member, returns in m.by_member(m.returns_T)}
+    for i, (reward, steps) in enumerate(zip(groups[0].outcomes, groups[0].process["p"].steps, strict=True)):
+        length = len(groups[0].completions[i].token_ids)
+        expected = [reward + sum(2.0 * r for end, r in steps if end >= t) for t in range(length)]
+        assert found[0, i] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_kl_in_token_rewards_and_steps_add_up(tiny_llama):
+    model = tiny_llama(seed=3)
+    groups = with_steps(make_groups(copy.deepcopy(model).double(), [[1.0, 0.0, 2.0, 0.5], [0.0, 0.0, 1.0, 0.0]]))
+    bare = [replace(group, process={}, outcome_rewards=None) for group in groups]
+    settings = {"preset": "reinforce++", "beta": 0.05}
+    both, advantages, _ = gradient(model, groups, **settings)
+    outcome, without, _ = gradient(model, bare, **settings)
+    flat = [replace(group, rewards=(0.0,) * 4, outcome_rewards=(0.0,) * 4) for group in groups]
+    steps, only, _ = gradient(model, flat, **{**settings, "beta": 0.0})
+    summed = {name: outcome[name] + steps[name] for name in both}
+    assert distance(both, summed) < 1e-5
+    for a, b, c in zip(advantages, without, only, strict=True):
+        assert a == pytest.approx([x + y for x, y in zip(b, c, strict=True)], abs=1e-6)
+
+
+def test_a_run_learns_from_the_steps_of_a_function(small_config, quiet, tmp_path):
+    """A character is a token here: every second character is a step, rewarded for being a lower-case letter."""
+
+    def letters(completions, **columns):
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        return [[(i + 1, float(t[i].islower() and t[i].isascii())) for i in range(1, len(t), 2)] for t in texts]
+
+    folder = train(small_config(), rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "run").folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    for row in rows:
+        assert row["reward/letters"] == pytest.approx(row["steps/count_letters"] * row["steps/reward_letters"])
