@@ -2,14 +2,20 @@
 
 import copy
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from slow_grpo import config_of, distance, learner_of, make_groups, slow_advantages, slow_gradient, slow_logprobs, watch_gradients
 
 from groupwise import train
+from groupwise.errors import StoppedError
+from groupwise.rewards import StepRewards
+from groupwise.training.learner import Learner
 from groupwise.types import StepScores
 
 FLAT = [[0.0] * 4] * 3
@@ -145,3 +151,25 @@ def test_a_run_learns_from_the_steps_of_a_function(small_config, quiet, tmp_path
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     for row in rows:
         assert row["reward/letters"] == pytest.approx(row["steps/count_letters"] * row["steps/reward_letters"])
+
+
+def test_a_batch_that_was_left_between_two_updates_keeps_its_steps(small_config, quiet, tmp_path, monkeypatch):
+    def letters(completions, completion_ids, **columns):
+        return [StepRewards([i % 3.0, 0.5], [1, len(ids)], "tokens") for i, ids in enumerate(completion_ids)]
+
+    config = small_config(algorithm={"updates_per_batch": 2}, training={"steps": 2})
+    whole = train(config, rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "whole").folder
+    update, calls = Learner.step, []
+
+    def step(learner, rate=None):
+        calls.append(0)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(learner, rate)
+
+    monkeypatch.setattr(Learner, "step", step)
+    with pytest.raises(StoppedError, match="1 updates of the next"):
+        train(config, rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "run")
+    folder = train(config, rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "run", resume=True).folder
+    first, second = (load_file(f / "final_model" / "model.safetensors") for f in (whole, folder))
+    assert all(torch.equal(first[name], second[name]) for name in first)

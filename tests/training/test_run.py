@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from groupwise import train
 from groupwise.config import load_config
 from groupwise.errors import RewardError, TrainingError
+from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.training import run as run_module
 
@@ -237,11 +238,12 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
         rewards={
             "functions": [
                 {"function": "correctness"}, {"function": "format", "isolate": True},
-                {"function": "letters", "weight": 2.0, "normalise": "std", "clip": [-3, 3]},
+                {"function": "letters", "weight": 2.0, "normalise": "std", "clip": [-3, 3]}, {"function": "steps"},
             ],
             "on_error": "skip",
         },
         prompt={"system": "xml"},
+        functions={**letters, "steps": lambda completions: [StepRewards([0.5], [1], "tokens") for _ in completions]},
         rollout={"max_completion_tokens": 4},
         data={"limit": 8},
     ).folder  # fmt: skip
@@ -257,7 +259,7 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
         for row in lines_of(folder / "metrics.jsonl"):
             logged |= row.keys() - {"step", "time_s"}
     assert [name for name in sorted(logged) if describe_metric(name) is None] == []
-    names = ("correctness", "format", "letters")
+    names = ("correctness", "format", "letters", "steps")
     families = {name for name in METRICS if name.endswith("<component>")}
     components = {family.replace("<component>", name) for family in families for name in names}
     assert {family for family in families if not any(family.replace("<component>", name) in logged for name in names)} == set()
