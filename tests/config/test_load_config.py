@@ -283,3 +283,18 @@ def test_settings_inside_a_section_that_may_be_null_are_named_whole(settings, sa
     with pytest.raises(ConfigError) as refused:
         build_config(settings)
     assert said in str(refused.value)
+
+
+def test_settings_inside_a_section_that_may_be_null_can_be_set_one_by_one():
+    assert load_config(None, ["model.lora.rank=4", "model.lora.alpha=8"]).model.lora.rank == 4
+    judged = build_config(
+        {"rewards": {"functions": ["length", {"model": "judge", "weight": 2.0}]}}, ["rewards.functions[1].weight=0.5"]
+    )
+    assert judged.rewards.functions[1].model.name == "judge"
+    assert judged.rewards.functions[1].weight == 0.5
+    changed = ["rewards.functions.1.model.name=./other", "rewards.functions[1].model.batch_tokens=64"]
+    entries = [{"model": "judge"}, {"model": "judge"}]
+    functions = build_config({"rewards": {"functions": entries}}, changed).rewards.functions
+    assert [(one.model.name, one.model.batch_tokens) for one in functions] == [("judge", 16384), ("./other", 64)]
+    with pytest.raises(ConfigError, match="ranck is not a setting"):
+        load_config(None, ["model.lora.ranck=4"])

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from groupwise.config.schema import Config
 
-__all__ = ["ITEM", "FieldDoc", "explain", "field_paths", "find_field", "sections", "suggest"]
+__all__ = ["ITEM", "FieldDoc", "explain", "field_paths", "find_field", "schema_path", "sections", "suggest"]
 
 ITEM = "[]"
 """Stands for "any entry" in the path of a setting inside a list: ``rewards.functions[].weight``."""
@@ -80,6 +80,25 @@ def explain() -> list[FieldDoc]:
 
 def field_paths() -> list[str]:
     return [doc.path for doc in _catalogue()]
+
+
+def schema_path(path: str) -> str:
+    """The path under which the schema knows a place in a config: ``rewards.functions[0].weight`` (or ``.0.``) ->
+    ``rewards.functions[].weight``, ``evaluation.modes[1]`` -> ``evaluation.modes``, ``model.lora.rank`` -> ``model.lora[].rank``.
+    """
+    parts: list[str] = []
+    for part in path.split("."):
+        name, bracket, _ = part.partition("[")
+        if name.isdigit() and parts:
+            parts[-1] += ITEM
+        else:
+            parts.append(name + (ITEM if bracket else ""))
+    parts[-1] = parts[-1].removesuffix(ITEM)
+    known, found = set(field_paths()), parts[0]
+    for part in parts[1:]:
+        inside = f"{found}{ITEM}.{part}"  # a section that may be null has the form of a list's entry
+        found = inside if inside in known else f"{found}.{part}"
+    return found
 
 
 @cache

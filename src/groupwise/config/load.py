@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from groupwise.config.fields import ITEM, field_paths, find_field, sections
+from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections
 from groupwise.config.problems import explain_failure, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
@@ -149,9 +149,9 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 def _resolve(key: str) -> str:
     """The full dotted path of an override's key, which may be its end alone where that is unique."""
-    schema_key = re.sub(r"\.\d+(?=\.|$)", ITEM, key)
+    schema_key = schema_path(key)
     known = [*field_paths(), *sections()]
-    if schema_key in known or schema_key.removesuffix(ITEM) in known:
+    if schema_key in known:
         return key
     settable = [path for path in known if ITEM not in path]
     candidates = [path for path in settable if path.endswith("." + key)]
@@ -179,7 +179,7 @@ def _parse_value(path: str, text: str) -> Any:
 
 
 def _holds_text(path: str) -> bool:
-    info = find_field(re.sub(r"\.\d+(?=\.|$)", ITEM, path))
+    info = find_field(schema_path(path))
     if info is None:
         return False
     members = get_args(info.annotation) if get_origin(info.annotation) in (Union, type(int | None)) else (info.annotation,)
@@ -227,10 +227,10 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
 
 def _default_list(path: str) -> dict[str, Any] | list[Any]:
     """What stands at ``path`` before anything was set there: the default list, or an empty section."""
-    info = find_field(path)
-    if path in sections() or info is None:
+    info = find_field(schema_path(path))
+    default = None if path in sections() or info is None else info.get_default(call_default_factory=True)
+    if default is None:
         return {}
-    default = info.get_default(call_default_factory=True)
     return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
 
 
@@ -242,10 +242,14 @@ def _index(place: Any, name: str, path: str) -> int:
 
 
 def _spell_out_rewards(settings: dict[str, Any]) -> None:
-    """Let ``functions: [correctness, format]`` stand for the mappings ``{function: ...}`` that the schema asks for."""
+    """Let ``functions: [correctness, {model: judge}]`` stand for the mappings ``{function: ...}`` and ``{model: {name: ...}}`` that the
+    schema asks for."""
     section = settings.get("rewards")
     if isinstance(section, dict) and isinstance(section.get("functions"), list):
         section["functions"] = [{"function": item} if isinstance(item, str) else item for item in section["functions"]]
+        for entry in section["functions"]:
+            if isinstance(entry, dict) and isinstance(entry.get("model"), str):
+                entry["model"] = {"name": entry["model"]}
 
 
 def _check_finite(value: Any, path: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from groupwise.config.fields import ITEM, field_paths, find_field, sections, suggest
+from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, suggest
 
 __all__ = ["explain_failure", "shown", "unknown_key"]
 
@@ -116,7 +116,7 @@ def _near_choice(error: ErrorDetails) -> str:
 
 def _hint(path: str) -> str:
     """The field's docstring, joined to one clause: what the setting is for tells how to mend it."""
-    info = find_field(_schema_path(path))
+    info = find_field(schema_path(path))
     words = " ".join(((info.description if info else "") or "").split()).rstrip(".")
     if not words:
         return ""
@@ -135,27 +135,14 @@ def _path(location: Sequence[int | str]) -> str:
     for position, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif position and _schema_path(path) in known and path not in sections() and not path.endswith("]"):
-            inside = f"{_schema_path(path)}{ITEM}."  # a section that may be null, such as model.lora
+        elif position and schema_path(path) in known and path not in sections() and not path.endswith("]"):
+            inside = f"{schema_path(path)}{ITEM}."  # a section that may be null, such as model.lora
             if not any(one.startswith(inside) for one in known):
                 break
             path += f".{part}"
         else:
             path += f".{part}" if path else part
     return path
-
-
-def _schema_path(path: str) -> str:
-    """``rewards.functions[0].weight`` -> ``rewards.functions[].weight``; ``evaluation.modes[1]`` -> ``evaluation.modes``."""
-    parts = []
-    for part in path.split("."):
-        name, bracket, _ = part.partition("[")
-        parts.append(name + (ITEM if bracket else ""))
-    parts[-1] = parts[-1].removesuffix(ITEM)
-    known, found = set(field_paths()), parts[0]
-    for part in parts[1:]:
-        found = f"{found}{ITEM}.{part}" if f"{found}{ITEM}.{part}" in known else f"{found}.{part}"
-    return found
 
 
 def _either(names: Sequence[str]) -> str:
