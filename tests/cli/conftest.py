@@ -43,6 +43,21 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def judge(tiny_model, tmp_path_factory):
+    """A random sequence classifier with the tiny model's tokenizer and template."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.num_labels, config.architectures = 1, None
+    torch.manual_seed(1)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def problems(tmp_path):
     """A JSONL file of twelve easy sums."""

@@ -5,21 +5,6 @@ import json
 import pytest
 
 
-@pytest.fixture(scope="session")
-def judge(tiny_model, tmp_path_factory):
-    """A random sequence classifier with the tiny model's tokenizer and template."""
-    import torch
-    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("models") / "judge"
-    config = AutoConfig.from_pretrained(tiny_model)
-    config.num_labels, config.architectures = 1, None
-    torch.manual_seed(1)
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def file(judge, tmp_path):
     """``file("max_input_tokens: 20")``: a YAML file of a run with the judge and half a format reward."""
