@@ -1,4 +1,4 @@
-"""A tiny random Llama with a byte-level tokenizer, easy sums, and settings of runs over them that take a second."""
+"""Tiny random models with a byte-level tokenizer, easy sums, and settings of runs over them that take a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from groupwise.config.schema import Config
 
-__all__ = ["lower_case_share", "tiny_config", "write_sums", "write_tiny_llama"]
+__all__ = ["lower_case_share", "tiny_config", "write_sums", "write_tiny_llama", "write_tiny_qwen2", "write_tiny_tokenizer"]
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -18,10 +18,10 @@ TEMPLATE = (
 )
 
 
-def write_tiny_llama(folder: Path) -> Path:
-    """Pad and end are one token, as in SmolLM2. The weights are small, so that tokens are about equally likely."""
+def write_tiny_tokenizer(folder: Path) -> Any:
+    """A byte-level tokenizer with a chat template. Pad and end are one token, as in SmolLM2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
@@ -30,22 +30,40 @@ def write_tiny_llama(folder: Path) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=264,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
+    return tokenizer
+
+
+def write_tiny_llama(folder: Path, *, stop_weight: float = 1.0, **shape: Any) -> Path:
+    """The weights are small, so that tokens are about equally likely; ``stop_weight`` multiplies those of the end token in an untied
+    output head. ``shape`` changes single values of the configuration."""
+    from transformers import LlamaConfig
+
+    tiny = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264,
+            "max_position_embeddings": 256, "bos_token_id": None}  # fmt: skip
+    return _write_tiny(LlamaConfig, folder, stop_weight, **{**tiny, **shape})
+
+
+def write_tiny_qwen2(folder: Path, **shape: Any) -> Path:
+    """The same in the Qwen2 architecture; as in real models, a few rows more than the tokenizer has (it gains one when loaded)."""
+    from transformers import Qwen2Config
+
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 264,
+            "max_position_embeddings": 512}  # fmt: skip
+    return _write_tiny(Qwen2Config, folder, 1.0, **{**tiny, **shape})
+
+
+def _write_tiny(kind: Any, folder: Path, stop_weight: float, **shape: Any) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = write_tiny_tokenizer(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = kind(**{"num_hidden_layers": 2, "tie_word_embeddings": True, **ends, **shape})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config)
+        if stop_weight != 1:
+            model.lm_head.weight[tokenizer.eos_token_id] *= stop_weight
+        model.save_pretrained(folder)
     return folder
 
 

@@ -3,38 +3,14 @@
 import pytest
 import torch
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.tiny import write_tiny_llama
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """Untied weights; every 13th sampled token or so ends the turn, so that some completions stop and some are cut."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            model.lm_head.weight[tokenizer.eos_token_id] *= 3
-        model.save_pretrained(folder)
-    return folder
+    shape = {"vocab_size": 258, "tie_word_embeddings": False, "initializer_range": 0.2}
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), stop_weight=3.0, **shape)
 
 
 @pytest.fixture

@@ -19,36 +19,41 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
+Source = Annotated[
+    str, typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (see `groupwise recipes`) or a YAML file of settings.")
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights, then stop."),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--run-folder", metavar="DIR", help="Where the run is written; runs/RECIPE-DATE-TIME by itself."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run.",
+    ),
+]
+AcceptChanges = Annotated[
+    bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
+]
+Hints = Annotated[
+    bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds; ever more seldom as it goes on.")
+]
+
 
 def train(
-    source: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (see `groupwise recipes`) or a YAML file of settings.")
-    ],
+    source: Source,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights, then stop."
-        ),
-    ] = False,
+    dry_run: DryRun = False,
     as_json: ProgressAside = False,
-    run_folder: Annotated[
-        Path | None,
-        typer.Option("--run-folder", metavar="DIR", help="Where the run is written; runs/RECIPE-DATE-TIME by itself."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run.",
-        ),
-    ] = False,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
-    ] = False,
-    hints: Annotated[
-        bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds; ever more seldom as it goes on.")
-    ] = True,
+    run_folder: RunFolder = None,
+    resume: Resume = False,
+    accept_changes: AcceptChanges = False,
+    hints: Hints = True,
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
@@ -79,23 +84,22 @@ def train(
     from groupwise.cli.show import console, print_json
     from groupwise.training.loop import train as run_training
 
-    recipe = find_source(source).stem
-    if resume and run_folder is None and config.output.folder is None:
-        from groupwise.training.resume import newest_run
-
-        run_folder = newest_run(recipe)
-    shown = console(stderr=as_json)
+    recipe, shown = find_source(source).stem, console(stderr=as_json)
+    if resume and run_folder is None:
+        run_folder = _newest(config, recipe)
+    on_step = _hints(shown) if hints else None
     result = run_training(
-        config,
-        recipe=recipe,
-        run_folder=run_folder,
-        on_step=_hints(shown) if hints else None,
-        console=shown,
-        resume=resume,
-        accept_changes=accept_changes,
+        config, recipe=recipe, run_folder=run_folder, on_step=on_step, console=shown, resume=resume, accept_changes=accept_changes
     )
     if as_json:
         print_json({"folder": str(result.folder), "summary": result.summary})
+
+
+def _newest(config: Config, recipe: str) -> Path | None:
+    """The run to carry on with where no folder was named on the command line; None where the settings name it."""
+    from groupwise.training.resume import newest_run
+
+    return newest_run(recipe) if config.output.folder is None else None
 
 
 def _hints(shown: Console) -> Callable[[StepReport], None]:

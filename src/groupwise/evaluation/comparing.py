@@ -10,7 +10,7 @@ from groupwise.errors import DataError
 from groupwise.evaluation.figures import by_problem
 from groupwise.evaluation.statistics import bootstrap_interval, mcnemar_p_value, sign_flip_p_value
 
-__all__ = ["first_samples", "paired_comparison"]
+__all__ = ["crosstab", "first_samples", "paired_comparison"]
 
 Record = Mapping[str, Any]
 
@@ -44,15 +44,18 @@ def paired_comparison(
         better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
         p_value = sign_flip_p_value(differences)
         return {**common, "better": better, "worse": worse, "p_value": p_value, "test": "exact paired permutation test"}
-    fixed, broken = rights.count((0, 1)), rights.count((1, 0))
+    return {**common, **crosstab(rights), "test": "exact McNemar test"}
+
+
+def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """How many problems were fixed, broken, right twice and wrong twice, of verdicts (before, after), and McNemar's exact p-value."""
+    fixed, broken = pairs.count((0, 1)), pairs.count((1, 0))
     return {
-        **common,
         "fixed": fixed,
         "broken": broken,
-        "both_right": rights.count((1, 1)),
-        "both_wrong": rights.count((0, 0)),
+        "both_right": pairs.count((1, 1)),
+        "both_wrong": pairs.count((0, 0)),
         "p_value": mcnemar_p_value(broken, fixed),
-        "test": "exact McNemar test",
     }
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from groupwise.evaluation.comparing import first_samples
+from groupwise.evaluation.comparing import crosstab, first_samples
 from groupwise.evaluation.figures import share
-from groupwise.evaluation.statistics import mcnemar_p_value
 from groupwise.report.packing import pack_json
 from groupwise.tracking.reading import EvaluationRecords, RunRecord
 
@@ -40,23 +39,10 @@ def comparisons(run: RunRecord) -> list[dict[str, Any]]:
         stages = [e for e in run.evaluations if e.mode == mode]
         named = [e for e in stages if e.step is None]
         for before, after in pairwise(named):
-            compared = compare(before, after)
-            if compared["n"]:
-                found.append({"mode": mode, "before": before.stage, "after": after.stage, **compared})
+            if pairs := first_samples(before.records, after.records):
+                names = {"mode": mode, "before": before.stage, "after": after.stage}
+                found.append({**names, "n": len(pairs), **crosstab(pairs)})
     return found
-
-
-def compare(before: EvaluationRecords, after: EvaluationRecords) -> dict[str, Any]:
-    pairs = first_samples(before.records, after.records)
-    fixed, broken = pairs.count((False, True)), pairs.count((True, False))
-    return {
-        "n": len(pairs),
-        "fixed": fixed,
-        "broken": broken,
-        "both_right": pairs.count((True, True)),
-        "both_wrong": pairs.count((False, False)),
-        "p_value": mcnemar_p_value(broken, fixed),
-    }
 
 
 def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
