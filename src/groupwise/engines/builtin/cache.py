@@ -5,12 +5,16 @@ Axes: L layers, K key-value heads, E head width, S group slots, P longest prompt
 Rows and groups stay dense: when one leaves, the last one takes its place. So a decode step is a batched product over the first so
 many rows, and nothing is gathered. The products also want their operands without gaps, or they copy them first; therefore there is
 room for just a few positions more than are filled, and it grows as completions do.
+
+The native kernels (``models/native``) read keys the other way round, ``[E, positions]``, in whole blocks of positions.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from groupwise.models.native.calls import ROOM
 
 __all__ = ["Cache"]
 
@@ -20,32 +24,50 @@ less, and new tables mean that a graph is captured anew."""
 
 
 class Cache:
-    """Zero at first: places that were never written are masked, but a mask does not help against NaN."""
+    """Zero at first: places that were never written are masked, but a mask does not help against NaN.
+
+    Args:
+        native: lay it out for the native kernels: keys ``[..., E, positions]``, and room for multiples of their blocks.
+    """
 
     def __init__(
         self, *, layers: int, kv_heads: int, head_width: int, groups: int, prompt_tokens: int, rows: int, completion_tokens: int,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, native: bool = False,
     ) -> None:  # fmt: skip
-        self.kv_heads, self.head_width, self.rows, self.limit = kv_heads, head_width, rows, max(1, completion_tokens)
+        self.kv_heads, self.head_width, self.rows, self.native = kv_heads, head_width, rows, native
+        self.limit = _whole(max(1, completion_tokens)) if native else max(1, completion_tokens)
         self._like = {"dtype": dtype, "device": device}
-        self.prompt = torch.zeros(layers, 2, groups, kv_heads, prompt_tokens, head_width, **self._like)  # type: ignore[call-overload]
+        prompt_room = _whole(prompt_tokens) if native else prompt_tokens
+        self.prompt = [self._pair(groups, prompt_room) for _ in range(layers)]
+        """Keys ``[S, K, P, E]`` and values ``[S, K, P, E]`` of each layer."""
         self._least = _ROOM if device.type == "cpu" else _GPU_ROOM
         self.room = min(self._least, self.limit)
-        self.own = [(self._table(self.room), self._table(self.room)) for _ in range(layers)]
+        self.own = [self._pair(rows, self.room) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""
 
-    def _table(self, positions: int) -> Tensor:
-        return torch.zeros(self.rows, self.kv_heads, positions, self.head_width, **self._like)  # type: ignore[call-overload]
+    @property
+    def prompt_room(self) -> int:
+        """P."""
+        return self.prompt[0][1].shape[2]
+
+    def _pair(self, sequences: int, positions: int) -> tuple[Tensor, Tensor]:
+        shape, like = (sequences, self.kv_heads, positions, self.head_width), self._like
+        keys = (*shape[:2], self.head_width, positions) if self.native else shape
+        return torch.zeros(keys, **like), torch.zeros(shape, **like)  # type: ignore[call-overload]
+
+    def _by_position(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values as ``[..., positions, E]``, whatever their layout."""
+        return (pair[0].transpose(2, 3) if self.native else pair[0]), pair[1]
 
     def reserve(self, positions: int, rows: int) -> bool:
         """Make room for ``positions`` of the first ``rows`` rows. Returns whether the tables are new ones."""
         if positions <= self.room:
             return False
         step = max(self._least, self.room // 8 // self._least * self._least)
-        grown = min(self.limit, max(positions, self.room + step))
+        grown = min(self.limit, max(_whole(positions) if self.native else positions, self.room + step))
         for layer, pair in enumerate(self.own):
-            larger = (self._table(grown), self._table(grown))
-            for old, new in zip(pair, larger, strict=True):
+            larger = self._pair(self.rows, grown)
+            for old, new in zip(self._by_position(pair), self._by_position(larger), strict=True):
                 new[:rows, :, : self.room] = old[:rows]
             self.own[layer] = larger
         self.room = grown
@@ -55,12 +77,20 @@ class Cache:
         """Copy prompts' rotated keys and values out of the packed rows ``kv`` ``[R, 2K, E]``."""
         for start, length, slot in zip(starts, lengths, slots, strict=True):
             rows = kv[start : start + length].unflatten(1, (2, self.kv_heads)).permute(1, 2, 0, 3)
-            self.prompt[layer, :, slot, :, :length] = rows
+            for table, new in zip(self._by_position(self.prompt[layer]), rows, strict=True):
+                table[slot, :, :length] = new
 
     def move_group(self, source: int, target: int) -> None:
-        self.prompt[:, :, target] = self.prompt[:, :, source]
+        for pair in self.prompt:
+            for table in pair:
+                table[target] = table[source]
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        for keys, values in self.own:
-            keys[target, :, :length] = keys[source, :, :length]
-            values[target, :, :length] = values[source, :, :length]
+        for pair in self.own:
+            for table in self._by_position(pair):
+                table[target, :, :length] = table[source, :, :length]
+
+
+def _whole(positions: int) -> int:
+    """Rounded up to whole blocks of the native kernels."""
+    return -(-positions // ROOM) * ROOM

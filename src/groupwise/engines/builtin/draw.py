@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
+from groupwise.models.native.calls import draw, fits
 
 __all__ = ["Draw", "seed_key", "uniforms"]
 
@@ -60,6 +61,7 @@ class Draw:
 
     def __init__(self, settings: SamplingSettings, vocabulary: int, device: torch.device) -> None:
         self.settings, self.vocabulary, self.device = settings, vocabulary, device
+        self._plain = settings.greedy or (settings.top_k is None and settings.top_p >= 1.0)
         self._blocks = -(-vocabulary // _BLOCK)
         self._buffer = torch.empty(0, self._blocks * _BLOCK, device=device)
 
@@ -73,6 +75,8 @@ class Draw:
 
         Greedy tokens are scored under the plain softmax at the settings' temperature.
         """
+        if self._plain and fits(logits):
+            return draw(logits.contiguous(), keys, positions, self.settings.temperature, self.settings.greedy)
         weights = self._weights(len(logits))
         scaled = weights[:, : self.vocabulary]
         scaled.copy_(logits)

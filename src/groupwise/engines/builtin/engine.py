@@ -21,6 +21,7 @@ from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.builtin.runner import Runner, burst_length
 from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
+from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
 from groupwise.types import Completion, Prompt
 
@@ -109,6 +110,12 @@ class BuiltinEngine:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def _native(decoder: Decoder) -> bool:
+    """Whether decode steps of this model go through the native kernels."""
+    layer, half_head = decoder.layers[0], decoder.head_width / 2
+    return half_head % LANES == 0 and fits(decoder.embedding, decoder.embedding.shape[1], layer.down.shape[1])
+
+
 class _Batch:
     """One call of ``sample``: the waiting line, the rows in flight, and what is done."""
 
@@ -132,7 +139,7 @@ class _Batch:
         self.cache = Cache(
             layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
             groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
-            dtype=self.decoder.dtype, device=self.decoder.device,
+            dtype=self.decoder.dtype, device=self.decoder.device, native=_native(self.decoder),
         )  # fmt: skip
         self.weights = DecodeWeights(self.decoder, self.max_rows)
         self.runner = Runner(self.decoder, self.weights, self.cache, self.draw)

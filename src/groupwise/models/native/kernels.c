@@ -1,0 +1,298 @@
+/* Fused loops for bf16 models on CPUs: what lies between the matrix products of a layer, and the attention of a decode step.
+ *
+ * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
+ * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
+ * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
+ * for every processor; nothing is specific to one.
+ *
+ * Arithmetic is fp32 within a loop and is rounded to bf16 once, when stored. No result depends on the number of threads, since each
+ * row or head is one thread's from start to end.
+ *
+ * Axes: B rows, H query heads, K key-value heads, U = H / K, E head width, P prompt positions, C own positions, V vocabulary, D model
+ * width, F feed-forward width.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+enum { LANES = 16 };
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+static inline vec load(const bf16 *p) {
+    return (vec)(__builtin_convertvector(*(const half_vec *)p, bits) << 16);
+}
+
+static inline vec round_bf16(vec x) { /* to nearest, ties to even; the value stays in fp32 */
+    bits b = (bits)x;
+    b += 0x7fff + ((b >> 16) & 1);
+    return (vec)(b & 0xffff0000u);
+}
+
+static inline void store(bf16 *p, vec x) {
+    *(half_vec *)p = __builtin_convertvector(((bits)round_bf16(x)) >> 16, half_vec);
+}
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+static inline vec pick(mask where, vec yes, vec no) { return (vec)(((bits)where & (bits)yes) | (~(bits)where & (bits)no)); }
+
+static inline vec larger(vec a, vec b) { return pick(a > b, a, b); }
+
+static inline float sum(vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+static inline float largest(vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* e^x to about 1e-7 relative: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e^r, and n into the exponent. Below the smallest
+ * normal number: 0. */
+static inline vec exponential(vec x) {
+    mask tiny = x < -87.0f;
+    x = pick(x > 88.0f, splat(88.0f), pick(tiny, splat(-87.0f), x));
+    vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer nearest lands in the low bits */
+    vec n = shifted - 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return pick(tiny, splat(0), (vec)((bits)p + ((bits)shifted << 23)));
+}
+
+static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
+
+/* x += y (y may be NULL), then out = x / rms(x) * weight, row by row. */
+void gw_add_norm(bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * width > 65536)
+    for (int64_t row = 0; row < rows; row++) {
+        bf16 *in = x + row * width, *to = out + row * width;
+        vec squares = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec v = load(in + i);
+            if (y) {
+                v = round_bf16(v + load(y + row * width + i));
+                store(in + i, v);
+            }
+            squares += v * v;
+        }
+        float scale = 1.0f / sqrtf(sum(squares) / width + epsilon);
+        for (int64_t i = 0; i < width; i += LANES) store(to + i, round_bf16(load(in + i) * scale) * load(weight + i));
+    }
+}
+
+/* out = silu(gate) * up for gate_up [rows, 2F]. */
+void gw_swiglu(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > 8192)
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16 *gate = gate_up + 2 * row * width, *up = gate + width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec g = load(gate + i);
+            store(out + row * width + i, g * sigmoid(g) * load(up + i));
+        }
+    }
+}
+
+/* Scores of `queries` (1 to 4) heads against 2 * LANES keys whose columns lie `stride` apart. */
+#define SCORES(QUERIES)                                                                                                    \
+    static void scores_##QUERIES(const float *q, const bf16 *keys, int64_t stride, int64_t width, float *to, int64_t room) { \
+        vec low[QUERIES] = {{0}}, high[QUERIES] = {{0}};                                                                   \
+        for (int64_t e = 0; e < width; e++) {                                                                              \
+            vec a = load(keys + e * stride), b = load(keys + e * stride + LANES);                                          \
+            for (int u = 0; u < QUERIES; u++) low[u] += a * q[u * width + e], high[u] += b * q[u * width + e];             \
+        }                                                                                                                  \
+        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * room) = low[u], *(vec *)(to + u * room + LANES) = high[u];     \
+    }
+SCORES(1) SCORES(2) SCORES(3) SCORES(4)
+
+/* Add to `queries` (1 to 4) heads' outputs, at 2 * LANES of their places, the values of `count` positions by their weights. */
+#define VALUES(QUERIES)                                                                                                    \
+    static void values_##QUERIES(                                                                                          \
+        const float *weights, int64_t room, const bf16 *values, int64_t count, int64_t width, float *to) {                 \
+        vec low[QUERIES], high[QUERIES];                                                                                   \
+        for (int u = 0; u < QUERIES; u++) low[u] = *(vec *)(to + u * width), high[u] = *(vec *)(to + u * width + LANES);   \
+        for (int64_t c = 0; c < count; c++) {                                                                              \
+            vec a = load(values + c * width), b = load(values + c * width + LANES);                                        \
+            for (int u = 0; u < QUERIES; u++) low[u] += a * weights[u * room + c], high[u] += b * weights[u * room + c];   \
+        }                                                                                                                  \
+        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * width) = low[u], *(vec *)(to + u * width + LANES) = high[u];   \
+    }
+VALUES(1) VALUES(2) VALUES(3) VALUES(4)
+
+typedef void (*scores_of)(const float *, const bf16 *, int64_t, int64_t, float *, int64_t);
+typedef void (*values_of)(const float *, int64_t, const bf16 *, int64_t, int64_t, float *);
+static const scores_of SCORES_OF[] = {scores_1, scores_2, scores_3, scores_4};
+static const values_of VALUES_OF[] = {values_1, values_2, values_3, values_4};
+
+/* Scores of U heads against the first `count` of `room` keys stored [E, room]. */
+static void score(const float *q, int64_t heads, const bf16 *keys, int64_t count, int64_t room, int64_t width, float *to, int64_t line) {
+    for (int64_t c = 0; c < count; c += 2 * LANES)
+        for (int64_t u = 0; u < heads; u += 4)
+            SCORES_OF[(heads - u < 4 ? heads - u : 4) - 1](q + u * width, keys + c, room, width, to + u * line + c, line);
+}
+
+static void weigh(const float *weights, int64_t heads, int64_t line, const bf16 *values, int64_t count, int64_t width, float *to) {
+    for (int64_t e = 0; e < width; e += 2 * LANES)
+        for (int64_t u = 0; u < heads; u += 4)
+            VALUES_OF[(heads - u < 4 ? heads - u : 4) - 1](weights + u * line, line, values + e, count, width, to + u * width + e);
+}
+
+/* In place: e^(s - max) over both parts of a line; returns the sum. What lies between a part's end and the next multiple of 2 * LANES
+ * is set to 0. */
+static float soften(float *prompt, int64_t prompt_count, float *own, int64_t own_count) {
+    float *parts[] = {prompt, own};
+    int64_t counts[] = {prompt_count, own_count};
+    vec most = splat(-INFINITY), total = {0};
+    for (int part = 0; part < 2; part++) {
+        for (int64_t c = counts[part]; c % (2 * LANES); c++) parts[part][c] = -INFINITY;
+        for (int64_t c = 0; c < counts[part]; c += LANES) most = larger(*(vec *)(parts[part] + c), most);
+    }
+    float top = largest(most);
+    for (int part = 0; part < 2; part++)
+        for (int64_t c = 0; c < counts[part]; c += LANES) {
+            vec w = exponential(*(vec *)(parts[part] + c) - top);
+            total += w;
+            *(vec *)(parts[part] + c) = w;
+        }
+    return sum(total);
+}
+
+/* The rotary embedding of one head (two halves), times `scale`, rounded to bf16 before scaling. */
+static void rotate(const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t width, float scale, float *to) {
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        *(vec *)(to + i) = round_bf16(a * c - b * s) * scale;
+        *(vec *)(to + half + i) = round_bf16(b * c + a * s) * scale;
+    }
+}
+
+/* One decode step's attention: rotates the fed token's queries and key, appends its key and value, and attends to prompt and own
+ * tokens. qkv [B, H + 2K, E]; cosine, sine [B, E/2]; own_keys [B, K, E, C], own_values [B, K, C, E]; prompt_keys [S, K, E, P],
+ * prompt_values [S, K, P, E]; own_lengths [B] before this token; group_of_row [B]; prompt_lengths [S]; out [B, H, E].
+ * C and P are multiples of 32, E too. */
+void gw_decode_attention(
+    const bf16 *qkv, const bf16 *cosine, const bf16 *sine, bf16 *own_keys, bf16 *own_values, const bf16 *prompt_keys,
+    const bf16 *prompt_values, const int64_t *own_lengths, const int64_t *group_of_row, const int64_t *prompt_lengths, bf16 *out,
+    int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int64_t own_room, int64_t prompt_room) {
+    const int64_t unit = heads / kv_heads, line = prompt_room + own_room;
+    const float scale = 1.0f / sqrtf(width);
+#pragma omp parallel
+    {
+        float *q = malloc(sizeof(float) * unit * (2 * width + line));
+        float *sums = q + unit * width, *weights = sums + unit * width;
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < rows * kv_heads; task++) {
+            const int64_t row = task / kv_heads, k = task % kv_heads, at = own_lengths[row], group = group_of_row[row];
+            const bf16 *in = qkv + row * (heads + 2 * kv_heads) * width;
+            const bf16 *c = cosine + row * width / 2, *s = sine + row * width / 2;
+            bf16 *keys = own_keys + task * width * own_room, *values = own_values + task * width * own_room;
+            rotate(in + (heads + k) * width, c, s, width, 1.0f, q);
+            for (int64_t e = 0; e < width; e++) keys[e * own_room + at] = (bf16)(((const uint32_t *)q)[e] >> 16);
+            memcpy(values + at * width, in + (heads + kv_heads + k) * width, width * sizeof(bf16));
+            for (int64_t u = 0; u < unit; u++) rotate(in + (k * unit + u) * width, c, s, width, scale, q + u * width);
+
+            const int64_t prompt = prompt_lengths[group], head = (group * kv_heads + k) * width * prompt_room;
+            score(q, unit, prompt_keys + head, prompt, prompt_room, width, weights, line);
+            score(q, unit, keys, at + 1, own_room, width, weights + prompt_room, line);
+            memset(sums, 0, sizeof(float) * unit * width);
+            float totals[unit];
+            for (int64_t u = 0; u < unit; u++)
+                totals[u] = soften(weights + u * line, prompt, weights + u * line + prompt_room, at + 1);
+            weigh(weights, unit, line, prompt_values + head, prompt, width, sums);
+            weigh(weights + prompt_room, unit, line, values, at + 1, width, sums);
+            for (int64_t u = 0; u < unit; u++)
+                for (int64_t e = 0; e < width; e += LANES)
+                    store(out + (row * heads + k * unit + u) * width + e, *(vec *)(sums + u * width + e) / totals[u]);
+        }
+        free(q);
+    }
+}
+
+static double uniform(int64_t key, int64_t position) { /* splitmix64, as engines/builtin/draw.py has it */
+    uint64_t x = (uint64_t)key + (uint64_t)(position + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x ^= x >> 31;
+    return (double)(x >> 11) * 0x1p-53;
+}
+
+enum { BLOCK = 256 };
+
+static vec scaled(const bf16 *logits, int64_t at, int64_t count, float temperature) {
+    if (at + LANES <= count) return load(logits + at) / temperature;
+    vec part;
+    for (int i = 0; i < LANES; i++) {
+        uint32_t b = at + i < count ? (uint32_t)logits[at + i] << 16 : 0xff800000u; /* -inf past the end */
+        float x;
+        memcpy(&x, &b, 4);
+        part[i] = x / temperature;
+    }
+    return part;
+}
+
+/* One token a row by the inverse of the cumulative distribution of softmax(logits / temperature), and its log-probability.
+ * With `greedy`, the most likely token (the first of equals). logits [B, V]; keys, positions [B]. */
+void gw_draw(
+    const bf16 *logits, const int64_t *keys, const int64_t *positions, int64_t *tokens, float *logprobs, int64_t rows,
+    int64_t vocabulary, float temperature, int greedy) {
+    const int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
+#pragma omp parallel
+    {
+        double *mass = malloc(sizeof(double) * blocks);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++) {
+            const bf16 *in = logits + row * vocabulary;
+            vec most = splat(-INFINITY);
+            for (int64_t i = 0; i < vocabulary; i += LANES) most = larger(scaled(in, i, vocabulary, temperature), most);
+            const float top = largest(most);
+            double total = 0;
+            for (int64_t block = 0; block < blocks; block++) {
+                vec part = {0};
+                int64_t end = (block + 1) * BLOCK < vocabulary ? (block + 1) * BLOCK : vocabulary;
+                for (int64_t i = block * BLOCK; i < end; i += LANES)
+                    part += exponential(scaled(in, i, vocabulary, temperature) - top);
+                mass[block] = total += sum(part);
+            }
+            int64_t token = -1;
+            float weight = 1.0f;
+            if (greedy) {
+                for (int64_t i = 0; token < 0 && i < vocabulary; i += LANES) {
+                    vec part = scaled(in, i, vocabulary, temperature);
+                    for (int j = 0; token < 0 && j < LANES && i + j < vocabulary; j++)
+                        if (part[j] == top) token = i + j;
+                }
+            } else {
+                const double target = uniform(keys[row], positions[row]) * total;
+                int64_t block = 0;
+                while (block < blocks - 1 && mass[block] <= target) block++;
+                double before = block ? mass[block - 1] : 0.0;
+                /* Rounding can carry the target past the block's last weight; then its last token that has any weight is right. */
+                for (int64_t i = block * BLOCK, found = 0; !found && i < (block + 1) * BLOCK && i < vocabulary; i += LANES) {
+                    vec part = exponential(scaled(in, i, vocabulary, temperature) - top);
+                    for (int j = 0; !found && j < LANES && i + j < vocabulary; j++)
+                        if (part[j] > 0) {
+                            token = i + j, weight = part[j], before += part[j];
+                            found = before > target;
+                        }
+                }
+            }
+            tokens[row] = token < 0 ? 0 : token; /* only where all logits are NaN */
+            logprobs[row] = token < 0 ? NAN : (float)log((double)weight / total);
+        }
+        free(mass);
+    }
+}
