@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from groupwise.models.layout import Span
+from groupwise.models.native import calls as native
 
 __all__ = ["BlockedPlan", "Statistics", "attend", "attend_backward", "plan_blocks"]
 
@@ -123,11 +124,6 @@ def _own_rows(rows: Tensor, index: Tensor, sequences: int, kv_heads: int) -> Ten
     return picked.transpose(1, 2).reshape(sequences * kv_heads, -1, rows.shape[2])
 
 
-def _from_own(values: Tensor, block_sequences: int, kv_heads: int) -> Tensor:
-    """The inverse: ``[A * K, Q * U, E]`` to ``[A, Q, K, U, E]``, a view; U is 1 for keys and values."""
-    return values.view(block_sequences, kv_heads, -1, values.shape[-1]).transpose(1, 2)
-
-
 def _put_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_heads: int) -> None:
     """Write ``[A * K, Q * U, E]`` to rows ``index`` of ``out`` ``[R + 1, K * U, E]``; padding lands in the last row."""
     unit = out.shape[1] // kv_heads
@@ -160,10 +156,36 @@ def _causal(block: OwnBlock, unit: int, like: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
-def _own_scores(block: OwnBlock, query: Tensor, key: Tensor, unit: int) -> Tensor:
+def _weights(query: Tensor, key: Tensor, unit: int, block: OwnBlock | None) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - max) of queries ``[x, Q * U, E]`` against keys ``[x, S, E]``, causal in an own block; the maxima, and fp32 sums."""
     scores = torch.bmm(query, key.transpose(1, 2))
-    scores[:, :, block.offset :].add_(_causal(block, unit, scores))
-    return scores
+    if native.fits(scores):
+        return scores, *native.soften(scores, *_lines(block, unit))
+    if block is not None:
+        scores[:, :, block.offset :].add_(_causal(block, unit, scores))
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    return weights, top, weights.sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def _weights_and_gradient(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, value: Tensor, unit: int, block: OwnBlock | None
+) -> tuple[Tensor, Tensor]:
+    """w = exp(score - top) once more, and the scores' gradient w (grad_out . value - delta); ``rows``: query, grad_out, delta, top."""
+    query, grad_out, delta, top = rows
+    scores, grad_scores = torch.bmm(query, key.transpose(1, 2)), torch.bmm(grad_out, value.transpose(1, 2))
+    if native.fits(scores):
+        native.soften_backward(scores, grad_scores, top, delta, *_lines(block, unit))
+        return scores, grad_scores
+    if block is not None:
+        scores[:, :, block.offset :].add_(_causal(block, unit, scores))
+    weights = scores.sub_(top).exp_()
+    return weights, grad_scores.sub_(delta).mul_(weights)
+
+
+def _lines(block: OwnBlock | None, unit: int) -> tuple[int, int, int]:
+    """For the kernels: queries, heads per key head, and how many keys the first query sees before its own; all where there is no block."""
+    return (1, 1, -1) if block is None else (block.queries, unit, block.offset)
 
 
 def _parts(rotated: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,11 +203,9 @@ def attend(rotated: Tensor, plan: BlockedPlan, heads: int, kv_heads: int) -> tup
     total = torch.ones(top.shape, dtype=torch.float32, device=query.device)
     for own in plan.own:
         k, v = (_own_rows(x, own.key_rows, own.sequences, kv_heads) for x in (key, value))
-        scores = _own_scores(own, _own_rows(query, own.query_rows, own.sequences, kv_heads), k, unit)
-        largest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(largest).exp_()
+        weights, largest, sums = _weights(_own_rows(query, own.query_rows, own.sequences, kv_heads), k, unit, own)
         _put_own(top, own.query_rows, largest, own, kv_heads)
-        _put_own(total, own.query_rows, weights.sum(-1, keepdim=True, dtype=torch.float32), own, kv_heads)
+        _put_own(total, own.query_rows, sums, own, kv_heads)
         _put_own(out, own.query_rows, torch.bmm(weights, v), own, kv_heads)
     shared_rows = torch.zeros(len(out), dtype=torch.bool) if plan.shared else None
     for part in plan.shared:
@@ -206,10 +226,8 @@ def _attend_shared(
     """Add the prompt's share to rows whose own share is there, and divide by the sum over both."""
     rows, prompt = slice(part.first, part.first + part.count), slice(part.prompt, part.prompt + part.keys)
     k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
-    scores = torch.bmm(_shared_rows(query, part.first, part.count, kv_heads), k.transpose(1, 2))
-    largest = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(largest).exp_()
-    total = _from_shared(weights.sum(-1, keepdim=True, dtype=torch.float32).contiguous(), part.count)
+    weights, largest, sums = _weights(_shared_rows(query, part.first, part.count, kv_heads), k, 1, None)
+    total = _from_shared(sums.contiguous(), part.count)
     seen = _from_shared(torch.bmm(weights, v), part.count)
     largest = _from_shared(largest, part.count)
     top = torch.maximum(found.top[rows], largest)
@@ -235,18 +253,16 @@ def attend_backward(
     for own in plan.own:
         q, g, d, t = (_own_rows(x, own.query_rows, own.sequences, kv_heads) for x in (query, grad_out, delta, found.top))
         k, v = (_own_rows(x, own.key_rows, own.sequences, kv_heads) for x in (key, value))
-        weights = _own_scores(own, q, k, unit).sub_(t).exp_()
+        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, unit, own)
         _add_own(grad_value, own.key_rows, torch.bmm(weights.transpose(1, 2), g), own, kv_heads)
-        grad_scores = torch.bmm(g, v.transpose(1, 2)).sub_(d).mul_(weights)
         _add_own(grad_key, own.key_rows, torch.bmm(grad_scores.transpose(1, 2), q), own, kv_heads)
         _put_own(grad_query, own.query_rows, torch.bmm(grad_scores, k), own, kv_heads)
     for part in plan.shared:
         q, g, d, t = (_shared_rows(x, part.first, part.count, kv_heads) for x in (query, grad_out, delta, found.top))
         prompt = slice(part.prompt, part.prompt + part.keys)
         k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
-        weights = torch.bmm(q, k.transpose(1, 2)).sub_(t).exp_()
+        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, 1, None)
         grad_value[prompt] += torch.bmm(weights.transpose(1, 2), g).transpose(0, 1)
-        grad_scores = torch.bmm(g, v.transpose(1, 2)).sub_(d).mul_(weights)
         grad_key[prompt] += torch.bmm(grad_scores.transpose(1, 2), q).transpose(0, 1)
         grad_query[part.first : part.first + part.count] += _from_shared(torch.bmm(grad_scores, k), part.count)
     return torch.cat([grad_query.mul_(rotated.shape[-1] ** -0.5), grad_key, grad_value], dim=1)

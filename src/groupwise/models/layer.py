@@ -27,7 +27,7 @@ from groupwise.models.ops import (
     normalise,
     normalise_backward,
     rms_norm,
-    rope_rotate,
+    rotate_heads,
     swiglu,
     swiglu_backward,
 )  # fmt: skip
@@ -122,8 +122,7 @@ def _forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tupl
     if layer.q_norm is not None and layer.k_norm is not None:
         qkv = head_norm(raw, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
     rotated = qkv.new_empty(rows + 1, *qkv.shape[1:])
-    rope_rotate(qkv[:, :turned], plan.cos, plan.sin, rotated[:rows, :turned])
-    rotated[:rows, turned:] = qkv[:, turned:]
+    rotate_heads(qkv, plan.cos, plan.sin, rotated[:rows], turned)
     rotated[rows] = 0
     attended, found = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads)
     middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias).add_(x)
@@ -167,13 +166,13 @@ def _product_gradients(grad: Tensor, read: Tensor, name: str, bias: str | None, 
 def _backward(
     grad: Tensor, x: Tensor, kept: _Kept, layer: Layer, plan: AttentionPlan, shape: Shape, needed: dict[str, bool]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    grads = _product_gradients(grad, swiglu(kept.gate_up), "down", None, needed)
-    grad_gate_up = swiglu_backward(grad @ layer.down, kept.gate_up)
+    grad_gate_up, activated = swiglu_backward(grad @ layer.down, kept.gate_up)
+    grads = _product_gradients(grad, activated, "down", None, needed)
+    del activated
     normal, scale = normalise(kept.middle, layer.post_norm, shape.epsilon)
     grads |= _product_gradients(grad_gate_up, normal, "gate_up", None, needed)
-    back, grads["post_norm"] = normalise_backward(grad_gate_up @ layer.gate_up, kept.middle, scale, layer.post_norm)
+    grad_middle, grads["post_norm"] = normalise_backward(grad_gate_up @ layer.gate_up, kept.middle, scale, layer.post_norm, grad)
     del grad_gate_up, normal
-    grad_middle = back.add_(grad)
     grads |= _product_gradients(grad_middle, kept.attended[: len(x)].flatten(1), "output", "output_bias", needed)
     grad_qkv = _attention_backward(grad_middle @ layer.output, kept, plan, shape)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -183,8 +182,8 @@ def _backward(
     grad_qkv = grad_qkv.flatten(1)
     normal, scale = normalise(x, layer.input_norm, shape.epsilon)
     grads |= _product_gradients(grad_qkv, normal, "qkv", "qkv_bias", needed)
-    back, grads["input_norm"] = normalise_backward(grad_qkv @ layer.qkv, x, scale, layer.input_norm)
-    return back.add_(grad_middle), grads
+    grad_x, grads["input_norm"] = normalise_backward(grad_qkv @ layer.qkv, x, scale, layer.input_norm, grad_middle)
+    return grad_x, grads
 
 
 def _attention_backward(grad: Tensor, kept: _Kept, plan: AttentionPlan, shape: Shape) -> Tensor:
@@ -197,6 +196,5 @@ def _attention_backward(grad: Tensor, kept: _Kept, plan: AttentionPlan, shape: S
         :rows
     ]
     grad_qkv = torch.empty_like(grad_rotated)
-    rope_rotate(grad_rotated[:, :turned], plan.cos, plan.sin, grad_qkv[:, :turned], inverse=True)
-    grad_qkv[:, turned:] = grad_rotated[:, turned:]
+    rotate_heads(grad_rotated, plan.cos, plan.sin, grad_qkv, turned, inverse=True)
     return grad_qkv

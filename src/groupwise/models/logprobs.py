@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from groupwise.models.native import calls as native
+
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
 
 
@@ -80,6 +82,33 @@ def _forward(
     chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     top = torch.full_like(chosen, float("-inf"))
     total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)  # sums of exp(s - top), and of exp(s - top) (s - top)
+    if native.fits(hidden):
+        _take_by_kernels(hidden, weight, targets, temperature, chosen, top, total, weighted if entropy else None)
+    else:
+        _take(hidden, weight, targets, temperature, chosen, top, total, weighted if entropy else None)
+    log_total = total.log()
+    normaliser = top + log_total
+    return chosen - normaliser, normaliser, log_total - weighted / total if entropy else None
+
+
+def _take_by_kernels(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
+    weighted: Tensor | None,
+) -> None:  # fmt: skip
+    """As ``_take``, on logits in the weights' own dtype."""
+    for rows in _row_tiles(hidden):
+        for columns in _slices(len(weight), len(targets)):
+            logits = hidden[rows] @ weight[columns].t()
+            found, place = _place(targets[rows], columns)
+            chosen[rows.start + found] = logits[found, place].float() / temperature
+            native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
+
+
+def _take(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
+    weighted: Tensor | None,
+) -> None:  # fmt: skip
+    """Go over all logits: the targets' own, and each row's maximum and sums relative to it."""
     tile = _Tile(hidden, weight, temperature)
     for rows in _row_tiles(hidden):
         for columns in _slices(len(weight), len(targets)):
@@ -88,7 +117,7 @@ def _forward(
             chosen[rows.start + found] = logits[found, place]
             highest = torch.maximum(top[rows], logits.amax(1))
             shrink, moved = (top[rows] - highest).exp_(), top[rows] - highest
-            if entropy:
+            if weighted is not None:
                 moved.nan_to_num_(neginf=0.0)  # nothing was summed yet
                 weighted[rows] = (weighted[rows] + total[rows] * moved) * shrink
                 shifted = logits.sub_(highest[:, None])
@@ -98,9 +127,6 @@ def _forward(
                 weights = logits.sub_(highest[:, None]).exp_()
             total[rows] = total[rows] * shrink + weights.sum(1)
             top[rows] = highest
-    log_total = total.log()
-    normaliser = top + log_total
-    return chosen - normaliser, normaliser, log_total - weighted / total if entropy else None
 
 
 class _TokenLogprobs(Function):
@@ -119,12 +145,19 @@ class _TokenLogprobs(Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad = torch.zeros_like(normaliser) if grad is None else grad.float() / ctx.temperature
         of_entropy = (grad_entropy.float() / ctx.temperature, rest[0]) if rest and grad_entropy is not None else None
-        tile = _Tile(hidden, weight, ctx.temperature)
+        by_kernels = native.fits(hidden)
+        tile = None if by_kernels else _Tile(hidden, weight, ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
         for columns in _slices(len(weight), len(targets)):
             narrow = hidden.new_empty(len(targets), columns.stop - columns.start)
             for rows in _row_tiles(hidden):
+                if tile is None:
+                    torch.mm(hidden[rows], weight[columns].t(), out=narrow[rows])
+                    entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
+                    place = targets[rows] - columns.start
+                    native.logit_gradients(narrow[rows], normaliser[rows], grad[rows], entropies, place, ctx.temperature)
+                    continue
                 grad_logits = _logit_gradient(tile.logits(rows, columns), rows, normaliser, grad, of_entropy)
                 found, place = _place(targets[rows], columns)
                 grad_logits[found, place] += grad[rows][found]  # in fp32: where p is near 1, little is left of onehot - p

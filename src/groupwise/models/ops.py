@@ -13,26 +13,36 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from groupwise.models.native import calls as native
+
 __all__ = [
-    "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate", "swiglu", "swiglu_backward",
+    "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",
+    "rotate_heads", "swiglu", "swiglu_backward",
 ]  # fmt: skip
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """``rms_norm`` without a gradient, and the factor of each row, fp32 ``[..., 1]``."""
+    if native.fits(x, x.shape[-1]) and x.is_contiguous():
+        return native.norm(x, weight, epsilon)
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     return (x32 * scale).to(x.dtype) * weight, scale
 
 
-def normalise_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and ``weight``; ``scale`` is what ``normalise`` gave."""
+def normalise_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x``, with ``residual`` added if given, and of ``weight``; ``scale`` is what ``normalise`` gave."""
+    if native.fits(x, x.shape[-1]) and x.is_contiguous() and grad.is_contiguous():
+        return native.norm_backward(grad, x, scale, weight, residual)
     normal = x.float() * scale
     grad_weight = (grad.float() * normal).flatten(0, -2).sum(0)
     inner = grad.float() * weight.float()
     dot = (inner * normal).mean(-1, keepdim=True)
     grad_x = inner.addcmul_(normal, dot, value=-1).mul_(scale)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    back = grad_x.to(x.dtype)
+    return back if residual is None else back.add_(residual), grad_weight.to(weight.dtype)
 
 
 class _RMSNorm(Function):
@@ -104,31 +114,48 @@ def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, inverse: bool 
     out_second.addcmul_(first, sin, value=sign)
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if native.fits(gate_up, gate_up.shape[1] // 2):
+        return native.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, inverse: bool = False) -> None:
+    """Write ``x`` ``[T, heads, E]`` into ``out``, its first ``turned`` heads by ``rope_rotate``, the others as they are."""
+    if native.fits(x, x.shape[-1] // 2) and x.is_contiguous() and out.is_contiguous():
+        native.rotate(x, cos, sin, out, turned, inverse)
+        return
+    rope_rotate(x[:, :turned], cos, sin, out[:, :turned], inverse)
+    out[:, turned:] = x[:, turned:]
+
+
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return swiglu_backward(grad, *ctx.saved_tensors)
+        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)[0]
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of ``swiglu``'s input, ``[T, 2F]``."""
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of ``swiglu``'s input ``[T, 2F]``, and its output once more ``[T, F]``."""
+    if native.fits(gate_up, grad.shape[1]):
+        return native.swiglu_backward(grad, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    grad_gate, grad_up = out.chunk(2, dim=-1)
-    torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+    grad_gate_up = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+    activated = torch.nn.functional.silu(gate)
+    torch.mul(activated, grad, out=grad_up)
     grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-    return out
+    return grad_gate_up, activated.mul_(up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up`` ``[T, 2F]`` (Shazeer, arXiv 2002.05202)."""
     if not torch.is_grad_enabled():
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return _swiglu(gate_up)
     return _SwiGLU.apply(gate_up)

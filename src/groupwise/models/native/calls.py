@@ -14,7 +14,10 @@ from torch import Tensor
 
 from groupwise.models.native.build import kernels
 
-__all__ = ["add_norm", "decode_attention", "draw", "fits", "swiglu"]
+__all__ = [
+    "add_norm", "decode_attention", "draw", "fits", "logit_gradients", "norm", "norm_backward", "rotate", "soften", "soften_backward",
+    "swiglu", "swiglu_backward", "take_logits",
+]  # fmt: skip
 
 LANES = 16
 """Numbers that a kernel takes at a time: widths are multiples of it."""
@@ -27,8 +30,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_swiglu": (_POINTER, _POINTER, _COUNT, _COUNT),
     "gw_decode_attention": (*[_POINTER] * 11, *[_COUNT] * 6),
     "gw_draw": (*[_POINTER] * 5, _COUNT, _COUNT, _REAL, _FLAG),
+    "gw_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
+    "gw_norm_backward": (*[_POINTER] * 7, *[_COUNT] * 3),
+    "gw_swiglu_backward": (*[_POINTER] * 4, _COUNT, _COUNT),
+    "gw_soften": (*[_POINTER] * 3, *[_COUNT] * 5),
+    "gw_soften_backward": (*[_POINTER] * 4, *[_COUNT] * 5),
+    "gw_take_logits": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
+    "gw_logit_gradients": (*[_POINTER] * 6, _COUNT, _COUNT, _REAL),
+    "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
 }
 _functions: dict[str, Any] = {}
+_NORM_CHUNK = 64
+"""Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
 
 
 def fits(like: Tensor, *widths: int) -> bool:
@@ -95,3 +108,79 @@ def draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, gr
     addresses = (logits, keys, positions, tokens, logprobs)
     _functions["gw_draw"](*(tensor.data_ptr() for tensor in addresses), rows, vocabulary, temperature, int(greedy))
     return tokens, logprobs
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``[..., D]``, and the factor of each row, fp32 ``[..., 1]``."""
+    out, scales = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+    width = x.shape[-1]
+    addresses = (x, weight, out, scales)
+    _functions["gw_norm"](*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon)
+    return out, scales
+
+
+def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` (with ``residual`` added, if given) and of ``weight``."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out, parts = torch.empty_like(x), torch.empty(-(-rows // _NORM_CHUNK), width)
+    added = None if residual is None else residual.data_ptr()
+    _functions["gw_norm_backward"](
+        grad.data_ptr(), x.data_ptr(), scales.data_ptr(), weight.data_ptr(), added, out.data_ptr(), parts.data_ptr(), rows, width,
+        _NORM_CHUNK,
+    )  # fmt: skip
+    return out, parts.sum(0).to(weight.dtype)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of ``swiglu``'s input ``[B, 2F]``, and its output once more ``[B, F]``."""
+    grad_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)
+    addresses = (grad, gate_up, grad_gate_up, out)
+    _functions["gw_swiglu_backward"](*(tensor.data_ptr() for tensor in addresses), *grad.shape)
+    return grad_gate_up, out
+
+
+def soften(scores: Tensor, queries: int, unit: int, offset: int) -> tuple[Tensor, Tensor]:
+    """``exp(scores - max)`` in place; the maxima, and the sums in fp32, ``[..., 1]`` each.
+
+    Lines of ``scores`` ``[..., keys]`` are ``queries`` x ``unit`` heads, again and again. Query i sees the first ``offset + i + 1`` keys
+    (all for a negative ``offset``); what it does not see becomes 0.
+    """
+    top, total = scores.new_empty(*scores.shape[:-1], 1), torch.empty(*scores.shape[:-1], 1)
+    addresses = (scores, top, total)
+    _functions["gw_soften"](*(x.data_ptr() for x in addresses), total.numel(), scores.shape[-1], queries, unit, offset)
+    return top, total
+
+
+def soften_backward(
+    scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int
+) -> None:
+    """In place: ``scores`` to weights w = exp(scores - top), and ``grads`` to (grads - delta) w. Lines as for ``soften``."""
+    addresses = (scores, grads, top, delta)
+    _functions["gw_soften_backward"](*(x.data_ptr() for x in addresses), top.numel(), scores.shape[-1], queries, unit, offset)
+
+
+def take_logits(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None, temperature: float) -> None:
+    """Take a slice of logits ``[T, columns]`` into the running maxima, the sums of exp(l - max) and those of exp(l - max) (l - max),
+    fp32 ``[T]`` each; l is the logit over the temperature.
+    """
+    third = None if weighted is None else weighted.data_ptr()
+    _functions["gw_take_logits"](logits.data_ptr(), top.data_ptr(), total.data_ptr(), third, *logits.shape, temperature)
+
+
+def logit_gradients(
+    logits: Tensor, normaliser: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None, targets: Tensor, temperature: float
+) -> None:
+    """Logits ``[T, columns]`` to their gradient, in place: grad (onehot(target) - p), and for entropies H with gradient g_H
+    (``of_entropy`` is both) -g_H p (log p + H). ``targets`` count from the slice's first column. fp32 ``[T]`` each.
+    """
+    pair = (None, None) if of_entropy is None else (of_entropy[0].data_ptr(), of_entropy[1].data_ptr())
+    _functions["gw_logit_gradients"](
+        logits.data_ptr(), normaliser.data_ptr(), grad.data_ptr(), *pair, targets.data_ptr(), *logits.shape, temperature
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, inverse: bool = False) -> None:
+    """The rotary embedding of the first ``turned`` heads of ``x`` ``[B, heads, E]`` into ``out``; other heads are copied."""
+    addresses = (x, cos, sin, out)
+    _functions["gw_rotate"](*(tensor.data_ptr() for tensor in addresses), *x.shape[:2], turned, x.shape[2], int(inverse))

@@ -56,10 +56,10 @@ static inline float largest(vec x) {
 }
 
 /* e^x to about 1e-7 relative: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial for e^r, and n into the exponent. Below the smallest
- * normal number: 0. */
-static inline vec exponential(vec x) {
-    mask tiny = x < -87.0f;
-    x = pick(x > 88.0f, splat(88.0f), pick(tiny, splat(-87.0f), x));
+ * normal number: 0. NaN stays NaN: a step that went wrong has to be seen. */
+static inline vec exponential(vec given) {
+    mask tiny = given < -87.0f;
+    vec x = pick(given > 88.0f, splat(88.0f), pick(tiny, splat(-87.0f), given));
     vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer nearest lands in the low bits */
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -70,7 +70,8 @@ static inline vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return pick(tiny, splat(0), (vec)((bits)p + ((bits)shifted << 23)));
+    vec power = pick(tiny, splat(0), (vec)((bits)p + ((bits)shifted << 23)));
+    return pick(given == given, power, given);
 }
 
 static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -294,5 +295,225 @@ void gw_draw(
             logprobs[row] = token < 0 ? NAN : (float)log((double)weight / total);
         }
         free(mass);
+    }
+}
+
+/* ---- Learning: element-wise passes, forward and backward ---- */
+
+static vec load_part(const bf16 *p, int64_t count) { /* past `count`: zeros */
+    if (count >= LANES) return load(p);
+    bf16 part[LANES] = {0};
+    memcpy(part, p, count * sizeof(bf16));
+    return load(part);
+}
+
+static void store_part(bf16 *p, vec x, int64_t count) {
+    if (count >= LANES) {
+        store(p, x);
+        return;
+    }
+    bf16 part[LANES];
+    store(part, x);
+    memcpy(p, part, count * sizeof(bf16));
+}
+
+static inline vec counting(void) {
+    vec x;
+    for (int i = 0; i < LANES; i++) x[i] = i;
+    return x;
+}
+
+static inline float widen(bf16 x) {
+    uint32_t b = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &b, 4);
+    return y;
+}
+
+static inline bf16 narrow(float x) {
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    return (bf16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+
+/* out = x / rms(x) * weight, and 1 / rms of each row. */
+void gw_norm(const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_t rows, int64_t width, float epsilon) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16 *in = x + row * width;
+        vec squares = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec v = load(in + i);
+            squares += v * v;
+        }
+        const float scale = scales[row] = 1.0f / sqrtf(sum(squares) / width + epsilon);
+        for (int64_t i = 0; i < width; i += LANES)
+            store(out + row * width + i, round_bf16(load(in + i) * scale) * load(weight + i));
+    }
+}
+
+/* Gradients of gw_norm. grad_x gets `residual` added (unless NULL); the weight's gradient is summed in `parts` [ceil(rows / chunk), D],
+ * one line for each `chunk` rows. */
+void gw_norm_backward(
+    const bf16 *grad, const bf16 *x, const float *scales, const bf16 *weight, const bf16 *residual, bf16 *grad_x, float *parts,
+    int64_t rows, int64_t width, int64_t chunk) {
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < (rows + chunk - 1) / chunk; part++) {
+        float *sums = parts + part * width;
+        memset(sums, 0, width * sizeof(float));
+        for (int64_t row = part * chunk; row < rows && row < (part + 1) * chunk; row++) {
+            const int64_t at = row * width;
+            const float scale = scales[row];
+            vec products = {0};
+            for (int64_t i = 0; i < width; i += LANES) {
+                vec g = load(grad + at + i), normal = load(x + at + i) * scale;
+                *(vec *)(sums + i) += g * normal;
+                products += g * load(weight + i) * normal;
+            }
+            const float dot = sum(products) / width;
+            for (int64_t i = 0; i < width; i += LANES) {
+                vec back = (load(grad + at + i) * load(weight + i) - load(x + at + i) * scale * dot) * scale;
+                if (residual) back = round_bf16(back) + load(residual + at + i);
+                store(grad_x + at + i, back);
+            }
+        }
+    }
+}
+
+/* Gradient of gw_swiglu's input, and its output once more. */
+void gw_swiglu_backward(const bf16 *grad, const bf16 *gate_up, bf16 *grad_gate_up, bf16 *out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t gate = 2 * row * width, up = gate + width, at = row * width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec g = load(gate_up + gate + i), u = load(gate_up + up + i), d = load(grad + at + i), s = sigmoid(g);
+            store(out + at + i, g * s * u);
+            store(grad_gate_up + gate + i, d * u * s * (1.0f + g * (1.0f - s)));
+            store(grad_gate_up + up + i, d * g * s);
+        }
+    }
+}
+
+/* How many keys a line of scores may see: lines are queries x unit heads, again and again; query i sees offset + i + 1 keys.
+ * offset < 0: all. */
+static inline int64_t seen(int64_t line, int64_t queries, int64_t unit, int64_t offset, int64_t keys) {
+    return offset < 0 ? keys : offset + line % (queries * unit) / unit + 1;
+}
+
+/* In place: e^(s - max) of each line of scores [lines, keys] where the line may see, else 0; the max, and the sum of the new line. */
+void gw_soften(
+    bf16 *scores, bf16 *top, float *total, int64_t lines, int64_t keys, int64_t queries, int64_t unit, int64_t offset) {
+#pragma omp parallel for schedule(static)
+    for (int64_t line = 0; line < lines; line++) {
+        bf16 *s = scores + line * keys;
+        const int64_t count = seen(line, queries, unit, offset, keys);
+        vec most = splat(-INFINITY), sums = {0};
+        const vec places = counting();
+        for (int64_t i = 0; i < count; i += LANES)
+            most = larger(pick(places < (float)(count - i), load_part(s + i, keys - i), most), most);
+        const float highest = largest(most);
+        for (int64_t i = 0; i < keys; i += LANES) {
+            vec w = {0};
+            if (i < count)
+                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
+            sums += w;
+            store_part(s + i, w, keys - i);
+        }
+        top[line] = narrow(highest);
+        total[line] = sum(sums);
+    }
+}
+
+/* In place, for lines as of gw_soften: scores to weights w = e^(s - top), and grads g to (g - delta) w. */
+void gw_soften_backward(
+    bf16 *scores, bf16 *grads, const bf16 *top, const bf16 *delta, int64_t lines, int64_t keys, int64_t queries, int64_t unit,
+    int64_t offset) {
+#pragma omp parallel for schedule(static)
+    for (int64_t line = 0; line < lines; line++) {
+        bf16 *s = scores + line * keys, *g = grads + line * keys;
+        const int64_t count = seen(line, queries, unit, offset, keys);
+        const float t = widen(top[line]), d = widen(delta[line]);
+        const vec places = counting();
+        for (int64_t i = 0; i < keys; i += LANES) {
+            vec w = {0};
+            if (i < count)
+                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
+            store_part(g + i, (load_part(g + i, keys - i) - d) * w, keys - i);
+            store_part(s + i, w, keys - i);
+        }
+    }
+}
+
+/* Take a slice of logits [rows, columns], divided by the temperature, into each row's running maximum, sum of e^(l - max) and (unless
+ * NULL) sum of e^(l - max) (l - max). */
+void gw_take_logits(
+    const bf16 *logits, float *top, float *total, float *weighted, int64_t rows, int64_t columns, float temperature) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const bf16 *in = logits + row * columns;
+        vec most = splat(-INFINITY), sums = {0}, products = {0};
+        const float factor = 1.0f / temperature;
+        for (int64_t i = 0; i < columns; i += LANES) {
+            vec l = load_part(in + i, columns - i);
+            most = larger(pick(counting() < (float)(columns - i), l, most), most);
+        }
+        const float before = top[row], highest = fmaxf(before, largest(most) * factor);
+        for (int64_t i = 0; i < columns; i += LANES) {
+            vec moved = load_part(in + i, columns - i) * factor - highest;
+            vec w = pick(counting() < (float)(columns - i), exponential(moved), splat(0));
+            sums += w;
+            products += w * moved;
+        }
+        const float moved = before - highest, shrink = expf(moved);
+        if (weighted) weighted[row] = (total[row] ? (weighted[row] + total[row] * moved) * shrink : 0) + sum(products);
+        total[row] = total[row] * shrink + sum(sums);
+        top[row] = highest;
+    }
+}
+
+/* Logits [rows, columns] to their gradient, in place, with p = e^(l / temperature - normaliser): grad (onehot(target) - p) - entropy's
+ * p (log p + entropy) grad_entropy. targets count from the slice's first column; grad_entropy and entropy may be NULL. */
+void gw_logit_gradients(
+    bf16 *logits, const float *normaliser, const float *grad, const float *grad_entropy, const float *entropy,
+    const int64_t *targets, int64_t rows, int64_t columns, float temperature) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        bf16 *in = logits + row * columns;
+        const int64_t target = targets[row];
+        const float factor = 1.0f / temperature, g = grad[row], of_entropy = entropy ? grad_entropy[row] : 0;
+        const float h = entropy ? entropy[row] : 0;
+        float chosen = 0;
+        if (target >= 0 && target < columns) {
+            const float log_p = widen(in[target]) * factor - normaliser[row], p = expf(log_p);
+            chosen = g - p * (g + of_entropy * (log_p + h)); /* in fp32: where p is near 1, little is left of onehot - p */
+        }
+        for (int64_t i = 0; i < columns; i += LANES) {
+            vec log_p = load_part(in + i, columns - i) * factor - normaliser[row];
+            store_part(in + i, -exponential(log_p) * (g + of_entropy * (log_p + h)), columns - i);
+        }
+        if (target >= 0 && target < columns) in[target] = narrow(chosen);
+    }
+}
+
+/* The rotary embedding of the first `turned` of `heads` heads of x [rows, heads, E] into out (not x); the rest is copied. `inverse`
+ * turns back. */
+void gw_rotate(
+    const bf16 *x, const bf16 *cosine, const bf16 *sine, bf16 *out, int64_t rows, int64_t heads, int64_t turned, int64_t width,
+    int inverse) {
+    const int64_t half = width / 2;
+    const float sign = inverse ? -1.0f : 1.0f;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t head = 0; head < turned; head++) {
+            const int64_t at = (row * heads + head) * width;
+            for (int64_t i = 0; i < half; i += LANES) {
+                vec a = load(x + at + i), b = load(x + at + half + i);
+                vec c = load(cosine + row * half + i), s = load(sine + row * half + i) * sign;
+                store(out + at + i, a * c - b * s);
+                store(out + at + half + i, b * c + a * s);
+            }
+        }
+        const int64_t rest = (row * heads + turned) * width;
+        memcpy(out + rest, x + rest, (heads - turned) * width * sizeof(bf16));
     }
 }
