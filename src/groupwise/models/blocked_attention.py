@@ -120,12 +120,19 @@ def _families(spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
 
 def _own_rows(rows: Tensor, index: Tensor, sequences: int, kv_heads: int) -> Tensor:
     """Rows ``[R + 1, K * U, E]`` at ``[A * Q]`` to ``[A * K, Q * U, E]``, contiguous."""
+    if native.fits(rows, rows.shape[2]):
+        laid = rows.new_empty(sequences * kv_heads, len(index) // sequences * (rows.shape[1] // kv_heads), rows.shape[2])
+        native.by_heads(rows, index, laid, kv_heads)
+        return laid
     picked = rows.index_select(0, index).view(sequences, -1, kv_heads, rows.shape[1] // kv_heads, rows.shape[2])
     return picked.transpose(1, 2).reshape(sequences * kv_heads, -1, rows.shape[2])
 
 
 def _put_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_heads: int) -> None:
     """Write ``[A * K, Q * U, E]`` to rows ``index`` of ``out`` ``[R + 1, K * U, E]``; padding lands in the last row."""
+    if native.fits(values, values.shape[-1]):
+        native.by_heads(out, index, values, kv_heads, back=True)
+        return
     unit = out.shape[1] // kv_heads
     laid = values.view(block.sequences, kv_heads, -1, unit, values.shape[-1]).transpose(1, 2)
     out.index_copy_(0, index, laid.reshape(len(index), *out.shape[1:]))
@@ -133,12 +140,19 @@ def _put_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_hea
 
 def _add_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_heads: int) -> None:
     """As ``_put_own``, added to what is there. Outside padding, rows of one block differ, so this is no scatter."""
+    if native.fits(values, values.shape[-1]):
+        native.add_by_heads(out, index, values, kv_heads)
+        return
     laid = values.view(block.sequences, kv_heads, -1, 1, values.shape[-1]).transpose(1, 2).reshape(len(index), *out.shape[1:])
     out.index_copy_(0, index, laid.add_(out.index_select(0, index)))
 
 
 def _shared_rows(rows: Tensor, first: int, count: int, kv_heads: int) -> Tensor:
     """Rows ``first .. first + count`` of ``[R + 1, K * U, E]`` as ``[K, count * U, E]``, contiguous."""
+    if native.fits(rows, rows.shape[2]):
+        laid = rows.new_empty(kv_heads, count * (rows.shape[1] // kv_heads), rows.shape[2])
+        native.by_heads(rows, range(first, first + count), laid, kv_heads)
+        return laid
     part = rows[first : first + count].view(count, kv_heads, -1, rows.shape[2])
     return part.transpose(0, 1).reshape(kv_heads, -1, rows.shape[2])
 
@@ -181,6 +195,14 @@ def _weights_and_gradient(
         scores[:, :, block.offset :].add_(_causal(block, unit, scores))
     weights = scores.sub_(top).exp_()
     return weights, grad_scores.sub_(delta).mul_(weights)
+
+
+def _delta(grad_out: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """``grad_out . out`` of each head ``[R + 1, H, 1]`` and ``grad_out``, both over ``total``."""
+    if native.fits(grad_out, grad_out.shape[-1]):
+        return native.delta(grad_out, out, total)
+    delta = ((grad_out.float() * out.float()).sum(-1, keepdim=True) / total).to(grad_out.dtype)
+    return delta, grad_out / total.to(grad_out.dtype)
 
 
 def _lines(block: OwnBlock | None, unit: int) -> tuple[int, int, int]:
@@ -247,8 +269,7 @@ def attend_backward(
     """
     unit = heads // kv_heads
     query, key, value = _parts(rotated, heads, kv_heads)
-    delta = ((grad_out.float() * out.float()).sum(-1, keepdim=True) / found.total).to(query.dtype)
-    grad_out = grad_out / found.total.to(query.dtype)
+    delta, grad_out = _delta(grad_out, out, found.total)
     grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for own in plan.own:
         q, g, d, t = (_own_rows(x, own.query_rows, own.sequences, kv_heads) for x in (query, grad_out, delta, found.top))

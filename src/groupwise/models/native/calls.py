@@ -15,7 +15,7 @@ from torch import Tensor
 from groupwise.models.native.build import kernels
 
 __all__ = [
-    "add_norm", "decode_attention", "draw", "fits", "logit_gradients", "norm", "norm_backward", "rotate", "soften", "soften_backward",
+    "add_by_heads", "add_norm", "by_heads", "decode_attention", "delta", "draw", "fits", "logit_gradients", "norm", "norm_backward", "rotate", "soften", "soften_backward",
     "swiglu", "swiglu_backward", "take_logits",
 ]  # fmt: skip
 
@@ -35,6 +35,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_swiglu_backward": (*[_POINTER] * 4, _COUNT, _COUNT),
     "gw_soften": (*[_POINTER] * 3, *[_COUNT] * 5),
     "gw_soften_backward": (*[_POINTER] * 4, *[_COUNT] * 5),
+    "gw_by_heads": (_POINTER, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4, _FLAG),
+    "gw_add_by_heads": (_POINTER, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4),
+    "gw_delta": (*[_POINTER] * 5, _COUNT, _COUNT),
     "gw_take_logits": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
     "gw_logit_gradients": (*[_POINTER] * 6, _COUNT, _COUNT, _REAL),
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
@@ -158,6 +161,36 @@ def soften_backward(
     """In place: ``scores`` to weights w = exp(scores - top), and ``grads`` to (grads - delta) w. Lines as for ``soften``."""
     addresses = (scores, grads, top, delta)
     _functions["gw_soften_backward"](*(x.data_ptr() for x in addresses), top.numel(), scores.shape[-1], queries, unit, offset)
+
+
+def by_heads(rows: Tensor, index: Tensor | range, heads_first: Tensor, kv_heads: int, back: bool = False) -> None:
+    """Copy rows ``[R, K * U, E]``, those at ``index``, to ``heads_first`` ``[A * K, Q * U, E]``; ``back`` copies the other way.
+
+    ``index`` is int64 ``[A * Q]``, or a range of rows (A is 1 then). Any dtype.
+    """
+    queries = len(index) * kv_heads // len(heads_first)
+    first, address = (index.start, None) if isinstance(index, range) else (0, index.data_ptr())
+    size = rows.shape[1] // kv_heads * rows.shape[2] * rows.element_size()
+    _functions["gw_by_heads"](
+        rows.data_ptr(), address, first, heads_first.data_ptr(), len(index) // queries, queries, kv_heads, size, int(back)
+    )
+
+
+def add_by_heads(rows: Tensor, index: Tensor, heads_first: Tensor, kv_heads: int) -> None:
+    """As ``by_heads`` with ``back``, added to what is there; the last row, which stands for padding, is left alone."""
+    queries = len(index) * kv_heads // len(heads_first)
+    width = rows.shape[1] // kv_heads * rows.shape[2]
+    _functions["gw_add_by_heads"](
+        rows.data_ptr(), index.data_ptr(), len(rows) - 1, heads_first.data_ptr(), len(index) // queries, queries, kv_heads, width
+    )
+
+
+def delta(grad: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """``(grad . out) / total`` and ``grad / total`` for lines ``[..., E]``; ``total`` is fp32 ``[..., 1]``."""
+    dots, divided = grad.new_empty(total.shape), torch.empty_like(grad)
+    addresses = (grad, out, total, dots, divided)
+    _functions["gw_delta"](*(x.data_ptr() for x in addresses), total.numel(), grad.shape[-1])
+    return dots, divided
 
 
 def take_logits(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None, temperature: float) -> None:

@@ -444,6 +444,55 @@ void gw_soften_backward(
     }
 }
 
+/* Rows of `heads` x `bytes` each, at index [sequences * queries] (or, where it is NULL, from `first` on), to heads of rows:
+ * out [sequences, heads, queries] x `bytes`. With `back`, the other way round. */
+void gw_by_heads(
+    char *rows, const int64_t *index, int64_t first, char *out, int64_t sequences, int64_t queries, int64_t heads, int64_t bytes,
+    int back) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < sequences * queries; i++) {
+        char *row = rows + (index ? index[i] : first + i) * heads * bytes;
+        char *to = out + (i / queries * heads * queries + i % queries) * bytes;
+        for (int64_t head = 0; head < heads; head++) {
+            if (back) memcpy(row + head * bytes, to + head * queries * bytes, bytes);
+            else memcpy(to + head * queries * bytes, row + head * bytes, bytes);
+        }
+    }
+}
+
+/* As gw_by_heads back to rows, added to what is there; `width` bf16 numbers a head. No row may be named twice, but for row `skipped`. */
+void gw_add_by_heads(
+    bf16 *rows, const int64_t *index, int64_t skipped, const bf16 *values, int64_t sequences, int64_t queries, int64_t heads,
+    int64_t width) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < sequences * queries; i++) {
+        if (index[i] == skipped) continue;
+        bf16 *row = rows + index[i] * heads * width;
+        const bf16 *from = values + (i / queries * heads * queries + i % queries) * width;
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t e = 0; e < width; e += LANES) {
+                bf16 *at = row + head * width + e;
+                store(at, load(at) + load(from + head * queries * width + e));
+            }
+    }
+}
+
+/* For each line of E numbers: delta = (grad . out) / total, and grad / total. */
+void gw_delta(
+    const bf16 *grad, const bf16 *out, const float *total, bf16 *delta, bf16 *divided, int64_t lines, int64_t width) {
+#pragma omp parallel for schedule(static)
+    for (int64_t line = 0; line < lines; line++) {
+        const float factor = 1.0f / total[line];
+        vec products = {0};
+        for (int64_t i = line * width; i < (line + 1) * width; i += LANES) {
+            vec g = load(grad + i);
+            products += g * load(out + i);
+            store(divided + i, g * factor);
+        }
+        delta[line] = narrow(sum(products) * factor);
+    }
+}
+
 /* Take a slice of logits [rows, columns], divided by the temperature, into each row's running maximum, sum of e^(l - max) and (unless
  * NULL) sum of e^(l - max) (l - max). */
 void gw_take_logits(
