@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from groupwise.models.native.build import kernels
+
 __all__ = ["code_revision", "describe_environment", "hide_secrets", "hide_secrets_in_command"]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pydantic", "accelerate", "peft", "vllm")
@@ -65,6 +67,7 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]
         "usable_cpus": usable_cpus(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerators": accelerators(),
+        "native_kernels": kernels().description,
         "code": code_revision(),
         "command": hide_secrets_in_command(sys.argv if command is None else command),
     }

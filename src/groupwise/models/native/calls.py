@@ -155,9 +155,7 @@ def soften(scores: Tensor, queries: int, unit: int, offset: int) -> tuple[Tensor
     return top, total
 
 
-def soften_backward(
-    scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int
-) -> None:
+def soften_backward(scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int) -> None:
     """In place: ``scores`` to weights w = exp(scores - top), and ``grads`` to (grads - delta) w. Lines as for ``soften``."""
     addresses = (scores, grads, top, delta)
     _functions["gw_soften_backward"](*(x.data_ptr() for x in addresses), top.numel(), scores.shape[-1], queries, unit, offset)
@@ -202,7 +200,12 @@ def take_logits(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | N
 
 
 def logit_gradients(
-    logits: Tensor, normaliser: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None, targets: Tensor, temperature: float
+    logits: Tensor,
+    normaliser: Tensor,
+    grad: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    targets: Tensor,
+    temperature: float,
 ) -> None:
     """Logits ``[T, columns]`` to their gradient, in place: grad (onehot(target) - p), and for entropies H with gradient g_H
     (``of_entropy`` is both) -g_H p (log p + H). ``targets`` count from the slice's first column. fp32 ``[T]`` each.

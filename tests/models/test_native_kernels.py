@@ -1,0 +1,326 @@
+"""The fused loops against definitions in fp64, against PyTorch's path through a whole model, and what happens without a compiler.
+
+A kernel computes in fp32 and rounds once, so its results are compared with the exact ones to half a unit of bf16 (2^-9 relative).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise.engines import SamplingSettings
+from groupwise.engines.builtin.draw import Draw
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.models.decoder import Decoder
+from groupwise.models.layout import pack
+from groupwise.models.native import build, calls
+from groupwise.models.ops import rope_rotate
+from groupwise.types import Problem, Prompt
+
+BF16 = torch.bfloat16
+ROUNDING = 2.0**-8  # of one or two roundings to bf16, relative
+
+needs_kernels = pytest.mark.skipif(build.kernels().library is None, reason=f"no kernels: {build.kernels().description}")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        yield
+
+
+def numbers(*shape, scale=1.0):
+    return (torch.randn(shape) * scale).to(BF16)
+
+
+def close(found, expected, tolerance=ROUNDING):
+    """Within rounding of the exact numbers, and of their size where terms cancel."""
+    exact = expected.double()
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * exact.abs().mean().item())
+
+
+def exact_norm(x, weight, epsilon=1e-5):
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+
+@needs_kernels
+def test_norm_and_its_gradients():
+    x, weight, grad, residual = numbers(130, 48), numbers(48), numbers(130, 48), numbers(130, 48)
+    assert calls.fits(x, 48) and not calls.fits(x, 40) and not calls.fits(x.float(), 48)
+    out, scales = calls.norm(x, weight, 1e-5)
+    close(out, exact_norm(x, weight), 2 * ROUNDING)
+    inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    exact_norm(*inputs).backward(grad.double())
+    found, weight_grad = calls.norm_backward(grad, x, scales, weight, None)
+    close(found, inputs[0].grad, 2 * ROUNDING)
+    close(weight_grad, inputs[1].grad)
+    added, _ = calls.norm_backward(grad, x, scales, weight, residual)
+    close(added, inputs[0].grad + residual.double(), 2 * ROUNDING)
+
+
+@needs_kernels
+def test_adding_and_norm_in_one():
+    x, y, weight = numbers(5, 48), numbers(5, 48), numbers(48)
+    total = x + y
+    out = calls.add_norm(x, y, weight, 1e-5)
+    assert torch.equal(x, total)
+    assert torch.equal(out, calls.norm(total, weight, 1e-5)[0])
+    assert torch.equal(calls.add_norm(x, None, weight, 1e-5), out)
+
+
+@needs_kernels
+def test_swiglu_and_its_gradient():
+    gate_up, grad = numbers(33, 64, scale=4), numbers(33, 32)
+    exact = gate_up.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    expected.backward(grad.double())
+    close(calls.swiglu(gate_up), expected.detach())
+    found, again = calls.swiglu_backward(grad, gate_up)
+    close(found, exact.grad)
+    assert torch.equal(again, calls.swiglu(gate_up))
+
+
+@needs_kernels
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotary_embedding(inverse):
+    x, angle = numbers(9, 5, 32), torch.rand(9, 1, 16) * 6
+    cos, sin, out, expected = angle.cos().to(BF16), angle.sin().to(BF16), torch.empty(9, 5, 32, dtype=BF16), x.double().clone()
+    calls.rotate(x, cos, sin, out, 3, inverse)
+    rope_rotate(x[:, :3].double(), cos.double(), sin.double(), expected[:, :3], inverse)
+    close(out, expected)
+    assert torch.equal(out[:, 3:], x[:, 3:])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("keys", "offset"), [(7, -1), (48, -1), (21, 9), (40, 28)])
+def test_softmax_of_scores_and_its_gradient(keys, offset):
+    """12 queries of 3 heads in 4 batches; with an offset, query i sees offset + i + 1 keys."""
+    batches, queries, unit = 4, 12, 3
+    scores, grads, delta = (
+        numbers(batches, queries * unit, keys, scale=3),
+        numbers(batches, queries * unit, keys),
+        numbers(4, 36, 1),
+    )
+    hidden = torch.zeros(36, keys, dtype=torch.bool)
+    if offset >= 0:
+        hidden = torch.arange(keys)[None] > offset + torch.arange(queries).repeat_interleave(unit)[:, None]
+    exact = scores.double().masked_fill(hidden, float("-inf"))
+    expected = (exact - exact.amax(-1, keepdim=True)).exp()
+    weights, given = scores.clone(), (queries, unit, offset)
+    top, total = calls.soften(weights, *given)
+    assert torch.equal(top.double(), exact.amax(-1, keepdim=True))
+    close(weights, expected)
+    torch.testing.assert_close(total.double(), weights.double().sum(-1, keepdim=True), rtol=1e-6, atol=0)
+    again, gradient = scores.clone(), grads.clone()
+    calls.soften_backward(again, gradient, top, delta, *given)
+    assert torch.equal(again, weights)
+    close(gradient, (grads.double() - delta.double()) * weights.double())
+
+
+@needs_kernels
+def test_rows_to_heads_and_back():
+    rows, index = numbers(11, 6, 32), torch.tensor([4, 5, 6, 10, 0, 1, 2, 3])  # two sequences of four, three key heads of two
+    expected = rows[index].view(2, 4, 3, 2, 32).transpose(1, 2).reshape(6, 8, 32)
+    laid = torch.empty_like(expected)
+    calls.by_heads(rows, index, laid, 3)
+    assert torch.equal(laid, expected)
+    put = torch.zeros_like(rows)
+    calls.by_heads(put, index, laid, 3, back=True)
+    assert torch.equal(put[index], rows[index]) and not put[7:10].any()
+    added = rows.clone()
+    calls.add_by_heads(added, index, laid, 3)
+    once = index[index != 10]
+    assert torch.equal(added[once], rows[once] + rows[once]) and torch.equal(added[7:], rows[7:])  # the last row is padding's
+    part = torch.empty(3, 8, 32, dtype=BF16)
+    calls.by_heads(rows, range(2, 6), part, 3)
+    assert torch.equal(part, rows[2:6].view(4, 3, 2, 32).transpose(0, 1).reshape(3, 8, 32))
+
+
+@needs_kernels
+def test_delta_of_the_attention_gradient():
+    grad, out, total = numbers(8, 3, 32), numbers(8, 3, 32), torch.rand(8, 3, 1) + 0.5
+    delta, divided = calls.delta(grad, out, total)
+    close(delta, (grad.double() * out.double()).sum(-1, keepdim=True) / total)
+    close(divided, grad.double() / total)
+
+
+@needs_kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_in_slices(temperature):
+    """Running maximum, sum and entropy sum over slices, and the gradient of log-probability and entropy."""
+    logits, targets = numbers(6, 75, scale=3), torch.tensor([0, 74, 30, 31, 40, 50])
+    exact = logits.double().requires_grad_()
+    log_p = (exact / temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    top, total, weighted = torch.full((6,), float("-inf")), torch.zeros(6), torch.zeros(6)
+    for columns in (slice(0, 32), slice(32, 75)):
+        calls.take_logits(logits[:, columns].contiguous(), top, total, weighted, temperature)
+    torch.testing.assert_close(top + total.log(), (exact / temperature).logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total.log() - weighted / total, entropies.float(), rtol=1e-4, atol=1e-5)
+    grad, grad_entropy = torch.randn(6), torch.randn(6)
+    (log_p[torch.arange(6), targets] * grad + entropies * grad_entropy).sum().backward()
+    for columns in (slice(0, 32), slice(32, 75)):
+        part = logits[:, columns].contiguous()
+        of_entropy = (grad_entropy / temperature, entropies.detach().float())
+        calls.logit_gradients(
+            part, (top + total.log()), grad / temperature, of_entropy, targets - columns.start, temperature
+        )  # fmt: skip
+        close(part, exact.grad[:, columns], 2 * ROUNDING)
+
+
+@needs_kernels
+def test_decode_attention_against_every_row_alone():
+    heads, kv_heads, width, own_room, prompt_room = (
+        10,
+        2,
+        32,
+        64,
+        96,
+    )  # five query heads a key head: more than a kernel takes at once
+    qkv, angle = numbers(7, heads + 2 * kv_heads, width), torch.rand(7, 1, width // 2) * 6
+    cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+    lengths, groups, prompts = (
+        torch.tensor([0, 5, 31, 32, 33, 62, 63]),
+        torch.tensor([0, 0, 1, 1, 2, 2, 2]),
+        torch.tensor([1, 50, 96]),
+    )
+    own = (torch.zeros(9, kv_heads, width, own_room, dtype=BF16), torch.zeros(9, kv_heads, own_room, width, dtype=BF16))
+    for row, length in enumerate(lengths.tolist()):
+        own[0][row, :, :, :length] = numbers(kv_heads, width, length)
+        own[1][row, :, :length] = numbers(kv_heads, length, width)
+    prompt = numbers(3, kv_heads, width, prompt_room, scale=2), numbers(3, kv_heads, prompt_room, width)
+    found = calls.decode_attention(qkv, cos, sin, own, prompt, lengths, groups, prompts, heads)
+    turned = torch.empty(7, heads + kv_heads, width, dtype=BF16)
+    calls.rotate(qkv[:, : heads + kv_heads].contiguous(), cos, sin, turned, heads + kv_heads)
+    for row, (length, group) in enumerate(zip(lengths.tolist(), groups.tolist(), strict=True)):
+        assert torch.equal(own[0][row, :, :, length], turned[row, heads:])  # its key and value were appended
+        assert torch.equal(own[1][row, :, length], qkv[row, heads + kv_heads :])
+        seen = int(prompts[group])
+        keys = torch.cat([prompt[0][group, :, :, :seen], own[0][row, :, :, : length + 1]], -1).double()
+        values = torch.cat([prompt[1][group, :, :seen], own[1][row, :, : length + 1]], 1).double()
+        weights = (turned[row, :heads].view(kv_heads, -1, width).double() @ keys * width**-0.5).softmax(-1)
+        close(found[row], (weights @ values).view(heads, width))
+
+
+@needs_kernels
+@pytest.mark.parametrize("greedy", [False, True])
+def test_draws_are_those_of_the_operations(greedy, monkeypatch):
+    logits, keys, positions = numbers(40, 1000, scale=3), torch.randint(-(2**62), 2**62, (40,)), torch.arange(40)
+    draw = Draw(SamplingSettings(max_tokens=4, temperature=0.8, greedy=greedy), 1000, torch.device("cpu"))
+    tokens, logprobs = draw(logits, keys, positions)
+    monkeypatch.setattr("groupwise.engines.builtin.draw.fits", lambda *_: False)
+    by_operations, expected = draw(logits, keys, positions)
+    assert torch.equal(tokens, by_operations)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+def test_what_is_not_a_number_stays_so():
+    x = numbers(2, 32)
+    x[0, 3] = float("nan")
+    ones = torch.ones(32, dtype=BF16)
+    for out in (calls.norm(x, ones, 1e-5)[0], calls.swiglu(torch.cat([x, x], 1)), calls.soften(x.clone(), 1, 1, -1)[1]):
+        assert out[0].isnan().any() and not out[1].isnan().any()
+    total = torch.zeros(2)
+    calls.take_logits(x, torch.full((2,), float("-inf")), total, None, 1.0)
+    assert total[0].isnan() and total[1].isfinite()
+
+
+@needs_kernels
+def test_numbers_do_not_depend_on_threads():
+    x, weight, grad = numbers(500, 64), numbers(64), numbers(500, 64)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            out, scales = calls.norm(x, weight, 1e-5)
+            found.append((out, *calls.norm_backward(grad, x, scales, weight, None)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+class Numbers:
+    """All that the engine asks of a tokenizer."""
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
+
+
+def _prompts(lengths):
+    problems = [Problem(id=str(i), question="", answer="0") for i in range(len(lengths))]
+    return [
+        Prompt(problem=p, text="", token_ids=tuple(range(3, 3 + n))) for p, n in zip(problems, lengths, strict=True)
+    ]  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
+def test_a_model_samples_and_learns_as_without_them(family, request, monkeypatch):
+    """In bf16: sampling log-probabilities equal the learner's, and gradients the fp32 model's, no worse than by operations."""
+    build_model = request.getfixturevalue(family)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
+    exact = Decoder(build_model(**sizes))
+    errors = {}
+    for name in ("kernels", "operations"):
+        if name == "operations":
+            monkeypatch.setattr(build, "kernels", lambda: build.Kernels(None, "ruled out"))
+            monkeypatch.setattr(calls, "_functions", {})
+            monkeypatch.setattr(calls, "kernels", build.kernels)
+        decoder = Decoder(build_model(**sizes).to(BF16))
+        engine = BuiltinEngine(decoder, Numbers(), (2,))
+        groups = engine.sample(_prompts([5, 40]), 6, SamplingSettings(max_tokens=40), seed=1, scope="s")
+        prompts = [tuple(range(3, 8)), tuple(range(3, 43))]
+        packed = pack([(p, [c.token_ids for c in group]) for p, group in zip(prompts, groups, strict=True)])
+        sampled = torch.tensor([x for group in groups for c in group for x in c.logprobs])
+        logprobs, expected = decoder.logprobs(packed), exact.logprobs(packed)
+        errors[name] = [(sampled - logprobs.detach()).abs().mean(), (logprobs - expected).detach().abs().mean()]
+        pairs = [(decoder, logprobs), (exact, expected)]
+        found = [torch.autograd.grad(out.sum(), [p for _, p in model.named_parameters()]) for model, out in pairs]
+        errors[name].append(sum((a - b).norm() / b.norm() for a, b in zip(*found, strict=True)) / len(found[0]))
+    for by_kernels, by_operations in zip(errors["kernels"], errors["operations"], strict=True):
+        assert by_kernels < 1.3 * by_operations
+    assert errors["kernels"][0] < 0.05 and errors["kernels"][2] < 0.1
+
+
+class TestWithout:
+    """No compiler, or one that fails: a reason, and no kernels."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(build.platform, "system", lambda: "Linux")
+        monkeypatch.delenv("GROUPWISE_NATIVE_KERNELS", raising=False)
+
+    def reason(self):
+        found = build.kernels.__wrapped__()
+        assert found.library is None
+        return found.description
+
+    def test_switched_off(self, monkeypatch):
+        monkeypatch.setenv("GROUPWISE_NATIVE_KERNELS", "0")
+        assert "GROUPWISE_NATIVE_KERNELS=0" in self.reason()
+
+    def test_no_compiler(self, monkeypatch, tmp_path):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "no C compiler" in self.reason()
+
+    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
+        script = tmp_path / "cc"
+        script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "cc 1.0" && exit 0\necho "no such option" >&2\nexit 1\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CC", str(script))
+        assert "no such option" in self.reason()
+
+    @needs_kernels
+    def test_compiled_once_and_kept(self, tmp_path):
+        first = build.kernels.__wrapped__()
+        assert first.library is not None
+        (kept,) = (tmp_path / "cache" / "groupwise").iterdir()
+        before = kept.stat().st_mtime_ns
+        assert build.kernels.__wrapped__().library is not None
+        assert kept.stat().st_mtime_ns == before
