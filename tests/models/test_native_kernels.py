@@ -48,7 +48,9 @@ def exact_norm(x, weight, epsilon=1e-5):
 @needs_kernels
 def test_norm_and_its_gradients():
     x, weight, grad, residual = numbers(130, 48), numbers(48), numbers(130, 48), numbers(130, 48)
-    assert calls.fits(x, 48) and not calls.fits(x, 40) and not calls.fits(x.float(), 48)
+    assert calls.fits(x, 48)
+    assert not calls.fits(x, 40)
+    assert not calls.fits(x.float(), 48)
     out, scales = calls.norm(x, weight, 1e-5)
     close(out, exact_norm(x, weight), 2 * ROUNDING)
     inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
@@ -129,11 +131,13 @@ def test_rows_to_heads_and_back():
     assert torch.equal(laid, expected)
     put = torch.zeros_like(rows)
     calls.by_heads(put, index, laid, 3, back=True)
-    assert torch.equal(put[index], rows[index]) and not put[7:10].any()
+    assert torch.equal(put[index], rows[index])
+    assert not put[7:10].any()
     added = rows.clone()
     calls.add_by_heads(added, index, laid, 3)
     once = index[index != 10]
-    assert torch.equal(added[once], rows[once] + rows[once]) and torch.equal(added[7:], rows[7:])  # the last row is padding's
+    assert torch.equal(added[once], rows[once] + rows[once])
+    assert torch.equal(added[7:], rows[7:])
     part = torch.empty(3, 8, 32, dtype=BF16)
     calls.by_heads(rows, range(2, 6), part, 3)
     assert torch.equal(part, rows[2:6].view(4, 3, 2, 32).transpose(0, 1).reshape(3, 8, 32))
@@ -223,10 +227,12 @@ def test_what_is_not_a_number_stays_so():
     x[0, 3] = float("nan")
     ones = torch.ones(32, dtype=BF16)
     for out in (calls.norm(x, ones, 1e-5)[0], calls.swiglu(torch.cat([x, x], 1)), calls.soften(x.clone(), 1, 1, -1)[1]):
-        assert out[0].isnan().any() and not out[1].isnan().any()
+        assert out[0].isnan().any()
+        assert not out[1].isnan().any()
     total = torch.zeros(2)
     calls.take_logits(x, torch.full((2,), float("-inf")), total, None, 1.0)
-    assert total[0].isnan() and total[1].isfinite()
+    assert total[0].isnan()
+    assert total[1].isfinite()
 
 
 @needs_kernels
@@ -283,7 +289,8 @@ def test_a_model_samples_and_learns_as_without_them(family, request, monkeypatch
         errors[name].append(sum((a - b).norm() / b.norm() for a, b in zip(*found, strict=True)) / len(found[0]))
     for by_kernels, by_operations in zip(errors["kernels"], errors["operations"], strict=True):
         assert by_kernels < 1.3 * by_operations
-    assert errors["kernels"][0] < 0.05 and errors["kernels"][2] < 0.1
+    assert errors["kernels"][0] < 0.05
+    assert errors["kernels"][2] < 0.1
 
 
 class TestWithout:

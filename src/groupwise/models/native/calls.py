@@ -15,9 +15,10 @@ from torch import Tensor
 from groupwise.models.native.build import kernels
 
 __all__ = [
-    "add_by_heads", "add_norm", "by_heads", "decode_attention", "delta", "draw", "fits", "logit_gradients", "norm", "norm_backward", "rotate", "soften", "soften_backward",
-    "swiglu", "swiglu_backward", "take_logits",
+    "add_by_heads", "add_norm", "by_heads", "decode_attention", "delta", "draw", "fits", "logit_gradients", "norm", "norm_backward",
+    "rotate", "soften", "soften_backward", "swiglu", "swiglu_backward", "take_logits",
 ]  # fmt: skip
+
 
 LANES = 16
 """Numbers that a kernel takes at a time: widths are multiples of it."""
