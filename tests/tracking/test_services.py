@@ -47,7 +47,7 @@ class Remembering:
             raise ConnectionError("service gone")
         self.seen.append((step, dict(metrics)))
 
-    def completions(self, step, groups, advantages=None): ...
+    def completions(self, step, groups, advantages=None, token_advantages=None): ...
 
     def evaluation(self, result):
         self.hanging.wait(20)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from groupwise.config.schema import Config
-from groupwise.tracking.base import EvaluationResult, Tracker
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages, Tracker
 from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.jsonl import JsonlTracker
 from groupwise.tracking.live import Phase
@@ -65,8 +65,14 @@ class Trackers:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.each(lambda sink: sink.step(step, metrics))
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
-        self.each(lambda sink: sink.completions(step, groups, advantages))
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
+        self.each(lambda sink: sink.completions(step, groups, advantages, token_advantages))
 
     def evaluation(self, result: EvaluationResult) -> None:
         self.each(lambda sink: sink.evaluation(result))

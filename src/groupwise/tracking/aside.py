@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.tracking.base import EvaluationResult, Tracker
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages, Tracker
 from groupwise.types import Group
 
 __all__ = ["Aside"]
@@ -39,8 +39,14 @@ class Aside:
         numbers = dict(metrics)
         self._put(lambda sink: sink.step(step, numbers))
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
-        self._put(lambda sink: sink.completions(step, groups, advantages))
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
+        self._put(lambda sink: sink.completions(step, groups, advantages, token_advantages))
 
     def evaluation(self, result: EvaluationResult) -> None:
         self._put(lambda sink: sink.evaluation(result))

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 from groupwise.types import Group
 
-__all__ = ["EvaluationResult", "Tracker"]
+__all__ = ["EvaluationResult", "TokenAdvantages", "Tracker"]
+
+TokenAdvantages = Mapping[tuple[int, int], Sequence[float]]
+"""(group, completion) -> an advantage for each token, of completions whose tokens differ in theirs."""
 
 
 class EvaluationResult(Protocol):
@@ -32,7 +35,13 @@ class Tracker(Protocol):
         """Numbers of one step, under the names of ``metric_table.METRICS``. Steps count from 1."""
         ...
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """A few of the step's groups; ``advantages[p][g]`` belongs to ``groups[p].completions[g]``."""
         ...
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.live import LiveDisplay, Phase
 from groupwise.tracking.numbers import clock, fields, headline, interval, percent
 from groupwise.tracking.tables import before_and_after, next_command, stage_label, summary_lines, summary_table, transcript
@@ -103,7 +103,13 @@ class ConsoleTracker:
         left = [f"{clock(phase.left_s)} left"] if phase and phase.left_s is not None else []
         self.print("  ".join([label, *left, *(f"{name} {value}" for name, value in headline(metrics))]))
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """Completions go to the run's folder; on the terminal they would drown the numbers."""
 
     def evaluation(self, result: EvaluationResult) -> None:

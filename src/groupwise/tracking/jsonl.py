@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.data.answers import AnswerStyle, grade
-from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.files import json_line
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.types import Completion, Group
@@ -38,11 +38,19 @@ class JsonlTracker:
         """``{"step": ..., "time_s": seconds since the run began, name: value ...}``; a value that is not finite is null."""
         self.append(self.folder.metrics, {"step": step, "time_s": round(time.monotonic() - self.started_s, 3), **metrics})
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         for p, group in enumerate(groups[: self.log_completions]):
             rows = completion_rows(step, group, advantages[p] if advantages is not None else None, self.style)
-            for row, completion in zip(rows, group.completions, strict=True):
-                self.append(self.folder.completions, row | token_columns(completion) if p < self.log_tokens else row)
+            for g, (row, completion) in enumerate(zip(rows, group.completions, strict=True)):
+                if p < self.log_tokens:
+                    row |= token_columns(completion, (token_advantages or {}).get((p, g)))
+                self.append(self.folder.completions, row)
 
     def evaluation(self, result: EvaluationResult) -> None:
         self.folder.write_records(result.stage, result.mode, result.records)
@@ -87,6 +95,12 @@ def verdict(text: str, expected: str, style: AnswerStyle) -> dict[str, bool]:
     return {"strict": found.strict, "lenient": found.lenient}
 
 
-def token_columns(completion: Completion) -> dict[str, Any]:
-    """Ids, and to three decimals the log-probabilities that they were sampled with."""
-    return {"token_ids": list(completion.token_ids), "logprobs": [round(value, 3) for value in completion.logprobs]}
+def token_columns(completion: Completion, advantages: Sequence[float] | None = None) -> dict[str, Any]:
+    """Ids, to three decimals the log-probabilities that they were sampled with, and their advantages where these differ."""
+    columns: dict[str, Any] = {
+        "token_ids": list(completion.token_ids),
+        "logprobs": [round(value, 3) for value in completion.logprobs],
+    }
+    if advantages:
+        columns["token_advantages"] = [float(f"{value:.4g}") for value in advantages]
+    return columns

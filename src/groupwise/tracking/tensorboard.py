@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.config.schema import Config
-from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.types import Group
@@ -28,7 +28,13 @@ class TensorBoardTracker:
         self.last_step = step
         self._add(step, metrics)
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """Texts stay in the run's folder."""
 
     def evaluation(self, result: EvaluationResult) -> None:

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from groupwise.config.schema import Config
-from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.tracking.run_folder import RunFolder
@@ -39,7 +39,13 @@ class TrackioTracker:
         self.last_step = step
         self.run.log(dict(metrics), step=step)
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """Texts stay in the run's folder."""
 
     def evaluation(self, result: EvaluationResult) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
-from groupwise.tracking.base import EvaluationResult
+from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.tracking.run_folder import RunFolder
@@ -54,7 +54,13 @@ class WandbTracker:
         self.last_step = step
         self.run.log({**metrics, "step": step})
 
-    def completions(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None) -> None:
+    def completions(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]] | None = None,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """Texts stay in the run's folder: what a model or a data set says is not sent to anybody."""
 
     def evaluation(self, result: EvaluationResult) -> None:

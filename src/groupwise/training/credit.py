@@ -17,7 +17,7 @@ from groupwise.metrics import Mean, Metric
 from groupwise.training.microbatches import MicroBatch, members_of
 from groupwise.types import Group, StepScores
 
-__all__ = ["Advantages", "assign_advantages", "step_advantages"]
+__all__ = ["Advantages", "advantages_by_token", "assign_advantages", "step_advantages"]
 
 Advantages = list[list[float]]
 PerToken = list[list[list[float]]]
@@ -156,5 +156,14 @@ def _give_tokens(micro_batches: Sequence[MicroBatch], by_token: PerToken) -> Non
         micro_batch.advantages_T = torch.tensor(flat, dtype=torch.float32, device=micro_batch.sampled_T.device)
 
 
-def _means(by_token: PerToken) -> Advantages:
-    return [[sum(tokens) / len(tokens) if tokens else 0.0 for tokens in group] for group in by_token]
+def advantages_by_token(micro_batches: Sequence[MicroBatch], groups: int) -> dict[tuple[int, int], list[float]]:
+    """(group, completion) -> its tokens' advantages, for the first ``groups`` groups; empty where a completion has one advantage."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for micro_batch in micro_batches:
+        if micro_batch.advantages_T is not None and any(part.group < groups for part in micro_batch.parts):
+            found |= {member: piece for member, piece in micro_batch.by_member(micro_batch.advantages_T) if member[0] < groups}
+    return found
+
+
+def _means(numbers: PerToken) -> Advantages:
+    return [[sum(tokens) / len(tokens) if tokens else 0.0 for tokens in group] for group in numbers]

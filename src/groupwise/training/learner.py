@@ -18,7 +18,7 @@ from groupwise.config.schema import Config
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
-from groupwise.training.credit import Advantages, assign_advantages, step_advantages
+from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages
 from groupwise.training.critic import Critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
@@ -62,6 +62,8 @@ class Learner:
         self.dropped_in_a_row = 0
         self.renewed_before = 0
         """The step before which the reference was renewed last."""
+        self.token_advantages: dict[tuple[int, int], list[float]] = {}
+        """Of the last batch's first groups (``output.log_tokens``), where tokens of one completion differ in their advantages."""
         self._entropy_bonus = 0.0
 
     @property
@@ -97,6 +99,7 @@ class Learner:
         is the state of the window that it carries: the same ``groups`` are then carried on with.
         """
         micro_batches = self._cut(groups)
+        self.token_advantages = {}
         if not micro_batches:
             rewards = [list(group.outcomes) for group in groups]
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
@@ -117,6 +120,7 @@ class Learner:
             window.updates += 1
             if window.updates < updates and stop():
                 raise WindowOpenError(window)
+        self.token_advantages = advantages_by_token(micro_batches, self.config.output.log_tokens)
         metrics = merge(window.found) | {"optimizer/learning_rate": window.found[-1]["optimizer/learning_rate"]}
         return window.advantages, metrics | self._steer(metrics)
 

@@ -293,7 +293,7 @@ class Run:
         self.done = step + 1
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
-        self.trackers.completions(step + 1, rollout.groups, advantages)
+        self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
         return (
             on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)) is not False
         )
