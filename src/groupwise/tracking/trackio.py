@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from groupwise.config.schema import Config
@@ -34,6 +34,8 @@ class TrackioTracker:
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
+        with suppress(AttributeError):  # else it finishes the run once more when the process ends, aloud
+            trackio.context_vars.current_run.set(None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.last_step = step
