@@ -1,0 +1,81 @@
+"""Pictures of a run for the documentation: the live view as SVG, drawn from its numbers, and the report in a headless Chromium.
+
+python scripts/take_screenshots.py runs/quickstart-DATE-TIME docs/screenshots
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from groupwise.report import write_report
+from groupwise.tracking import ConsoleTracker
+from groupwise.tracking.reading import RunRecord, read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WIDTH = 92
+SHOTS = (
+    ("report-wide", 1200, 760, False, "#curves"),
+    ("report-group-dark", 1200, 860, True, "#group"),
+    ("report-narrow", 420, 860, False, "#before-after"),
+)
+"""Name, width, height, dark, and what stands at the top."""
+
+
+def live_view(run: RunRecord, out: Path, share: float = 0.6) -> None:
+    """The terminal as it was at ``share`` of the run. Time left is reckoned from the steps' own times."""
+    console = Console(width=WIDTH, force_terminal=True, file=io.StringIO(), record=True, color_system="truecolor")
+    drawn = Console(width=WIDTH, force_terminal=True, file=io.StringIO(), record=True, color_system="truecolor")
+    tracker = ConsoleTracker(console)
+    steps = run.steps[: max(1, round(share * len(run.steps)))]
+    with tracker.phase("GRPO", len(run.steps), "steps") as bar:
+        bar.started_s = time.monotonic() - sum(row.get("time/step_s") or 0.0 for row in steps)
+        for row in steps:
+            known = {name: value for name, value in row.items() if value is not None and name not in ("step", "time_s")}
+            tracker.step(int(row["step"] or 0), known)
+            bar.advance()
+        drawn.print(tracker.display)
+    out.write_text(drawn.export_svg(title="groupwise train", unique_id="live"), encoding="utf-8")
+
+
+def report(page: Path, out: Path) -> None:
+    from tests.report.browser import Browser
+
+    browser = Browser(Path(tempfile.mkdtemp()))
+    try:
+        for name, width, height, dark, top in SHOTS:
+            browser.open(page, width=width, height=height, dark=dark)
+            browser.until(
+                "document.querySelectorAll('.row').length > 0 && document.querySelectorAll('#before-after pre').length > 0"
+            )
+            if top == "#group":
+                browser.run("document.querySelectorAll('.row')[0].click()")
+                browser.until("document.getElementById('how')")
+            browser.run(f"document.querySelector('{top}').scrollIntoView()")
+            time.sleep(1)  # charts are drawn when they come near the window
+            browser.picture(out / f"{name}.png")
+        assert browser.problems == [], browser.problems
+    finally:
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("out", type=Path)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    live_view(read_run(chosen.run), chosen.out / "live.svg")
+    with tempfile.TemporaryDirectory() as folder:
+        report(write_report([chosen.run], Path(folder) / "report.html").path, chosen.out)
+
+
+if __name__ == "__main__":
+    main()
