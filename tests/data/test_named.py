@@ -49,7 +49,7 @@ def test_named_benchmarks_are_found_in_a_folder_and_read_whole(collected: Path, 
     assert len({p.id for p in problems}) == len(problems)
     assert all(p.id.startswith(f"{name}:") and p.answer for p in problems)
     assert resolve_system(PromptConfig(), data)[1] == NAMED[name].style
-    assert held_out_from(data).startswith(f"{name}:{NAMED[name].eval_split} from ")
+    assert held_out_from(data).startswith(f"{name}:{NAMED[name].eval_split} (the copy ")
     assert "Hub" not in held_out_from(data)
     if name in ("aime24", "aime25", "amc23"):
         assert sum(p.answer.isdigit() for p in problems) >= len(problems) - 2, "142.0 is read as 142"
@@ -105,7 +105,7 @@ def test_without_a_copy_the_hub_is_asked_for_the_right_split(name: str, hub: lis
     data = DataConfig(source=name, eval_source=name, folder=str(tmp_path))
     assert [p.id for p in load_held_out(data)] == [f"{name}:{NAMED[name].eval_split}:0"]
     assert hub == [(NAMED[name].hub, NAMED[name].subset, NAMED[name].eval_split)]
-    assert held_out_from(data) == f"{name}:{NAMED[name].eval_split} from the Hub's {NAMED[name].hub}"
+    assert held_out_from(data) == f"{name}:{NAMED[name].eval_split} (the Hub's {NAMED[name].hub})"
 
 
 def test_a_hub_that_cannot_be_reached_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

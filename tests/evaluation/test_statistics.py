@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from groupwise.evaluation.statistics import (
-    bootstrap_interval,
     clustered_interval,
     holm,
     majority_at_k,
     mcnemar_p_value,
+    paired_interval,
     pass_at_k,
     sign_flip_p_value,
 )
@@ -126,13 +126,24 @@ def test_under_no_difference_p_values_are_not_too_small():
     assert np.mean(np.array(p_values) <= 0.05) <= 0.075
 
 
-def test_the_bootstrap_is_repeatable_and_close_to_the_normal_interval():
-    values = np.random.default_rng(0).normal(0.1, 1.0, size=400)
-    low, high = bootstrap_interval(values.tolist())
-    half = 1.96 * values.std() / 20
-    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.01)
-    assert bootstrap_interval(values.tolist()) == (low, high)
-    assert bootstrap_interval([0.0, 0.0]) == (0.0, 0.0)
+@pytest.mark.parametrize(("fixed", "broken", "n"), [(0, 0, 12), (9, 1, 40), (30, 0, 30)])
+def test_the_paired_interval_is_bonett_and_prices(fixed, broken, n):
+    up, down = (fixed + 1) / (n + 2), (broken + 1) / (n + 2)
+    half = 1.959963984540054 * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    expected = (max(-1.0, up - down - half), min(1.0, up - down + half))
+    assert paired_interval([1.0] * fixed + [-1.0] * broken + [0.0] * (n - fixed - broken)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_the_paired_interval_covers(samples):
+    draw, held = np.random.default_rng(3), 0
+    for _ in range(2000):
+        chance = draw.beta(0.6, 1.0, size=30)
+        better = chance + 0.3 * (1 - chance)
+        differences = (draw.binomial(samples, better) - draw.binomial(samples, chance)) / samples
+        low, high = paired_interval(differences.tolist())
+        held += low <= 0.3 * (1 - 0.6 / 1.6) <= high
+    assert 0.93 <= held / 2000 <= 0.995
 
 
 def test_holm_by_hand():

@@ -104,6 +104,17 @@ def test_every_completion_is_in_the_page_with_its_numbers(tmp_path):
     assert [bool(f & 1) for f in columns["flags"]] == [record.strict for record in records]
 
 
+def test_scores_say_how_they_were_taken(tmp_path):
+    data, _, _ = parts(write_report([write_run(tmp_path / "run")]).path)
+    (sampled,) = (line for line in data["runs"][0]["asked"] if "temperature 1," in line)
+    assert "1 sample of each of 40 problems from arithmetic" in sampled
+    assert "the model's chat template with the system prompt" in sampled
+    assert "0 shots; at most 48 tokens; seed 1234" in sampled
+    (tmp_path / "run" / "config.yaml").unlink()
+    data, _, _ = parts(write_report([tmp_path / "run"]).path)
+    assert data["runs"][0]["asked"] == []
+
+
 def test_held_out_problems_are_there_with_every_stage(tmp_path):
     data, packed, _ = parts(write_report([write_run(tmp_path / "run")]).path)
     sampled = next(one for one in data["runs"][0]["held_out"] if one["mode"] == "sampled")

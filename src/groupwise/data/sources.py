@@ -71,8 +71,8 @@ def held_out_from(data: DataConfig) -> str:
     if name is None:
         return source if Path(source).expanduser().is_file() else f"{source}:{split}"
     copy = local_copy(name, split, named_folder(data.folder))
-    where = f"the Hub's {NAMED[name].hub}" if copy is None else f"{copy.parent.name}/{copy.name}"
-    return f"{name}:{split} from {where}"
+    where = f"the Hub's {NAMED[name].hub}" if copy is None else f"the copy {copy.parent.name}/{copy.name}"
+    return f"{name}:{split} ({where})"
 
 
 def question_key(problem: Problem) -> str:

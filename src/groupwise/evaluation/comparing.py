@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.errors import DataError
 from groupwise.evaluation.figures import by_problem
-from groupwise.evaluation.statistics import bootstrap_interval, mcnemar_p_value, sign_flip_p_value
+from groupwise.evaluation.statistics import mcnemar_p_value, paired_interval, sign_flip_p_value
 
 __all__ = ["crosstab", "first_samples", "paired_comparison"]
 
@@ -22,7 +22,7 @@ def paired_comparison(
 
     With one sample of each problem: how many were fixed, broken, stayed right and stayed wrong, and the exact McNemar test. With
     several: how many problems got better and worse, and the exact paired permutation test, which exchanges the two models' results
-    problem by problem. ``difference`` is after minus before, as a share, with its 95% interval from a bootstrap over problems.
+    problem by problem. ``difference`` is after minus before, as a share, with a 95% interval in which problems are the unit.
 
     A paired test sees more than two overlapping intervals do: problems that stayed right or wrong cancel out.
 
@@ -38,7 +38,7 @@ def paired_comparison(
         "n": len(rights),
         "samples": samples,
         "difference": math.fsum(differences) / samples / len(rights),
-        "difference_interval": list(bootstrap_interval([d / samples for d in differences])),
+        "difference_interval": list(paired_interval([d / samples for d in differences])),
     }
     if samples > 1:
         better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)

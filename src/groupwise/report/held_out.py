@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from groupwise.data.prompts import resolve_system
 from groupwise.evaluation.comparing import crosstab, first_samples
 from groupwise.evaluation.figures import share
+from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.packing import pack_json
+from groupwise.tracking.judged import condition_line
 from groupwise.tracking.reading import EvaluationRecords, RunRecord
 
-__all__ = ["comparisons", "evaluation_rows", "held_out"]
+__all__ = ["asked", "comparisons", "evaluation_rows", "held_out"]
 
 PORTION = 100
 """Problems that are packed together."""
@@ -28,8 +31,25 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
     stopped = [{**record, "stopped": record["finish_reason"] == "stop"} for record in evaluation.records]
     for key in ("strict", "lenient", "format", "stopped"):
         row[key] = list(share(stopped, key))
+    row["samples"] = round(len(evaluation.records) / n)
     row["tokens"] = sum(record["tokens"] for record in evaluation.records) / len(evaluation.records)
     return row
+
+
+def asked(run: RunRecord) -> list[str]:
+    """How the scores were taken, a sentence for each mode, by the run's settings; none where these cannot be read."""
+    if run.config is None:
+        return []
+    system, style = resolve_system(run.config.prompt, run.config.data)
+    told = {"style": style, "seed": run.config.evaluation.seed, **conditions(run.config, system)}
+    latest = {evaluation.mode: evaluation_row(evaluation) for evaluation in run.evaluations}
+    modes: list[EvaluationMode] = [mode for mode in ("sampled", "greedy") if mode in latest]
+    lines = []
+    for mode in modes:
+        settings = sampling_settings(run.config, mode)
+        how = {"mode": mode, "temperature": settings.temperature, "max_tokens": settings.max_tokens, "conditions": told}
+        lines.append(f"Asked: {condition_line({**latest[mode], **how})}.")
+    return lines
 
 
 def comparisons(run: RunRecord) -> list[dict[str, Any]]:

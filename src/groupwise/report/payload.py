@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.doctor import diagnose_run
 from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import QUANTILES, bands, curves
-from groupwise.report.held_out import comparisons, evaluation_rows, held_out
+from groupwise.report.held_out import asked, comparisons, evaluation_rows, held_out
 from groupwise.report.transcripts import transcripts
 from groupwise.tracking.environment import installed_version
 from groupwise.tracking.metric_table import describe_metric
@@ -58,6 +58,7 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
         "curves": curves(run),
         "bands": bands(run),
         "evaluations": evaluation_rows(run),
+        "asked": asked(run),
         "comparisons": comparisons(run),
         "findings": [finding.to_json() for finding in diagnose_run(run)],
         "unreadable": dict(run.unreadable),

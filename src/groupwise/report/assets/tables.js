@@ -54,10 +54,11 @@ function evaluationsSection() {
     const pairs = run.comparisons.map((c) => [stageName(c.before) + ' → ' + stageName(c.after) + ', ' + c.mode, c.fixed, c.broken,
       c.both_right, c.both_wrong, c.p_value < 1e-4 ? c.p_value.toExponential(1) : c.p_value.toFixed(4)]);
     return el('div', {}, el('h3', {}, run.name),
-      table(['stage', 'strict', 'lenient', 'format', 'stopped', 'tokens', 'n'], rows, true), evaluationChart(run),
+      table(['stage', 'strict', 'lenient', 'format', 'stopped', 'tokens', 'n'], rows, true),
+      run.asked.map((line) => el('p', { class: 'note' }, line)), evaluationChart(run),
       pairs.length ? table(['problem by problem', 'fixed', 'broken', 'both right', 'both wrong', 'p (McNemar)'], pairs, true) : null);
   });
-  const note = 'Held-out problems, with 95% Wilson intervals. Strict: the answer stands where the format asks for it; lenient: it is found anywhere.';
+  const note = 'Held-out problems, with 95% intervals (Wilson; clustered by problem where it was sampled several times). Strict: the answer stands where the format asks for it; lenient: it is found anywhere.';
   return parts.length ? section('evaluation', 'Evaluation', note, parts) : null;
 }
 
@@ -73,7 +74,7 @@ function evaluationChart(run) {
   if (!lines.length) return null;
   const kept = state.smoothing;
   state.smoothing = 0;
-  const made = lineChart('held-out strict accuracy of ' + run.name, 'share', 'With 95% Wilson intervals.', lines);
+  const made = lineChart('held-out strict accuracy of ' + run.name, 'share', 'With 95% intervals.', lines);
   state.smoothing = kept;
   return el('div', { class: 'charts' }, made);
 }
