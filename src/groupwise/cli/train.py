@@ -138,6 +138,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
                 "source": row.source,
                 "summary": row.summary,
                 "arguments": dict(row.arguments),
+                "called": row.called,
             }
             for row in prepared.rewards.describe()
         ],
@@ -159,8 +160,8 @@ def _print_prepared(prepared: Prepared) -> None:
     out, facts = console(), _facts(prepared)
     out.print(harmless("Settings", "bold"))
     out.print(harmless(dump_config(prepared.config)), soft_wrap=True)
-    rows = [(row["name"], row["weight"], row["arguments"] or None, row["summary"]) for row in facts["rewards"]]
-    out.print(table(["reward", "weight", "arguments", "what it scores"], rows))
+    rows = [(row["name"], row["weight"], row["arguments"] or None, row["called"], row["summary"]) for row in facts["rewards"]]
+    out.print(table(["reward", "weight", "arguments", "sees one", "what it scores"], rows))
     first = facts["first_prompt"]
     out.print(harmless(f"First prompt ({first['problem']}, {first['tokens']} tokens)", "bold"))
     out.print(harmless(first["text"]), soft_wrap=True)

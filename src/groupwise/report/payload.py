@@ -97,6 +97,7 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
         "epsilon": algorithm.advantage_epsilon,
         "aggregation": algorithm.aggregation,
         "kl_placement": algorithm.kl_placement if algorithm.beta else None,
+        "steps": any(name.startswith("steps/") for name in run.metric_names()),
         "completions": run.config.completions_per_step,
         "max_tokens": rollout.max_completion_tokens,
     }

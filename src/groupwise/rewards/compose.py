@@ -39,6 +39,8 @@ class RewardDescription:
     source: str
     summary: str
     arguments: Mapping[str, Any]
+    called: str
+    """What one call sees, and where it is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,12 @@ class RewardSuite:
 
     def describe(self) -> list[RewardDescription]:
         """What a dry run shows: one row for each function."""
-        return [RewardDescription(r.name, r.weight, r.source, _summary(r.function), r.arguments) for r in self.rewards]
+        return [
+            RewardDescription(
+                r.name, r.weight, r.source, _summary(r.function), r.arguments, r.scope + (", isolated" if r.isolate else "")
+            )
+            for r in self.rewards
+        ]
 
     def notes(self) -> list[str]:
         """Settings that are legal but have little effect in this run."""

@@ -69,7 +69,10 @@ class JsonlTracker:
 def completion_rows(
     step: int, group: Group, advantages: Sequence[float] | None, style: AnswerStyle | None = None
 ) -> list[dict[str, Any]]:
-    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here."""
+    """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here.
+
+    ``steps``, where a function rewarded some: (index of the step's last token, reward), by function.
+    """
     return [
         {
             "step": step,
@@ -80,6 +83,7 @@ def completion_rows(
             "expected": group.prompt.problem.answer,
             "reward": group.rewards[g],
             "components": {name: scores[g] for name, scores in group.components.items()},
+            **({"steps": {name: scores.steps[g] for name, scores in group.process.items()}} if group.process else {}),
             "advantage": advantages[g] if advantages is not None else None,
             **(verdict(completion.text, group.prompt.problem.answer, style) if style else {}),
             "finish_reason": completion.finish_reason,

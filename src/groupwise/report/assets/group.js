@@ -56,11 +56,11 @@ function howAdvantages(run, rows) {
   const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', none: '' };
   const perTokenWords = { sequence_mean: 'advantage / (tokens × ' + rule.completions + ' completions of the step)', token_mean: 'advantage / all tokens of the step',
     fixed: 'advantage / (' + rule.completions + ' completions × ' + rule.max_tokens + ' tokens)', sequence_sum: 'advantage / ' + rule.completions + ' completions of the step' };
-  const whole = rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
+  const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
   const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : spread + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
   return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: reward less ' + baselines[rule.baseline] + scales[rule.scale] +
-    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
+    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
 }
 
 // Texts and log-probabilities of a completion's tokens, from their lengths and bytes.
