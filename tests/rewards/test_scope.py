@@ -82,6 +82,12 @@ def test_a_function_declares_its_scope_and_the_config_wins():
     assert suite_of(Judge()).score_all(pairs(["a", "b"])).groups[0].rewards == (1.0, 1.0)
 
 
+def test_a_dry_run_says_what_one_call_sees():
+    entries = [RewardFunctionConfig(function="accuracy", scope="completion", isolate=True), RewardFunctionConfig(function="f")]
+    suite = RewardSuite.from_config(RewardsConfig(functions=entries), "xml", {"f": reward_scope("batch")(spy([]))})
+    assert [row.called for row in suite.describe()] == ["completion, isolated", "batch"]
+
+
 def test_an_unknown_scope_is_refused():
     with pytest.raises(RewardError, match="reward_scope is given 'step', but it must be one of completion, group, batch"):
         reward_scope("step")

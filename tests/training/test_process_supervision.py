@@ -151,6 +151,13 @@ def test_a_run_learns_from_the_steps_of_a_function(small_config, quiet, tmp_path
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     for row in rows:
         assert row["reward/letters"] == pytest.approx(row["steps/count_letters"] * row["steps/reward_letters"])
+    first = json.loads((folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    steps = first["steps"]["letters"]
+    assert sum(r for _, r in steps) == first["components"]["letters"] == first["reward"]
+    advantages = first["token_advantages"]
+    assert sum(advantages) / len(advantages) == pytest.approx(first["advantage"], abs=1e-3)
+    rises = {t for t in range(len(advantages) - 1) if advantages[t] != advantages[t + 1]}
+    assert rises <= {end for end, _ in steps}, "between two ends of steps the advantage stays the same"
 
 
 def test_a_batch_that_was_left_between_two_updates_keeps_its_steps(small_config, quiet, tmp_path, monkeypatch):
