@@ -160,7 +160,7 @@ class LiveDisplay:
     def cell(self, label: str, value: str) -> Text:
         """A long label is cut, never the value."""
         shown = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 2] + ".."
-        return self.text(f"{shown} ", "dim") + self.text(value, "bold")
+        return Text.assemble(self.text(f"{shown} ", "dim"), self.text(value, "bold"))  # `+` would make all of it dim
 
     def trend(self, title: str) -> list[Text]:
         """The recent course of what a row is about, where it has one."""
