@@ -145,6 +145,8 @@ def test_text_gets_the_tokenizers_own_special_tokens_and_pairs_their_segments():
     as_text = RewardModel(model, words)(["How? "] * 3, ["fine", "not so well today", ""])
     expected = slow(model, words, ["How? fine", "How? not so well today", "How? "], special=True)
     assert as_text == pytest.approx([row[0] for row in expected], abs=1e-4)
+    bare = RewardModel(model, words, special_tokens=False)(["How? "], ["fine"])
+    assert bare == pytest.approx(slow(model, words, ["How? fine"])[0], abs=1e-4)
     as_pair = RewardModel(model, words, form="pair")(["How?"] * 2, ["fine", "not so well today"])
     with torch.no_grad():
         alone = [model(**words("How?", word, return_tensors="pt")).logits.item() for word in ("fine", "not so well today")]

@@ -43,6 +43,8 @@ class RewardModelConfig(Section):
     `auto` takes the conversation where the model has a template, else the text; `as_prompt` where the prompt is a conversation."""
     show_system_prompt: bool = True
     """Show the reward model the system prompt too. Off for templates that refuse one, or where it is about the answer's form only."""
+    special_tokens: bool = True
+    """Let the tokenizer add its special tokens to texts and pairs. A chat template writes its own, and this changes nothing for it."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     max_input_tokens: int | None = Field(default=None, ge=1)

@@ -129,12 +129,16 @@ class RewardModel:
 
     def text(self, prompt: Any, completion: Any) -> str | tuple[str, str]:
         """What the tokenizer is given: one text, or a pair of them."""
-        if self.form == "conversation" or (self.form == "as_prompt" and not isinstance(prompt, str)):
+        if self._by_template(prompt):
             return self._conversation(prompt, completion)
         before, words = _plain(self._shown(prompt)), _plain(completion)
         if self.form == "pair":
             return before, words
         return before + words if isinstance(prompt, str) else f"{before}\n{words}"
+
+    def _by_template(self, prompt: Any) -> bool:
+        """Whether the chat template writes the text, its special tokens included."""
+        return self.form == "conversation" or (self.form == "as_prompt" and not isinstance(prompt, str))
 
     def _conversation(self, prompt: Any, completion: Any) -> str:
         asked = [{"role": "user", "content": prompt.strip()}] if isinstance(prompt, str) else self._shown(prompt)
@@ -185,8 +189,7 @@ class RewardModel:
     def _tokenised(self, prompt: Any, completion: Any, **options: Any) -> Any:
         given = self.text(prompt, completion)
         texts = [given] if isinstance(given, str) else list(given)
-        # A chat template writes the special tokens itself.
-        special = self.form != "conversation" and not (self.form == "as_prompt" and not isinstance(prompt, str))
+        special = self.settings.special_tokens and not self._by_template(prompt)
         return self.tokenizer(*texts, add_special_tokens=special, **options)
 
     def _scores_B(self, batch: Sequence[Encoded]) -> Tensor:
