@@ -1,8 +1,11 @@
 """`groupwise train FILE`, --dry-run and doctor with a reward model in the file."""
 
 import json
+import shutil
 
 import pytest
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
 @pytest.fixture
@@ -66,6 +69,20 @@ def test_mistakes_come_to_light_in_a_dry_run(groupwise, small, file, no_weights,
     assert result.exit_code == 2
     assert said in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_template_that_refuses_the_system_prompt_is_found_in_a_dry_run(groupwise, small, file, judge, no_weights, tmp_path):
+    from transformers import AutoTokenizer
+
+    strict = shutil.copytree(judge, tmp_path / "strict")
+    tokenizer = AutoTokenizer.from_pretrained(strict)
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    tokenizer.save_pretrained(strict)
+    words = ["train", file(system="xml"), *small, f"rewards.functions[0].model.name={strict}", "--dry-run"]
+    result = groupwise(*words)
+    assert result.exit_code == 2
+    assert "(no system): set its show_system_prompt: false, or form: text" in result.stderr
+    assert groupwise(*words, "rewards.functions[0].model.show_system_prompt=false").exit_code == 0
 
 
 def test_a_policy_is_no_reward_model(groupwise, small, tiny_model, no_weights):

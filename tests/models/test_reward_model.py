@@ -154,6 +154,16 @@ def test_text_gets_the_tokenizers_own_special_tokens_and_pairs_their_segments():
     assert as_pair[0] != pytest.approx(as_text[0], abs=1e-3)
 
 
+@pytest.mark.parametrize("form", ["conversation", "as_prompt"])
+def test_a_template_writes_its_own_special_tokens(form):
+    """A tokenizer that adds some to every text must not add them to these."""
+    words = tokenizer("[CLS]" + TEMPLATE + "[SEP]", cls_token="[CLS]", sep_token="[SEP]")
+    model = classifier(BertForSequenceClassification, BertConfig, num_labels=1, pad_token_id=words.pad_token_id)
+    found = RewardModel(model, words, form=form)([PROMPT] * 2, said(["fine", "no"]))
+    expected = slow(model, words, chat_texts(words, PROMPT, said(["fine", "no"])))
+    assert found == pytest.approx([row[0] for row in expected], abs=1e-4)
+
+
 def test_a_label_of_several_gives_its_log_odds_or_its_probability():
     words, labels = tokenizer(), {0: "bad", 1: "so-so", 2: "Good"}
     model = llama(num_labels=3, id2label=labels, label2id={word: i for i, word in labels.items()}, pad_token_id=259)
