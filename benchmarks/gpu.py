@@ -20,10 +20,10 @@ __all__ = ["main", "run"]
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0}
 """Dense bf16 products with fp32 sums, from the makers' data sheets; boards with lower limits (PCIe) reach less."""
 ROOM = {
-    "0.5b": {"micro_batch_tokens": 32768, "master_weights": True},
-    "1.5b": {"micro_batch_tokens": 16384, "master_weights": True},
-    "7b": {"micro_batch_tokens": 8192, "master_weights": False},
-    "tiny": {"micro_batch_tokens": 256, "master_weights": True},
+    "0.5b": {"micro_batch_tokens": 32768, "precision": "masters"},
+    "1.5b": {"micro_batch_tokens": 16384, "precision": "masters"},
+    "7b": {"micro_batch_tokens": 8192, "precision": "pure"},
+    "tiny": {"micro_batch_tokens": 256, "precision": "masters"},
 }
 """What one 140 GB device has room for without gradient checkpointing. With fp32 masters, moments and gradients a 7B model would
 take 137 GB before the first activation, so there AdamW works on the bf16 weights."""

@@ -55,7 +55,7 @@ def _learning(settings: dict[str, Any]) -> Action:
         {
             "model": {"gradient_checkpointing": settings["gradient_checkpointing"]},
             "algorithm": {"beta": 0.0},
-            "optimizer": {"learning_rate": 1e-6, "master_weights": settings["master_weights"]},
+            "optimizer": {"learning_rate": 1e-6, "precision": settings["precision"]},
             "training": {"micro_batch_tokens": settings["micro_batch_tokens"]},
         }
     )

@@ -21,8 +21,8 @@ __all__ = ["COMPARISON", "VARIANTS", "variants"]
 VARIANTS = {
     "recipe": (),
     "rate-1e-6": ("optimizer.learning_rate=1e-6",),
-    "rate-1e-6-bf16-weights": ("optimizer.learning_rate=1e-6", "optimizer.master_weights=false"),
-    "bf16-weights": ("optimizer.master_weights=false",),
+    "rate-1e-6-bf16-weights": ("optimizer.learning_rate=1e-6", "optimizer.precision=pure"),
+    "bf16-weights": ("optimizer.precision=pure",),
     "a-quarter-of-the-steps": ("rollout.prompts_per_step=16", "training.steps=5", "evaluation.every=0"),
     "clip-0.1": ("optimizer.max_grad_norm=0.1",),
     "mu-3": ("algorithm.updates_per_batch=3",),

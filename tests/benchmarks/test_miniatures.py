@@ -81,7 +81,7 @@ def test_gpu_in_miniature(run: Any) -> None:
 def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
     settings = {
         "role": role, "shape": "tiny", "device": "cpu", "sequences": 4, "samples": 2, "prompt_tokens": 6, "completion_tokens": 5,
-        "gradient_checkpointing": False, "micro_batch_tokens": 64, "master_weights": True,
+        "gradient_checkpointing": False, "micro_batch_tokens": 64, "precision": "masters",
     }  # fmt: skip
     found = prepare(settings)()
     assert found["seconds"] > 0

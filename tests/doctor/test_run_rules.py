@@ -119,7 +119,7 @@ DISEASES = {
     ),
     "reward-clipped": Story(metrics=lambda step, p: {"shaping/clipped_correctness": 0.9 * p}),
     "reward-processes-die": Story(metrics=lambda step, p: {"calls/killed_correctness": 1.0 if step % 20 == 7 else 0.0}),
-    "rate-too-low": Story(overrides=["optimizer.master_weights=false", "optimizer.learning_rate=1e-6"]),
+    "rate-too-low": Story(overrides=["optimizer.precision=pure", "optimizer.learning_rate=1e-6"]),
 }  # fmt: skip
 
 

@@ -164,10 +164,10 @@ def test_the_cache_is_as_large_as_planned():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("masters", [True, False])
-def test_the_optimiser_is_as_large_as_planned(tiny_qwen2, dtype, masters):
+@pytest.mark.parametrize("precision", ["masters", "stochastic", "pure"])
+def test_the_optimiser_is_as_large_as_planned(tiny_qwen2, dtype, precision):
     model = tiny_qwen2().to(getattr(torch, dtype))
-    setup = setup_of(shape_of(model), model={"dtype": dtype}, optimizer={"master_weights": masters})
+    setup = setup_of(shape_of(model), model={"dtype": dtype}, optimizer={"precision": precision})
     scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
     optimizer = MasterAdamW(scorer.named_parameters(), setup.config.optimizer)
     sizes = {kind: sum(v.nbytes for k, v in optimizer.state().items() if k.startswith(kind)) for kind in ("master", "exp_avg")}
@@ -175,7 +175,7 @@ def test_the_optimiser_is_as_large_as_planned(tiny_qwen2, dtype, masters):
     assert item(found, "optimiser step", "master weights") == sizes["master"]
     assert item(found, "optimiser step", "moments") == sizes["exp_avg"]
     scorer.logprobs(scorer.prepare([([1, 2], [[3, 4], [5]])])).sum().backward()
-    assert item(found, "optimiser step", "gradients") == sum(m.grad.nbytes for m in optimizer.masters)
+    assert item(found, "optimiser step", "gradients") == sum(optimizer.gradient(m).nbytes for m in optimizer.masters)
 
 
 def test_what_fits_is_suggested_nearest_first_and_really_fits():

@@ -67,14 +67,14 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run():
         assert torch.equal(a, master.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(("masters", "low", "high"), [(True, 0.95, 1.05), (False, 0.0, 0.01)])
-def test_a_thousand_steps_at_1e_6_move_bf16_weights_only_with_masters(masters, low, high):
+@pytest.mark.parametrize(("precision", "low", "high"), [("masters", 0.95, 1.05), ("stochastic", 0.9, 1.1), ("pure", 0.0, 0.01)])
+def test_a_thousand_steps_at_1e_6_move_bf16_weights_unless_they_are_rounded_away(precision, low, high):
     """AdamW under a constant gradient moves a weight by the rate each step: by 1e-3 in all. Weights of about 0.05, as in a real
     model, have bf16 neighbours some 1e-4 away, so a step of 1e-6 is rounded away: without masters 0.4% of the movement is
     left (in weights that happen to be tiny), with them all of it but the final rounding."""
     start = (0.05 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
     weight = nn.Parameter(start.clone())
-    optimizer = MasterAdamW([("w", weight)], config_of(master_weights=masters))
+    optimizer = MasterAdamW([("w", weight)], config_of(precision=precision))
     for _ in range(1000):
         weight.sum().backward()
         optimizer.step(1e-6)
@@ -151,9 +151,9 @@ def test_schedules_in_closed_form():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masters", [True, False])
-def test_state_goes_round_exactly(dtype, masters):
-    config = config_of(master_weights=masters)
+@pytest.mark.parametrize("precision", ["masters", "stochastic", "pure"])
+def test_state_goes_round_exactly(dtype, precision):
+    config = config_of(precision=precision)
     parameters = parameters_of(dtype)
     optimizer = MasterAdamW(parameters, config)
     for step in range(3):

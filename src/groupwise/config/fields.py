@@ -41,6 +41,7 @@ OTHER_WORDS = {
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
     "grad_clip": "optimizer.max_grad_norm",
+    "master_weights": "optimizer.precision",
     "max_steps": "training.steps",
     "num_steps": "training.steps",
     "eval_steps": "evaluation.every",

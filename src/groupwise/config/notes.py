@@ -119,11 +119,12 @@ def _optimizer(config: Config) -> Iterator[str]:
         for name in _chosen(optimizer, "final_fraction"):
             yield _without_effect(f"optimizer.{name}", optimizer.final_fraction, "optimizer.schedule is constant")
     if config.model.dtype == "float32":
-        for name in _chosen(optimizer, "master_weights"):
-            yield _without_effect(f"optimizer.{name}", optimizer.master_weights, "float32 weights are their own master copy")
-    elif not optimizer.master_weights and optimizer.learning_rate < 1e-5:
+        for name in _chosen(optimizer, "precision"):
+            if optimizer.precision != "masters-8bit":
+                yield _without_effect(f"optimizer.{name}", optimizer.precision, "float32 weights are their own master copy")
+    elif optimizer.precision == "pure" and optimizer.learning_rate < 1e-5 and config.model.lora is None:
         yield (
-            f"optimizer.master_weights=false with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
+            f"optimizer.precision=pure with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
             "most updates are smaller than bfloat16 can hold and are rounded away."
         )
     if warm.steps == 0:

@@ -52,8 +52,9 @@ class ModelConfig(Section):
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; set it to make a run repeatable."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Numbers of the weights that sample and compute. bfloat16 is 2 to 5 times faster; master weights stay fp32 either way."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Numbers of the weights that sample and compute. bfloat16 is 2 to 5 times faster than float32; what learns is chosen by
+    `optimizer.precision`. float16 is for GPUs without bfloat16: its loss is scaled, and updates that overflow are left out."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
     kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` is plain products. `flash_attention_2` needs the package flash-attn and acts in
@@ -157,7 +158,7 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with fp32 master weights."""
+    """AdamW, and the numbers it steps on."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate. 1e-6 to 5e-6 for 0.5B to 7B models; small models and short runs stand 1e-5 and more."""
@@ -175,8 +176,11 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm; null switches clipping off."""
-    master_weights: bool = True
-    """Keep fp32 copies of bf16 weights in the optimiser. Without them most updates at rates near 1e-6 are rounded away."""
+    precision: Literal["masters", "masters-8bit", "stochastic", "pure"] = "masters"
+    """What the optimiser steps on where weights are not float32. `masters`: fp32 copies and moments, 18 bytes a weight with gradients.
+    `masters-8bit`: the same with 8-bit moments (package bitsandbytes), 12 bytes. `stochastic`: the bf16 weights themselves, rounded
+    stochastically so that small updates count on average, bf16 moments, 10 bytes. `pure`: bf16 throughout, 8 bytes, and most
+    updates at rates near 1e-6 are rounded away (`optimizer/updates_lost` shows the share)."""
     decay: Literal["all", "matrices"] = "all"
     """What `weight_decay` acts on; `matrices` spares norms and biases."""
 
@@ -279,6 +283,15 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but the run has only {self.optimizer_steps} optimiser "
                 "steps (training.steps x algorithm.updates_per_batch): the peak rate would never be reached; lower it"
+            )
+        if self.model.dtype == "float16" and self.optimizer.precision in ("stochastic", "pure") and not self.model.lora:
+            raise ValueError(
+                f"optimizer.precision is {self.optimizer.precision}, but float16 weights cannot hold small updates: use "
+                "optimizer.precision=masters, or model.dtype=bfloat16"
+            )
+        if self.model.dtype == "float16" and self.algorithm.baseline == "value":
+            raise ValueError(
+                "model.dtype is float16, whose loss is scaled, but algorithm.baseline is value, whose loss is not: use bfloat16"
             )
         if self.algorithm.reference_every and self.model.lora:
             raise ValueError(

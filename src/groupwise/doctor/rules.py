@@ -42,8 +42,8 @@ RULES: tuple[Rule, ...] = (
         "rate-too-low", "settings", "Learning rate too low for the precision", "warning", settings.rate_too_low,
         "AdamW moves a weight by about the learning rate; a bfloat16 has 8 significant bits, so a step much smaller than the "
         "weight is rounded back to where it was, every time: most of what is learnt is thrown away.",
-        "Leave optimizer.master_weights on (fp32 copies in the optimiser), or set model.dtype to float32; where memory "
-        "forbids both, a higher rate loses less.",
+        "Leave optimizer.precision at masters (fp32 copies in the optimiser), or set model.dtype to float32; where memory "
+        "forbids both, optimizer.precision=stochastic loses none of it on average.",
     ),
     Rule(
         "rate-too-high", "settings", "Learning rate far above what such runs stand", "warning", settings.rate_too_high,
@@ -253,7 +253,7 @@ RULES: tuple[Rule, ...] = (
         "no-movement", "run", "Updates that change nothing", "critical", steadiness.no_movement,
         "Gradients are computed and steps are made, yet the policy is still the reference: updates are rounded away, or they go "
         "to weights that the policy does not use.",
-        "optimizer.master_weights on, a higher optimizer.learning_rate; with an adapter, see that it is switched on.",
+        "optimizer.precision at masters, a higher optimizer.learning_rate; with an adapter, see that it is switched on.",
     ),
     Rule(
         "sampler-mismatch", "run", "Sampler and trainer disagree", "warning", sampling.sampler_mismatch,

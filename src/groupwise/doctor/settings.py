@@ -23,11 +23,11 @@ BF16_BITS = 8
 def rate_too_low(config: Config) -> Evidence | None:
     """An update below half the distance to the next bfloat16 is rounded away, every time."""
     rate, least = config.optimizer.learning_rate, TYPICAL_WEIGHT * 2.0**-BF16_BITS / 2
-    if config.model.dtype != "bfloat16" or config.optimizer.master_weights or rate >= least:
+    if config.model.dtype != "bfloat16" or config.optimizer.precision != "pure" or rate >= least:
         return None
     moving = rate * 2.0 ** (BF16_BITS + 1)
     return Evidence(
-        f"optimizer.learning_rate is {rate:g} with optimizer.master_weights off: a bfloat16 weight of {TYPICAL_WEIGHT} only moves "
+        f"optimizer.learning_rate is {rate:g} with optimizer.precision pure: a bfloat16 weight of {TYPICAL_WEIGHT} only moves "
         f"when a single update is larger than about {least:.0e}; of the policy's weights only those below about {moving:.0e} move",
         numbers={"learning_rate": rate, "least": least, "moving": moving},
     )

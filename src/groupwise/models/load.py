@@ -262,7 +262,7 @@ def _attention(config: ModelConfig, device: torch.device) -> str | None:
     """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager."""
     if config.attention != "auto":
         return config.attention
-    flash = device.type == "cuda" and config.dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+    flash = device.type == "cuda" and config.dtype != "float32" and importlib.util.find_spec("flash_attn") is not None
     return "flash_attention_2" if flash else None
 
 

@@ -92,9 +92,11 @@ def _sampling_s(setup: Setup, arithmetic: float, bandwidth: float) -> float:
 
 def _optimizer_bytes(setup: Setup) -> float:
     """Reads and writes of gradient, moments and masters, and the write of the weights."""
-    own = setup.adapted or setup.weight_bytes == 4 or not setup.config.optimizer.master_weights
-    m = 4 if setup.adapted or not own else setup.weight_bytes
-    return setup.trained * (m + 2 * 2 * m + 2 * m + (0 if own else setup.weight_bytes))
+    precision = "fp32" if setup.in_fp32 else setup.config.optimizer.precision
+    gradient, moments, masters, weights = {
+        "fp32": (4, 8, 4, 0), "masters": (4, 8, 4, 2), "masters-8bit": (4, 2, 4, 2), "stochastic": (4, 4, 2, 0), "pure": (2, 4, 2, 0)
+    }[precision]  # fmt: skip
+    return setup.trained * (gradient + 2 * moments + 2 * masters + weights)
 
 
 def _communication_bytes(setup: Setup) -> float:

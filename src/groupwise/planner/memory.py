@@ -18,6 +18,7 @@ _PROCESS = {"cpu": 405 * _MIB, "cuda": 600 * _MIB}
 """Python, torch, transformers and the tokenizer before any weights (measured); on a GPU the driver's context and cuBLAS (assumed)."""
 _PEFT = 45 * _MIB
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
+_MODULE_HOLES = 0.4
 """What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
 docs/planning.md), on a GPU an allowance."""
 _PREFILL_TOKENS = 4096
@@ -69,18 +70,13 @@ def _phase(name: str, items: list[Item]) -> Phase:
 
 
 def _holes(setup: Setup, items: Sequence[Item]) -> Item:
-    share = _HOLES[setup.device]
+    share = _MODULE_HOLES if setup.device == "cpu" and not setup.packed else _HOLES[setup.device]
     return Item("the allocator's holes", int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
 
 
-def _own_masters(setup: Setup) -> bool:
-    """Whether the trained weights are their own masters: fp32 ones (peft keeps adapters in fp32), or masters switched off."""
-    return setup.adapted or setup.weight_bytes == 4 or not setup.config.optimizer.master_weights
-
-
-def _learnt_bytes(setup: Setup) -> int:
-    """Bytes of a number in what the optimiser steps on."""
-    return 4 if setup.adapted or not _own_masters(setup) else setup.weight_bytes
+def _has_masters(setup: Setup) -> bool:
+    """Whether there are fp32 copies of what is trained: not of fp32 weights, as peft's adapters are too."""
+    return not setup.in_fp32 and setup.config.optimizer.precision in ("masters", "masters-8bit")
 
 
 def _state(setup: Setup) -> list[Item]:
@@ -91,15 +87,22 @@ def _state(setup: Setup) -> list[Item]:
     ]
     if setup.adapted:
         items += [Item("adapter", 4 * trained, "4 A, A weights of the adapter"), *_merged_copy(setup)]
-    if not _own_masters(setup):
+    if _has_masters(setup):
         items.append(Item("master weights", 4 * trained, "4 P"))
-    m = _learnt_bytes(setup)
-    items.append(Item("moments", 2 * m * trained, f"2 x {m} {'A' if setup.adapted else 'P'}"))
+    items.append(_moments(setup))
     if setup.config.algorithm.beta > 0 and not setup.adapted:
         items.append(Item("reference", s * parameters, "s P"))
         if setup.config.algorithm.reference_mixing < 1:
             items.append(Item("reference average", 4 * parameters, "4 P"))
     return items
+
+
+def _moments(setup: Setup) -> Item:
+    which = "A" if setup.adapted else "P"
+    if setup.config.optimizer.precision == "masters-8bit":
+        return Item("moments", int(2 * setup.trained * (1 + 4 / 256)), f"2 {which} + one fp32 for 256")
+    m = 4 if setup.in_fp32 or setup.config.optimizer.precision == "masters" else setup.weight_bytes
+    return Item("moments", 2 * m * setup.trained, f"2 x {m} {which}")
 
 
 def _merged_copy(setup: Setup) -> list[Item]:
@@ -110,7 +113,7 @@ def _merged_copy(setup: Setup) -> list[Item]:
 
 
 def _gradients(setup: Setup) -> Item:
-    m = _learnt_bytes(setup)
+    m = setup.weight_bytes if setup.config.optimizer.precision == "pure" and not setup.in_fp32 else 4
     return Item("gradients", m * setup.trained, f"{m} {'A' if setup.adapted else 'P'}")
 
 

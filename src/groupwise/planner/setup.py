@@ -92,6 +92,11 @@ class Setup:
         return self.shape.lean and not self.adapted
 
     @property
+    def in_fp32(self) -> bool:
+        """Whether what learns is fp32 anyway: fp32 weights, or an adapter, which peft keeps in fp32."""
+        return self.adapted or self.config.model.dtype == "float32"
+
+    @property
     def weight_bytes(self) -> int:
         """s, bytes of a weight."""
         return 4 if self.config.model.dtype == "float32" else 2

@@ -105,6 +105,10 @@ def _candidates(setup: Setup, limit: int) -> Iterator[Change]:
 def _changes_of_result(setup: Setup) -> Iterator[Change]:
     config = setup.config
     yield {}, 0, ""
+    if not setup.in_fp32 and config.optimizer.precision in ("masters", "masters-8bit"):
+        if config.optimizer.precision == "masters":
+            yield {"optimizer__precision": "masters-8bit"}, 1, "moments of 8 bits (needs bitsandbytes)"
+        yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
     if config.algorithm.beta > 0 and not setup.adapted:
         yield {"algorithm__beta": 0.0}, 2, "no reference and no KL: another objective"
     if not setup.adapted:

@@ -71,6 +71,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "optimizer/learning_rate": ("1", "Learning rate of the step's last update."),
     "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping."),
     "optimizer/dropped_updates": ("count", "Updates of the step that were not made because the gradient was not finite."),
+    "optimizer/updates_lost": (
+        "share",
+        "Weights that had a gradient and are the same number after the update, where the optimiser keeps them (in its fp32 "
+        "masters, or the weights themselves): rounded away for good. Counted in a sample of each tensor.",
+    ),
+    "optimizer/loss_scale": ("1", "What the loss is multiplied by before the backward pass; only with model.dtype float16."),
     "time/sample_s": ("s", "Sampling the completions."),
     "time/score_s": ("s", "Scoring them with the reward functions."),
     "time/learn_s": ("s", "Forward and backward passes."),

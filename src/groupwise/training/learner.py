@@ -186,12 +186,17 @@ class Learner:
         started = time.perf_counter()
         if rate is None:
             rate = learning_rate_at(self.config.optimizer, self.updates, self.config.optimizer_steps)
+        found: dict[str, Metric] = {}
+        if self.optimizer.loss_scale != 1:
+            found["optimizer/loss_scale"] = Max(self.optimizer.loss_scale)
         norm, made = self.optimizer.step(rate)
         if self.critic:
             self.critic.step(made)
         self.updates += made
-        self.dropped_in_a_row = 0 if made else self.dropped_in_a_row + 1
-        return {
+        self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
+        if made and self.optimizer.lost is not None:
+            found["optimizer/updates_lost"] = self.optimizer.lost
+        return found | {
             "optimizer/grad_norm": Max(norm),
             "optimizer/learning_rate": Max(rate),
             "optimizer/dropped_updates": Sum(not made),
@@ -294,7 +299,8 @@ class Learner:
             value_part, of_value = self._value_loss(micro_batch, scored)
             loss, found = loss + scale * value_part, found | of_value
         if torch.is_grad_enabled():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss_scale = self.optimizer.loss_scale
+            (loss if loss_scale == 1 else loss * loss_scale).backward()
         return found
 
     def _at_first(self, micro_batch: MicroBatch, taken_T: Tensor) -> dict[str, Metric]:

@@ -1,7 +1,8 @@
 """AdamW with fp32 master weights, a global gradient norm, and learning-rate schedules.
 
 bf16 weights have 8 bits of precision: an update below about 1/256 of a weight is rounded away, and at learning rates near 1e-6 most
-are. So the optimiser keeps fp32 masters, adds gradients up in fp32, steps there, and hands the weights a rounded copy.
+are. So by default the optimiser keeps fp32 masters, adds gradients up in fp32, steps there, and hands the weights a rounded copy;
+``optimizer.precision`` names what costs less.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import OptimizerConfig
+from groupwise.metrics import Mean
+from groupwise.training.eight_bit import eight_bit_adamw
+from groupwise.training.loss_scale import LossScale
+from groupwise.training.rounding import StochasticAdamW
 
 __all__ = ["MasterAdamW", "learning_rate_at"]
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+_TABLES = ("qmap1", "qmap2")
+"""Of 8-bit moments: what the codes stand for, the same for every run."""
+_WATCHED = 2**14
+"""Numbers of each tensor that are looked at for updates lost."""
 
 
 def learning_rate_at(config: OptimizerConfig, update: int, updates: int) -> float:
@@ -35,48 +42,78 @@ class MasterAdamW:
     """Owns the masters, the fp32 gradients and AdamW's moments for ``parameters``.
 
     After each backward pass a parameter's gradient is moved into its fp32 sum and freed, so gradients of several micro-batches add
-    up in fp32 whatever the weights' dtype. For fp32 weights, or with ``master_weights`` off, the weights are their own masters.
+    up in fp32 whatever the weights' dtype. fp32 weights are their own masters, and so are all with ``precision`` ``stochastic``
+    (whose gradients still add up in fp32) and ``pure`` (whose do not). For fp16 weights the caller multiplies the loss by
+    ``loss_scale`` before each backward pass.
     """
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config
         self.names = [name for name, p in parameters if p.requires_grad]
         self.parameters = [p for _, p in parameters if p.requires_grad]
+        self._scale = LossScale() if any(p.dtype == torch.float16 for _, p in parameters) else None
         self._hooks: list[Any] = []
+        self._sums: dict[Tensor, Tensor] = {}
+        self.lost: Mean | None = None
+        """Of the last step's updates, those that were rounded away; None where no weight had a gradient."""
         self.masters: list[Tensor] = [self._master(p) for p in self.parameters]
+        self.adamw = self._make_adamw()
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.value
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether a dropped update is the loss scale's search for its place, and no sign of trouble."""
+        return self._scale is not None and self._scale.can_recover
+
+    def gradient(self, master: Tensor) -> Tensor | None:
+        """What has added up for one of ``masters``: in fp32 unless ``precision`` is ``pure``."""
+        return self._sums.get(master, master.grad)
+
+    def _make_adamw(self) -> Any:
+        config = self.config
         spared = [config.decay == "matrices" and p.dim() < 2 for p in self.parameters]
         groups: list[dict[str, Any]] = [
             {"params": [m for m, s in zip(self.masters, spared, strict=True) if not s]},
             {"params": [m for m, s in zip(self.masters, spared, strict=True) if s], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay, fused=True,
-        )  # fmt: skip
-        self._make_moments()
-
-    def _make_moments(self) -> None:
-        """Now instead of at the first step: what stays comes before what comes and goes, so that the heap has no holes between, and
-        a device that is too small says so at once."""
+        groups = [group for group in groups if group["params"]]
+        settings: dict[str, Any] = {
+            "lr": config.learning_rate, "betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay,
+        }  # fmt: skip
+        if config.precision == "masters-8bit":
+            return eight_bit_adamw(groups, **settings)
+        # StochasticAdamW is for bf16 weights; fp32 ones (an adapter's, say) lose nothing
+        stochastic = config.precision == "stochastic" and any(m.dtype == torch.bfloat16 for m in self.masters)
+        adamw: Any = StochasticAdamW(groups, **settings) if stochastic else torch.optim.AdamW(groups, fused=True, **settings)
+        # Now instead of at the first step: what stays comes before what comes and goes, so that the heap has no holes between, and a
+        # device that is too small says so at once.
         for master in self.masters:
-            self.adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+            adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device="cpu" if stochastic else master.device),
                 "exp_avg": torch.zeros_like(master, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(master, memory_format=torch.preserve_format),
             }
+        return adamw
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32 or not self.config.master_weights:
+        if parameter.dtype == torch.float32 or self.config.precision == "pure":
             return parameter
-        master = parameter.detach().float()
+        stochastic = self.config.precision == "stochastic"
+        master = parameter if stochastic else parameter.detach().float()
 
         def collect(p: Tensor) -> None:
             assert p.grad is not None
-            if master.grad is None:  # taken now, when the activations that led here are free again: not at the peak
-                master.grad = p.grad.float()
+            grad, p.grad = p.grad, None
+            found = self._sums.get(master)
+            if found is None:  # taken now, when the activations that led here are free again: not at the peak
+                self._sums[master] = grad.float()
             else:
-                master.grad.add_(p.grad)
-            p.grad = None
+                found.add_(grad)
+            if not stochastic:
+                master.grad = self._sums[master]
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(collect))
         return master
@@ -87,20 +124,33 @@ class MasterAdamW:
 
         Returns the norm before clipping, and whether the update was made: a gradient that is not finite is dropped.
         """
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        gradients = {m: g for m in self.masters if (g := self.gradient(m)) is not None}
+        grads = list(gradients.values())
+        if self._scale is not None:
+            torch._foreach_mul_(grads, 1 / self._scale.value)
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))  # type: ignore[arg-type]
         value = float(norm)
         finite = math.isfinite(value)
+        if self._scale is not None:
+            self._scale.update(finite)
         if finite:
             limit = self.config.max_grad_norm
             if limit is not None and value > limit:
                 torch._foreach_mul_(grads, limit / (value + 1e-6))
-            for group in self.adamw.param_groups:
-                group["lr"] = learning_rate
-            self.adamw.step()
-            self.publish()
+            self._update(gradients, learning_rate)
         self.clear()
         return value, finite
+
+    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        before = {master: _sample(master).clone() for master in gradients}
+        if isinstance(self.adamw, StochasticAdamW):
+            self.adamw.step(gradients)
+        else:
+            self.adamw.step()
+        self.lost = _lost(before, gradients)
+        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -110,6 +160,7 @@ class MasterAdamW:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     def clear(self) -> None:
+        self._sums.clear()
         for master in self.masters:
             master.grad = None
 
@@ -119,36 +170,64 @@ class MasterAdamW:
             hook.remove()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint; the tensors are not copies."""
+        """Masters, moments and loss scale by name, for a checkpoint; the tensors are not copies."""
         out: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if parameter is not master:
                 out[f"master.{name}"] = master
             for key, value in self.adamw.state[master].items():
-                out[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                if key not in _TABLES:
+                    out[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        if self._scale is not None:
+            out["loss_scale"] = torch.tensor([self._scale.value, self._scale.made_in_a_row], dtype=torch.float64)
         return out
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what ``state`` gave, exactly. Weights that are their own masters are the model's to restore.
 
-        Raises ValueError for the state of another model, before anything is changed.
+        Raises ValueError for the state of another model or another precision, before anything is changed.
         """
         self._check(state)
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if parameter is not master:
                 master.copy_(state[f"master.{name}"])
-            for key in _MOMENTS:
-                kept = self.adamw.state[master][key]
-                kept.copy_(state[f"{key}.{name}"]) if f"{key}.{name}" in state else kept.zero_()
+            kept = self.adamw.state[master]
+            for key in [k for k in kept if k not in _TABLES]:
+                saved = state.get(f"{key}.{name}")
+                if isinstance(kept[key], Tensor):
+                    kept[key].zero_() if saved is None else kept[key].copy_(saved)
+                else:
+                    kept[key] = 0 if saved is None else int(saved)
+        if self._scale is not None and "loss_scale" in state:
+            value, in_a_row = state["loss_scale"].tolist()
+            self._scale.value, self._scale.made_in_a_row = value, int(in_a_row)
         self.publish()
 
     def _check(self, state: dict[str, Tensor]) -> None:
-        wanted = {f"master.{n}": p for n, p, m in zip(self.names, self.parameters, self.masters, strict=True) if p is not m}
-        if any(key.startswith("exp_avg.") for key in state):  # before the first update there are no moments yet
-            wanted |= {f"{k}.{n}": p for n, p in zip(self.names, self.parameters, strict=True) for k in _MOMENTS}
-        for key in sorted(wanted.keys() ^ state.keys()):
-            raise ValueError(f"the optimiser's state {'lacks' if key in wanted else 'has an unknown'} {key}")
-        for key, parameter in wanted.items():
-            if not key.startswith("step.") and state[key].shape != parameter.shape:
-                raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(parameter.shape)}")
+        mine = self.state()
+        if all(key.startswith("master.") for key in state):  # one from before the first update may lack moments
+            mine = {key: value for key, value in mine.items() if key.startswith("master.")}
+        for key in sorted(mine.keys() ^ state.keys()):
+            raise ValueError(f"the optimiser's state {'lacks' if key in mine else 'has an unknown'} {key}")
+        for key, value in mine.items():
+            if state[key].shape != value.shape:
+                raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(value.shape)}")
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some numbers of it, evenly spread: a view."""
+    return tensor.detach().view(-1)[:: -(-tensor.numel() // _WATCHED)]
+
+
+def _lost(before: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor]) -> Mean | None:
+    """Of the sampled numbers with a gradient, the share that did not change."""
+    lost, wanted = [], []
+    for master, old in before.items():
+        moving = _sample(gradients[master]) != 0
+        wanted.append(moving.sum())
+        lost.append((moving & (_sample(master) == old)).sum())
+    if not wanted:
+        return None
+    counts = torch.stack([torch.stack(lost).sum(), torch.stack(wanted).sum()]).tolist()
+    return Mean(*map(float, counts)) if counts[1] else None

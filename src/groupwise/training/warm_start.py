@@ -47,16 +47,16 @@ def warm_start(
     settings = config.warm_start
     rates = OptimizerConfig(
         learning_rate=settings.learning_rate, schedule="linear", final_fraction=0.1, warmup_steps=min(3, settings.steps),
-        master_weights=config.optimizer.master_weights,
+        precision=config.optimizer.precision,
     )  # fmt: skip
     optimizer = MasterAdamW(scorer.named_parameters(), rates)
     in_a_row = 0
     for step in range(settings.steps):
         indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
         examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
-        loss = _backward(scorer, examples, config.training.micro_batch_tokens)
+        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale)
         _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
-        in_a_row = 0 if made else in_a_row + 1
+        in_a_row = 0 if made or optimizer.can_recover else in_a_row + 1
         if not made and on_dropped:
             on_dropped(step, in_a_row)
         if on_step:
@@ -64,12 +64,12 @@ def warm_start(
     optimizer.close()
 
 
-def _backward(scorer: Scorer, examples: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> float:
+def _backward(scorer: Scorer, examples: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int, scale: float) -> float:
     tokens = sum(len(target) for _, target in examples)
     total = 0.0
     for parts in cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget):
         batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
         loss = -scorer.logprobs(batch).sum() / tokens
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

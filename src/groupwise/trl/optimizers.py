@@ -18,6 +18,8 @@ __all__ = ["GivenOptimizer", "make_scheduler"]
 class GivenOptimizer:
     """The methods of ``MasterAdamW`` that the learner uses, over an optimiser that holds the model's own parameters."""
 
+    loss_scale, can_recover, lost = 1.0, False, None
+
     def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[Tensor], max_grad_norm: float | None) -> None:
         """``model``: all its parameters. Those that the optimiser does not hold are frozen."""
         self.adamw, self.max_grad_norm = optimizer, max_grad_norm
