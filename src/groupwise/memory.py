@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_memory_bytes", "keep_freed_memory", "peak_memory_bytes"]
+__all__ = ["available_memory_bytes", "keep_freed_memory", "peak_memory_bytes", "release_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -41,6 +41,17 @@ def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(0, free)
+
+
+def release_freed_memory() -> bool:
+    """Give back what is free at this moment: once, after loading, which leaves holes that nothing later fits into.
+
+    fp32 weights of a bf16 checkpoint, for example, are freed piece by piece as projections are fused. Returns whether it was done.
+    """
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError, TypeError):
+        return False
 
 
 def peak_memory_bytes(device_type: str = "cpu") -> int:

@@ -17,7 +17,7 @@ from groupwise.data.order import problems_for_step
 from groupwise.engines import Engine, make_engine
 from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
-from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.memory import keep_freed_memory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy, save_model
@@ -426,6 +426,7 @@ def start(
             policy = _load(config.model, checkpoint)
             scorer = make_scorer(policy, config.model)
             engine = make_engine(policy, config.rollout, scorer)
+        release_freed_memory()
     except BaseException:
         trackers.close()
         folder.release()

@@ -1,0 +1,200 @@
+"""The named precisions: what is rounded is unbiased or counted, what overflows is left out and comes back, and 8 bits are near 32."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.config import build_config
+from groupwise.config.schema import OptimizerConfig
+from groupwise.errors import ConfigError
+from groupwise.training.loop import train
+from groupwise.training.loss_scale import LossScale
+from groupwise.training.optimizer import MasterAdamW
+from groupwise.training.rounding import round_stochastically_
+
+
+def optimizer_over(weight, **settings):
+    return MasterAdamW([("w", weight)], OptimizerConfig(**{"learning_rate": 1e-2, "max_grad_norm": None, **settings}))
+
+
+def backward(weight, gradient):
+    (weight * gradient.to(weight.dtype)).sum().backward()
+
+
+def test_stochastic_rounding_is_unbiased_and_takes_a_neighbour():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([1.0 + 2**-10, -3.3, 0.1, 1e-30, 12345.678, 0.0, 1.5])
+    draws = 20_000
+    rounded = torch.empty(draws, len(values), dtype=torch.bfloat16)
+    round_stochastically_(rounded, values.expand(draws, -1).contiguous(), generator)
+    low = (values.view(torch.int32) & -(2**16)).view(torch.float32)  # towards 0
+    high = ((values.view(torch.int32) & -(2**16)) + 2**16).view(torch.float32)
+    found = rounded.float()
+    assert bool(((found == low) | (found == high)).all())
+    gap = (high - low).abs().double()
+    error = (found.double().mean(0) - values.double()).abs()
+    assert bool((error <= 4 * 0.5 * gap / math.sqrt(draws)).all()), "within four standard errors"
+    assert bool((found[:, 5:] == values[5:]).all()), "what bf16 can hold is kept"
+
+
+def test_updates_lost_by_pure_bf16_are_those_of_a_hand_count():
+    generator = torch.Generator().manual_seed(1)
+    start = (0.05 * torch.randn(3000, generator=generator)).bfloat16()
+    gradient = torch.randn(3000, generator=generator)
+    gradient[::3] = 0.0
+    weight = nn.Parameter(start.clone())
+    optimizer = optimizer_over(weight, precision="pure")
+    backward(weight, gradient)
+    optimizer.step(1e-4)
+    by_hand = sum(
+        1 for old, new, g in zip(start.tolist(), weight.tolist(), gradient.tolist(), strict=True) if g != 0 and old == new
+    )
+    assert optimizer.lost is not None
+    assert (optimizer.lost.total, optimizer.lost.count) == (by_hand, 2000)
+    assert 0.1 < optimizer.lost.value < 0.9, "a rate at which both happen"
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "masters"), ("float32", "masters")])
+def test_fp32_loses_nothing_at_1e_6(dtype, precision):
+    weight = nn.Parameter(0.05 * torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype)))
+    optimizer = optimizer_over(weight, precision=precision)
+    backward(weight, torch.ones(5000))
+    optimizer.step(1e-6)
+    assert optimizer.lost is not None
+    assert optimizer.lost.value == 0
+
+
+def test_a_stochastic_run_follows_an_fp32_one_on_average():
+    """500 steps of 1e-5 under gradients that vary: the mean over 20,000 weights lands where fp32 does, and pure bf16 does not."""
+    generator = torch.Generator().manual_seed(3)
+    start = (0.5 + 0.1 * torch.rand(20_000, generator=generator)).bfloat16()
+    weights = {
+        "fp32": nn.Parameter(start.float()), "stochastic": nn.Parameter(start.clone()), "pure": nn.Parameter(start.clone())
+    }  # fmt: skip
+    optimizers = {n: optimizer_over(w, precision="masters" if n == "fp32" else n, weight_decay=0.1) for n, w in weights.items()}
+    for _ in range(200):
+        gradient = 1 + 0.3 * torch.randn(20_000, generator=generator)
+        for name, weight in weights.items():
+            backward(weight, gradient.bfloat16())
+            optimizers[name].step(1e-5)
+    moved = {name: float((weight.detach().float() - start.float()).mean()) for name, weight in weights.items()}
+    assert moved["stochastic"] == pytest.approx(moved["fp32"], rel=0.05)
+    assert abs(moved["pure"]) < 0.1 * abs(moved["fp32"])
+
+
+def test_fp16_leaves_an_overflow_out_and_recovers():
+    """Until the scale has come down, neither weights nor moments move; then the step is the one without any scale."""
+    weight, plain = (nn.Parameter(torch.full((4,), 0.5, dtype=torch.float16)) for _ in range(2))
+    optimizer = optimizer_over(weight)
+    gradient = torch.tensor([1.0, 2.0, 4.0, 6.0])
+    assert optimizer.loss_scale == 2.0**16
+    attempts = []
+    while not attempts or not attempts[-1]:
+        (optimizer.loss_scale * (weight * gradient.half()).sum()).backward()
+        before = {k: v.clone() for k, v in optimizer.state().items() if k != "loss_scale"}
+        norm, made = optimizer.step(1e-2)
+        attempts.append(made)
+        if not made:
+            assert optimizer.can_recover
+            assert bool((weight == 0.5).all())
+            assert all(torch.equal(v, optimizer.state()[k]) for k, v in before.items())
+    assert norm == pytest.approx(math.sqrt(57)), "of the gradient itself"
+    assert attempts == [False, False, False, True], "6 x 65,536, 6 x 32,768 and 6 x 16,384 are above 65,504"
+    unscaled = MasterAdamW([("w", plain)], OptimizerConfig(learning_rate=1e-2, max_grad_norm=None))
+    unscaled._scale = None
+    backward(plain, gradient)
+    unscaled.step(1e-2)
+    assert torch.equal(weight, plain)
+    assert torch.equal(optimizer.masters[0], unscaled.masters[0]), "powers of two leave no trace"
+
+
+def test_the_scale_comes_back_up_and_never_below_1():
+    scale = LossScale(patience=3)
+    for _ in range(40):
+        scale.update(finite=False)
+    assert scale.value == 1
+    assert not scale.can_recover
+    for _ in range(6):
+        scale.update(finite=True)
+    assert scale.value == 4
+
+
+def test_the_scale_is_part_of_the_state():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer, restored = optimizer_over(weight), optimizer_over(nn.Parameter(weight.detach().clone()))
+    backward(weight, torch.tensor([math.inf, 1.0]))
+    assert optimizer.step(1e-3)[1] is False
+    restored.load_state({k: v.clone() for k, v in optimizer.state().items()})
+    assert restored.loss_scale == optimizer.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", "masters"), ("bfloat16", "stochastic"), ("bfloat16", "pure"), ("bfloat16", "masters")]
+)
+def test_tiny_runs_in_every_precision(small_config, letters, quiet, tmp_path, dtype, precision):
+    """The first step, before any update, has the numbers of fp32 up to rounding."""
+
+    def steps(name, **sections):
+        found = []
+        train(
+            small_config(**sections), run_folder=tmp_path / name, rewards=letters, console=quiet,
+            on_step=lambda report: found.append(report.metrics),
+        )  # fmt: skip
+        return found
+
+    model = small_config().model.model_dump() | {"dtype": dtype}
+    found = steps("narrow", model=model, optimizer={"precision": precision, "learning_rate": 1e-4})
+    assert found[0]["policy/entropy"] == pytest.approx(steps("wide")[0]["policy/entropy"], rel=0.02)
+    assert ("optimizer/loss_scale" in found[0]) == (dtype == "float16")
+    made = [step for step in found if not step["optimizer/dropped_updates"]]
+    assert all(0 <= step["optimizer/updates_lost"] <= 1 for step in made)
+    assert made or dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": {"dtype": "float16"}, "optimizer": {"precision": "pure"}}, "precision=masters"),
+        ({"model": {"dtype": "float16"}, "optimizer": {"precision": "stochastic"}}, "precision=masters"),
+        ({"model": {"dtype": "float16"}, "algorithm": {"preset": "ppo"}}, "use bfloat16"),
+        ({"optimizer": {"master_weights": False}}, r"optimizer\.precision"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        build_config(settings)
+
+
+def test_eight_bits_without_the_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ConfigError, match=r"pip install 'groupwise\[bitsandbytes\]'"):
+        optimizer_over(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), precision="masters-8bit")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eight_bit_moments_follow_full_ones():
+    pytest.importorskip("bitsandbytes")
+    generator = torch.Generator().manual_seed(0)
+    start = (0.05 * torch.randn(64, 128, generator=generator)).bfloat16()
+    weights = [nn.Parameter(start.clone()) for _ in range(3)]
+    full, small = optimizer_over(weights[0]), optimizer_over(weights[1], precision="masters-8bit")
+    assert small.adamw.state[small.masters[0]]["state1"].dtype == torch.uint8
+    for _ in range(20):
+        gradient = torch.randn(64, 128, generator=generator) + 0.5
+        for weight, optimizer in ((weights[0], full), (weights[1], small)):
+            backward(weight, gradient)
+            optimizer.step(1e-3)
+    moved = [m - start.float() for m in (full.masters[0], small.masters[0])]
+    assert float((moved[0] - moved[1]).norm() / moved[0].norm()) < 0.05
+    saved = {k: v.clone() for k, v in small.state().items()}
+    restored = optimizer_over(weights[2], precision="masters-8bit")
+    restored.load_state(saved)
+    for weight, optimizer in ((weights[1], small), (weights[2], restored)):
+        backward(weight, gradient)
+        optimizer.step(1e-3)
+    assert torch.equal(small.masters[0], restored.masters[0])
+    assert torch.equal(weights[1], weights[2])
