@@ -158,7 +158,7 @@ def test_the_cache_is_as_large_as_planned():
     )  # fmt: skip
     while cache.room < 99:
         cache.reserve(cache.room + 1, 6)
-    real = cache.prompt.nbytes + sum(t.nbytes for pair in cache.own for t in pair)
+    real = sum(t.nbytes for pair in (*cache.prompt, *cache.own) for t in pair)
     planned = item(phases(setup), "sampling", "KV cache")
     assert planned == real + sum(t.nbytes for t in cache.own[0])  # one layer's old and new tables live side by side
 

@@ -17,8 +17,8 @@ _MIB = 2**20
 _PROCESS = {"cpu": 405 * _MIB, "cuda": 600 * _MIB}
 """Python, torch, transformers and the tokenizer before any weights (measured); on a GPU the driver's context and cuBLAS (assumed)."""
 _PEFT = 45 * _MIB
+_HOLES_NAME = "the allocator's holes"
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
-_MODULE_HOLES = 0.4
 """What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
 docs/planning.md), on a GPU an allowance."""
 _PREFILL_TOKENS = 4096
@@ -58,7 +58,8 @@ def phases(setup: Setup) -> list[Phase]:
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
         passing["evaluation"] = _sampling(setup, setup.config.evaluation.problems or 10**6, 1)
     passing |= {"learning": _learning(setup), "optimiser step": [_gradients(setup)]}
-    return [_phase(name, [*_state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
+    found = [_phase(name, [*_state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
+    return [p if p.name != "learning" else _with_aligned_blocks(setup, p) for p in found]
 
 
 def peak_phase(found: Sequence[Phase]) -> Phase:
@@ -69,9 +70,20 @@ def _phase(name: str, items: list[Item]) -> Phase:
     return Phase(name, tuple(sorted((i for i in items if i.bytes), key=lambda item: -item.bytes)))
 
 
+def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
+    """On CPU with an adapter, what glibc loses of its forward pass instead of a share: freed fp32 blocks (a layer's two widest, and
+    norms) that an aligned request of the same size does not fit into, which PyTorch's all are. Measured with glibc 2.36."""
+    if setup.device != "cpu" or not setup.adapted or setup.weight_bytes == 4:
+        return learning
+    shape, rows = setup.shape, setup.largest.padded
+    lost = shape.layers * rows * (8 * shape.feed_forward + 2 * shape.width)
+    items = [i for i in learning.items if i.name != _HOLES_NAME]
+    return _phase(learning.name, [*items, Item(_HOLES_NAME, lost, "L N (8F + 2D): glibc's aligned blocks")])
+
+
 def _holes(setup: Setup, items: Sequence[Item]) -> Item:
-    share = _MODULE_HOLES if setup.device == "cpu" and not setup.packed else _HOLES[setup.device]
-    return Item("the allocator's holes", int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
+    share = _HOLES[setup.device]
+    return Item(_HOLES_NAME, int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
 
 
 def _has_masters(setup: Setup) -> bool:
