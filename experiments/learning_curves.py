@@ -34,7 +34,7 @@ def _variant(name: str) -> Variant:
     return Variant(name, (f"algorithm.preset={name}", f"algorithm.beta={beta}"))
 
 
-COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "learning-curves.md")
+COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "learning-curves.md", timed=False)
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -19,7 +19,8 @@ from groupwise.models.blocked_attention import attend, plan_blocks
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.library_attention import attend_by_library, plan_rectangles
 from groupwise.models.load import Policy, save_model
-from groupwise.models.scorer import copy_weights, make_reference, make_scorer
+from groupwise.models.scorer import make_scorer
+from groupwise.training.reference import Reference
 
 from .slow import SHAPES, Groups, assert_equal_gradients, module_gradients, random_groups, slow_logprobs, token_weights
 
@@ -181,7 +182,8 @@ def test_a_reference_shares_no_memory_and_is_renewed_exactly(tied: bool, tiny_qw
     policy: Any = SimpleNamespace(model=tiny_qwen3(tie_word_embeddings=tied))
     scorer, groups = make_scorer(policy, ModelConfig()), random_groups()
     assert isinstance(scorer, Decoder)
-    reference = make_reference(scorer)
+    held = Reference(scorer)
+    reference = held.scorer
     batch, as_it_was = scorer.prepare(groups), scorer.logprobs(scorer.prepare(groups)).detach()
     ours = {t.untyped_storage().data_ptr() for _, t in scorer.named_parameters()}
     theirs = {t.untyped_storage().data_ptr() for _, t in [*reference.named_parameters(), *reference.module.named_parameters()]}
@@ -192,7 +194,7 @@ def test_a_reference_shares_no_memory_and_is_renewed_exactly(tied: bool, tiny_qw
             tensor.mul_(1.1)
     assert torch.equal(reference.logprobs(batch), as_it_was)
     assert not torch.allclose(scorer.logprobs(batch), as_it_was, atol=1e-3)
-    copy_weights(scorer, reference)
+    held.renew()
     renewed = dict(reference.named_parameters())
     assert all(torch.equal(tensor, renewed[name]) for name, tensor in scorer.named_parameters())
     assert ours.isdisjoint({t.untyped_storage().data_ptr() for t in renewed.values()})

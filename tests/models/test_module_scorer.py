@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Granite
 from groupwise.config.schema import ModelConfig
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.module_scorer import ModuleScorer
-from groupwise.models.scorer import copy_weights, make_reference, make_scorer
+from groupwise.models.scorer import make_scorer
+from groupwise.training.reference import Reference
 
 from .slow import assert_equal_gradients, module_gradients, random_groups, slow_logprobs, token_weights
 
@@ -149,12 +150,13 @@ def test_dropout_is_silenced(training: bool, gradient_checkpointing: bool) -> No
 
 def test_a_reference_shares_no_memory_and_is_renewed_exactly() -> None:
     scorer, groups = ModuleScorer(tiny_gpt2()), random_groups()
-    reference, batch = make_reference(scorer), scorer.prepare(groups)
+    held, batch = Reference(scorer), scorer.prepare(groups)
+    reference = held.scorer
     as_it_was = scorer.logprobs(batch).detach()
     with torch.no_grad():
         for _, parameter in scorer.named_parameters():
             parameter.mul_(1.1)
     assert torch.equal(reference.logprobs(batch), as_it_was)
     assert not any(parameter.requires_grad for _, parameter in reference.named_parameters())
-    copy_weights(scorer, reference)
+    held.renew()
     assert torch.equal(reference.logprobs(batch), scorer.logprobs(batch))

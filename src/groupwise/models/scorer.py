@@ -16,7 +16,7 @@ from groupwise.models.load import Policy
 from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
 
-__all__ = ["Scorer", "copy_weights", "make_reference", "make_scorer"]
+__all__ = ["Scorer", "make_reference", "make_scorer"]
 
 
 class Scorer(Protocol):
@@ -60,10 +60,3 @@ def make_reference(scorer: Scorer) -> Scorer:
     if isinstance(scorer, Decoder):
         return Decoder(module, trainable=False, attention=scorer.attention)
     return ModuleScorer(module, trainable=False)
-
-
-@torch.no_grad()
-def copy_weights(source: Scorer, target: Scorer) -> None:
-    """Overwrite ``target``'s weights with ``source``'s, in place: how a reference is renewed."""
-    for (_, new), (_, old) in zip(source.named_parameters(), target.named_parameters(), strict=True):
-        old.copy_(new)
