@@ -80,6 +80,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect here: algorithm.baseline is not value"),
         (["preset=ppo", "value_clip=0.5"], "algorithm.value_clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
         (["preset=rloo", "ratio_level=sequence"], "algorithm.ratio_level='sequence' has no effect here: algorithm.surrogate is"),
+        (["rewards.normalise=std"], "rewards.normalise='std' has no effect here: algorithm.scale is group_std, so the size"),
         (["rewards.processes=4"], "rewards.processes=4 has no effect here: no reward function has isolate"),
         (
             ["rewards.functions=[{function: accuracy, isolate: true}]", "rewards.timeout_s=null"],
@@ -92,6 +93,11 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
     found = [note for note in notes(load_config(None, overrides)) if said in note]
     assert len(found) == 1
     assert found[0].endswith(".")
+
+
+@pytest.mark.parametrize("more", ["rewards.clip=[-1,1]", "preset=dr_grpo", "algorithm.kl_placement=reward"])
+def test_normalising_the_sum_is_not_reported_where_it_acts(more):
+    assert not [note for note in notes(load_config(None, ["rewards.normalise=std", more])) if "rewards.normalise" in note]
 
 
 def test_clipping_is_not_reported_where_it_acts():

@@ -202,6 +202,15 @@ def test_no_more_async_calls_run_than_were_asked_for():
     assert meeting.most == 3
 
 
+def test_a_bound_on_async_calls_is_noted_where_there_are_none():
+    async def judge(completions):
+        return [1.0]
+
+    said = ["rewards.concurrent_calls=3 has no effect here: no reward function is async"]
+    assert async_suite(lambda completions: [1.0], concurrent_calls=3).notes() == said
+    assert async_suite(judge, concurrent_calls=3).notes() == []
+
+
 def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up():
     async def judge(completions):
         await asyncio.sleep(30 if completions[0][0]["content"] == "slow" else 0.15)

@@ -66,3 +66,17 @@ def test_without_anything_to_learn_nothing_drifts(small_config, quiet, tmp_path)
     seen = run(small_config, quiet, tmp_path / "run", lambda completions, **columns: [1.0] * len(completions), 6)
     assert mean(seen, "groups/zero_variance") == 1
     assert seen[-1]["progress/policy_version"] == 0
+
+
+def every_letter(completions, **columns):
+    """Process supervision: every character is a step, which earns 1 where it is a lower-case letter."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [[(i + 1, float(x.isascii() and x.islower())) for i, x in enumerate(text)] for text in texts]
+
+
+def test_steps_teach_what_they_are_paid_for(small_config, quiet, tmp_path):
+    seen = run(
+        small_config, quiet, tmp_path / "run", every_letter, 25, algorithm={"beta": 0.0}, optimizer={"learning_rate": 1e-2}
+    )
+    assert mean(seen[:3], "steps/reward_goal") < 0.2
+    assert mean(seen[-5:], "steps/reward_goal") > 0.8

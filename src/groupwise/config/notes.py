@@ -145,6 +145,12 @@ def _rewards(config: Config) -> Iterator[str]:
     if not any(entry.isolate for entry in config.rewards.functions):
         for name in _chosen(config.rewards, "processes"):
             yield _without_effect(f"rewards.{name}", config.rewards.processes, "no reward function has isolate")
+    algorithm = config.algorithm
+    kl_in_loss = algorithm.beta == 0 or algorithm.kl_placement == "loss"
+    if algorithm.scale == "group_std" and kl_in_loss and config.rewards.clip is None:
+        for name in _chosen(config.rewards, "normalise"):
+            reason = "algorithm.scale is group_std, so the size of a whole reward cancels out anyway"
+            yield _without_effect(f"rewards.{name}", config.rewards.normalise, reason)
     for i, entry in enumerate(config.rewards.functions):
         if entry.isolate and entry.timeout_s is None and config.rewards.timeout_s is None:
             yield f"rewards.functions[{i}] is isolated but has no time limit: one that hangs holds up the run for ever."

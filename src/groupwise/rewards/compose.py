@@ -18,6 +18,7 @@ from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.asking import Asker
+from groupwise.rewards.calls import is_async
 from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, load_reward
 from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
 from groupwise.rewards.processes import ProcessPool
@@ -139,6 +140,9 @@ class RewardSuite:
                 notes.append(f"reward {reward.name!r} {advice}")
             if reward.weight == 0:
                 notes.append(f"reward {reward.name!r} has weight 0: it is logged, but nothing is learnt from it")
+        calls, usual = self._asker.concurrent_calls, RewardsConfig.model_fields["concurrent_calls"].default
+        if calls != usual and not any(is_async(reward.function) for reward in self.rewards):
+            notes.append(f"rewards.concurrent_calls={calls} has no effect here: no reward function is async")
         return notes
 
     def check_prompt(self, prompt: Prompt) -> None:
