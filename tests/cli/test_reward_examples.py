@@ -62,6 +62,20 @@ def test_the_script_runs(overrides, judge, tmp_path, monkeypatch, capsys):
     assert all(row["components"]["lambda"] == -row["tokens"] / 100 for row in found)
 
 
+def test_trying_a_judge_without_a_run(judge):
+    """The page's function, as it stands there."""
+    from groupwise import RewardModel
+
+    space = {}
+    exec(
+        next(text for text in FENCE.findall((ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")) if "def compare" in text),
+        space,
+    )
+    found = space["compare"](str(judge), "How are you?", "fine", "not so well")
+    model = RewardModel(judge, max_input_tokens=1024)
+    assert found == pytest.approx({a: model(["How are you?"], [a])[0] for a in ("fine", "not so well")}, abs=1e-4)
+
+
 def test_true_equations(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from equations import true_equations
