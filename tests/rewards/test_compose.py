@@ -281,6 +281,7 @@ def test_a_coroutine_that_blocks_does_not_block_the_next():
 
     failure = make_suite({"blocks": blocks}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
     assert failure.kind == "timed_out"
+    assert failure.message.endswith("(some async function held up all others by computing or sleeping without await)")
     assert make_suite({"fine": sleepy_async(0.0)}, timeout_s=0.5).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
 

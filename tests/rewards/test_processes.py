@@ -146,6 +146,27 @@ def test_a_function_that_no_process_could_find_is_refused_before_the_run():
         RewardSuite.from_config(RewardsConfig(functions=[entry]), "xml", {"mine": lambda completions: [0.0]})
 
 
+def test_a_file_that_a_new_process_cannot_import_is_told_before_the_first_call(reward_file):
+    path = reward_file(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError('not here')\ndef f(completions):\n    return [0.0]\n"
+    )
+    entry = RewardFunctionConfig(function=f"{path}:f", isolate=True)
+    suite = RewardSuite.from_config(RewardsConfig(functions=[entry]), "xml")
+    with pytest.raises(RewardError, match=r"gave an error when its process was started: RewardError: .* OSError: not here"):
+        suite.load()
+
+
+def test_loading_starts_a_first_process_and_only_for_isolated_functions(mischief):
+    suite = mischief(processes=2)
+    suite.load()
+    suite.load()
+    assert len(suite._processes._alive) == 1
+    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+    plain = async_suite(lambda completions: [1.0])
+    plain.load()
+    assert not plain._processes._alive
+
+
 def test_a_function_of_a_module_and_a_built_in_one_can_be_isolated_too():
     from groupwise.rewards.functions import text
 

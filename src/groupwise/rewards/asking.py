@@ -80,7 +80,8 @@ def _read(call: Call, invoke: Callable[[], Any], timeout_s: float | None) -> Ans
     except CallTimedOut as late:
         limit = time_limit(call, timeout_s)
         setting = "rewards.timeout_s" if call.reward.timeout_s is None else "its timeout_s"
-        bad = BadResult("timed_out", f"did not return within {setting} = {limit:g} seconds", late)
+        why = f" ({late})" if str(late) else ""
+        bad = BadResult("timed_out", f"did not return within {setting} = {limit:g} seconds{why}", late)
     except BadResult as wrong:
         bad = wrong
     return [bad] * len(call.targets)

@@ -24,7 +24,7 @@ class CallRaised(Exception):
 
 
 class CallTimedOut(Exception):
-    """The function did not return within its time limit."""
+    """The function did not return within its time limit. The message, where there is one, says what held it up."""
 
 
 def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
@@ -74,7 +74,8 @@ def _call_async(function: Callable[..., Any], keywords: Mapping[str, Any], timeo
         return _await(outcome, timeout_s)
     except CallTimedOut:
         outcome.cancel()
-        _LOOP.replace_if_blocked(loop)
+        if _LOOP.replace_if_blocked(loop):
+            raise CallTimedOut("some async function held up all others by computing or sleeping without await") from None
         raise
 
 
@@ -123,14 +124,19 @@ class _BackgroundLoop:
                 threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True).start()
             return self._loop
 
-    def replace_if_blocked(self, loop: asyncio.AbstractEventLoop, patience_s: float = 0.5) -> None:
-        """A coroutine that computes or sleeps without ``await`` cannot be cancelled and would hold up every later call."""
+    def replace_if_blocked(self, loop: asyncio.AbstractEventLoop, patience_s: float = 0.5) -> bool:
+        """A coroutine that computes or sleeps without ``await`` cannot be cancelled and would hold up every later call.
+
+        Whether there was one; it may be another than the one that was waited for.
+        """
         answered = threading.Event()
         loop.call_soon_threadsafe(answered.set)
-        if not answered.wait(patience_s):
-            with self._lock:
-                if self._loop is loop:
-                    self._loop = None
+        if answered.wait(patience_s):
+            return False
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+        return True
 
 
 _LOOP = _BackgroundLoop()

@@ -18,7 +18,7 @@ from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.asking import Asker
-from groupwise.rewards.calls import is_async
+from groupwise.rewards.calls import CallRaised, is_async
 from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, load_reward
 from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
 from groupwise.rewards.processes import ProcessPool
@@ -151,7 +151,16 @@ class RewardSuite:
             function.check(prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages])
 
     def load(self) -> list[str]:
-        """Load what reward models need before the first call, and say of each what it is. Raises ``ModelError``."""
+        """Load what reward models need before the first call, and say of each what it is; start a process for isolated functions.
+
+        Raises ``ModelError``, and ``RewardError`` where a process cannot load what it is to call.
+        """
+        try:
+            self._processes.start()
+        except CallRaised as raised:
+            raise RewardError(
+                f"isolated reward functions gave {raised}; a new process imports their files anew, so mend them or leave isolate out"
+            ) from raised
         return [str(function.load()) for function in self.models.values()]
 
     def without_weights(self) -> RewardSuite | None:

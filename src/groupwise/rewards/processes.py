@@ -143,6 +143,16 @@ class ProcessPool:
         finally:
             self._workers.put(worker)
 
+    def start(self) -> None:
+        """Start a first process if there is something to call. Raises ``CallRaised`` where it cannot load the functions."""
+        if not self._entries:
+            return
+        worker = self._workers.get()
+        try:
+            worker = self._start(worker) if worker is None else worker
+        finally:
+            self._workers.put(worker)
+
     def close(self) -> None:
         """End the processes. A call that comes later starts new ones."""
         _kill_all(self._alive)
