@@ -280,3 +280,31 @@ def test_the_command_answers_in_json_without_torch():
 def test_every_recipe_can_be_planned_without_a_network(recipe):
     made = make_plan(load_config(recipe), HARDWARE["a100-80gb"])
     assert made.peak.bytes > made.setup.shape.parameters * made.setup.weight_bytes
+
+
+def test_reward_models_take_their_weights_beside_the_policy(tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_labels=1,
+        architectures=["LlamaForSequenceClassification"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "judge")
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in LlamaForSequenceClassification(config).parameters())
+    judge = {"name": str(tmp_path / "judge")}
+
+    def planned(*entries):
+        rewards = {"functions": ["length", *({"model": {**judge, **entry}} for entry in entries)]}
+        made = make_plan(build_config({"model": {"name": "smollm2-135m-instruct"}, "rewards": rewards}), HARDWARE["rtx-4090"])
+        return item(made.phases, "sampling", "reward models"), " ".join(made.assumptions)
+
+    assert planned()[0] == 0
+    assert planned({}) == (2 * weights, planned({})[1])
+    assert planned({"dtype": "float32"}, {})[0] == 6 * weights
+    assert planned({"device": "cuda:1"})[0] == 0
+    assert "reward models: their weights alone; neither" in planned({})[1]
+    assert "reward models" not in planned()[1]
+    taken, said = planned({"name": str(tmp_path / "nowhere")})
+    assert taken == 0
+    assert "nowhere, whose config.json cannot be had or read" in said

@@ -96,6 +96,7 @@ def _state(setup: Setup) -> list[Item]:
     items = [
         Item("process", _PROCESS[setup.device] + (_PEFT if setup.adapted else 0), "what runs before any weights are loaded"),
         Item("weights", s * parameters, "s P"),
+        Item("reward models", setup.judges, "their weights, 2 bytes each or as their dtype says"),
     ]
     if setup.adapted:
         items += [Item("adapter", 4 * trained, "4 A, A weights of the adapter"), *_merged_copy(setup)]

@@ -8,6 +8,7 @@ from typing import Any
 from groupwise.config.schema import Config
 from groupwise.planner.cost import StepCost, step_cost
 from groupwise.planner.hardware import Hardware
+from groupwise.planner.judges import unknown_judges
 from groupwise.planner.memory import Item, Phase, peak_phase, phases
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
@@ -61,6 +62,10 @@ class Plan:
             f"({self.hardware.source}) at {self.hardware.arithmetic_share:.0%} of its arithmetic and "
             f"{self.hardware.bandwidth_share:.0%} of its bandwidth",
         ]
+        if any(entry.model for entry in setup.config.rewards.functions):
+            unknown = unknown_judges(setup.config)
+            left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
+            found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
             found.append(f"{setup.world_size} processes, each with all weights, share the prompts of a step")
         if setup.device == "cuda":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from groupwise.batching import cut_batch
 from groupwise.config.schema import Config
+from groupwise.planner.judges import judge_bytes
 from groupwise.planner.shape import ModelShape
 
 __all__ = ["MicroBatchSize", "Setup"]
@@ -106,6 +107,11 @@ class Setup:
         """Weights that learn."""
         lora = self.config.model.lora
         return self.shape.parameters if lora is None else self.shape.adapter(lora.rank, lora.target_modules)
+
+    @cached_property
+    def judges(self) -> int:
+        """Bytes of the reward models' weights on this device."""
+        return judge_bytes(self.config)
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchSize]:
