@@ -121,7 +121,7 @@ def with_formulas(markdown: str) -> str:
     from latex2mathml.converter import convert
 
     def block(match: re.Match[str]) -> str:
-        return f'<div class="arithmatex">{convert(match[1].strip(), display="block")}</div>'
+        return f'<div class="arithmatex" style="overflow-x: auto">{convert(match[1].strip(), display="block")}</div>'
 
     pieces = FENCE.split(MATH_FENCE.sub(block, markdown))
     return "".join(piece if i % 2 else INLINE_MATH.sub(lambda m: convert(m[1]), piece) for i, piece in enumerate(pieces))

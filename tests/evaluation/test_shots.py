@@ -62,6 +62,17 @@ def test_a_system_turn_stays_first(tmp_path):
     assert [turn["role"] for turn in shown.question] == ["system", "user", "assistant", "user"]
 
 
+def test_a_benchmark_without_a_training_split_takes_them_from_elsewhere(shared_data):
+    folder = {"folder": str(shared_data), "eval_source": "aime24"}
+    asked = config(2, source="aime24", **folder)
+    with pytest.raises(DataError, match=r"no training problems to take worked examples from"):
+        with_shots(load_held_out(asked.data), asked, "boxed")
+    other = config(2, source="math500", split="test", **folder)
+    shown = with_shots(load_held_out(other.data), other, "boxed")
+    assert len(shown) == 30
+    assert all("\\boxed{" in turn["content"] for turn in shown[0].question if turn["role"] == "assistant")
+
+
 def test_examples_that_are_not_there_are_one_sentence(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text("".join(json.dumps({"question": f"{a} + 1?", "answer": str(a + 1)}) + "\n" for a in range(4)))
