@@ -428,6 +428,7 @@ def start(
             engine = make_engine(policy, config.rollout, scorer)
         release_freed_memory()
     except BaseException:
+        prepared.rewards.close()
         trackers.close()
         folder.release()
         raise
