@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from groupwise.doctor.examples import completions_between, three
 from groupwise.doctor.findings import Evidence
 from groupwise.doctor.windows import mean, median, series, worst_stretch
@@ -110,6 +112,10 @@ def not_finite(run: RunRecord) -> Evidence | None:
         if bad:
             steps.add(int(row["step"] or 0))
             seen.update(bad)
+    broken = {r.step for r in run.completions if any(map(math.isnan, r.logprobs))}
+    if broken:
+        steps |= broken
+        seen.add("the sampled tokens' log-probabilities")
     if not steps:
         return None
     first, last = min(steps), max(steps)

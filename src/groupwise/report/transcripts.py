@@ -117,7 +117,7 @@ def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) 
         row["n"] = [utf16_length(text) for text in texts]
         row["lp"] = base64.b64encode(bytes(map(logprob_byte, record.logprobs))).decode("ascii")
         if record.token_advantages:
-            row["ta"] = [short(x) for x in record.token_advantages]
+            row["ta"] = [0.0 if math.isnan(x) else short(x) for x in record.token_advantages]
     return row
 
 
@@ -127,8 +127,8 @@ def utf16_length(text: str) -> int:
 
 
 def logprob_byte(logprob: float) -> int:
-    """A log-probability in one byte, exact to 0.03 nats at -1 and to 0.0001 near 0: ``-16 (byte / 255)^2``."""
-    return round(255 * math.sqrt(min(max(-logprob, 0.0), 16.0) / 16))
+    """A log-probability in one byte, exact to 0.03 nats at -1 and to 0.0001 near 0: ``-16 (byte / 255)^2``. NaN is the least."""
+    return 255 if math.isnan(logprob) else round(255 * math.sqrt(min(max(-logprob, 0.0), 16.0) / 16))
 
 
 def rounded(value: float | None) -> float | None:

@@ -55,7 +55,7 @@ class CompletionRecord:
     lenient: bool | None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the sampled tokens, in nats; empty where tokens were not recorded."""
+    """Of the sampled tokens, in nats; NaN for one that was no number; empty where tokens were not recorded."""
     token_advantages: tuple[float, ...] = ()
     """Only where tokens of one completion differ in theirs."""
 
@@ -297,7 +297,10 @@ def completion_record(
 
 
 def numbers(values: Any) -> tuple[float, ...]:
-    return tuple(number(v) or 0.0 for v in values) if isinstance(values, list) else ()
+    """NaN for what is none, such as the null that stands for a NaN in JSON."""
+    if not isinstance(values, list):
+        return ()
+    return tuple(math.nan if found is None else found for found in map(number, values))
 
 
 def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords, ...]:
