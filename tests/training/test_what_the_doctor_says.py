@@ -59,7 +59,7 @@ ILL = {
         {"no-movement", "rate-too-low"},
         {
             "model": {"dtype": "bfloat16"}, "algorithm": {"beta": 0.04}, "training": {"steps": 12},
-            "optimizer": {"learning_rate": 1e-14, "master_weights": False},
+            "optimizer": {"learning_rate": 1e-14, "precision": "pure"},
         },
     ),
     "weights that are no numbers any more": (
