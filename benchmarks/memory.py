@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, recomputed": (*_SMALL, "model.gradient_checkpointing=true"),
     "the same, with a reference": (*_SMALL, "algorithm.beta=0.04"),
     "the same, fp32": (*_SMALL, "model.dtype=float32"),
+    "the same, stochastic rounding": (*_SMALL, "optimizer.precision=stochastic"),
     "the same, LoRA": (*_SMALL, "model.lora={rank: 16, alpha: 32}"),
     "the same, LoRA recomputed": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.gradient_checkpointing=true"),
     "8 x 8 x 64, 2,048 tokens a pass": ("rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048"),
