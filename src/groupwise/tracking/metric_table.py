@@ -85,6 +85,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/step_s": ("s", "The whole step."),
     "speed/sampled_tokens_per_s": ("tokens/s", "Completion tokens sampled per second of sampling."),
     "speed/learnt_tokens_per_s": ("tokens/s", "Completion tokens trained per second of forward and backward."),
+    "memory/halvings": (
+        "count",
+        "Times that the token budget of a pass was halved in this step because the accelerator's memory ran out.",
+    ),
     "memory/peak_gib": ("GiB", "Peak memory since the run began: of the accelerator, or of the process on CPU."),
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),

@@ -18,6 +18,7 @@ from groupwise.config.schema import Config
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
+from groupwise.training.budget import PassBudget
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages
 from groupwise.training.critic import Critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
@@ -32,6 +33,8 @@ __all__ = ["Advantages", "Learner", "MicroBatch", "Share", "Stateful"]
 HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Of a batch whose updates are not all made, as `Window.state` gives it."""
 
+_FIRST_SWEEP = ("old_T", "correction_T")
+"""What a micro-batch's first sweep notes about it."""
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
 
@@ -58,6 +61,7 @@ class Learner:
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
         self.parts: dict[str, Stateful] = {}
+        self.budget = PassBudget(config.training.micro_batch_tokens)
         self.updates = 0
         self.dropped_in_a_row = 0
         self.renewed_before = 0
@@ -103,16 +107,15 @@ class Learner:
         if not micro_batches:
             rewards = [list(group.outcomes) for group in groups]
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
-        window = Window(groups, [], micro_batches)
+        window, halvings = Window(groups, [], micro_batches), self.budget.halvings
         bonus = self._choose_bonus(groups)
         if held is None:
-            self._open(window, bonus)
+            self.budget.attempt(lambda: self._open(window, bonus), lambda: micro_batches, lambda: self._restart(window, {}))
         else:
             window.restore(*held)
         updates = self.config.algorithm.updates_per_batch
         while window.updates < updates:
-            seed_noise(self.config.training.seed, self.updates, self.dropped_in_a_row)
-            passes = self.accumulate(micro_batches, first=window.updates == 0)
+            passes = self._sweep(window)
             for name in ("policy/loss", "value/loss"):
                 if name in passes:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
@@ -122,7 +125,27 @@ class Learner:
                 raise WindowOpenError(window)
         self.token_advantages = advantages_by_token(micro_batches, self.config.output.log_tokens)
         metrics = merge(window.found) | {"optimizer/learning_rate": window.found[-1]["optimizer/learning_rate"]}
+        metrics["memory/halvings"] = Sum(self.budget.halvings - halvings)
         return window.advantages, metrics | self._steer(metrics)
+
+    def _sweep(self, window: Window) -> dict[str, Metric]:
+        """The gradient of one update. Where memory runs out it is swept again from the start, in smaller passes."""
+        first = window.updates == 0
+
+        def sweep() -> dict[str, Metric]:
+            seed_noise(self.config.training.seed, self.updates, self.dropped_in_a_row)
+            return self.accumulate(window.micro_batches, first=first)
+
+        def again() -> None:
+            self._restart(window, window.notes(without=_FIRST_SWEEP if first else ()))
+
+        return self.budget.attempt(sweep, lambda: window.micro_batches, again)
+
+    def _restart(self, window: Window, notes: dict[str, Tensor]) -> None:
+        self.optimizer.clear()
+        if self.critic:
+            self.critic.adamw.zero_grad()
+        window.cut_anew(self._cut(window.groups), notes)
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
         """The completions that take part in the passes, packed; nothing where none does."""
@@ -133,7 +156,7 @@ class Learner:
             taught = [i for i in taught if _teaches(advantages[i]) or _steps_teach(of_steps, i)]
         members = [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
         share = Share(members, self.counts(groups))
-        return cut(groups, share, self.scorer, self.objective, self.config.training.micro_batch_tokens) if members else []
+        return cut(groups, share, self.scorer, self.objective, self.budget.tokens) if members else []
 
     def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
         """What must be known of a batch before its first update."""
@@ -159,7 +182,7 @@ class Learner:
         more pass; otherwise the ratio of a share's first sweep is 1 by definition. The KL must not be part of the reward.
         """
         assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
-        budget = self.config.training.micro_batch_tokens
+        budget = self.budget.tokens
         out = [cut(groups, share, self.scorer, self.objective, budget) if share.members else [] for share in shares]
         for micro_batch in (m for micro_batches in out for m in micro_batches):
             chosen = [advantages[g][m] for g, m in members_of(micro_batch)]

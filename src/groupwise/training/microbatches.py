@@ -39,6 +39,8 @@ class MicroBatch:
     packed: Any
     sampled_T: Tensor
     weights_T: Tensor
+    prompt_tokens: list[int]
+    """Of each part's prompt, which it holds once."""
     advantages_N: Tensor | None = None
     advantages_T: Tensor | None = None
     reference_T: Tensor | None = None
@@ -96,7 +98,7 @@ def _pack(groups: Sequence[Group], parts: list[Part], counts: BatchCounts, score
     packed = scorer.prepare([(prompt, [c.token_ids for c in completions]) for prompt, completions in chosen])
     sampled = torch.tensor([x for _, completions in chosen for c in completions for x in c.logprobs])
     weights = objective.weights(packed.lengths_N, packed.sequence_T, counts)
-    out = MicroBatch(parts, packed, sampled.to(scorer.device), weights)
+    out = MicroBatch(parts, packed, sampled.to(scorer.device), weights, [len(prompt) for prompt, _ in chosen])
     if objective.needs_values:
         out.value_weights_T = objective.value_weights(packed.lengths_N, packed.sequence_T, counts)
     return out

@@ -160,6 +160,7 @@ class Run:
         Returns how many steps are done already.
         """
         self.learner = Learner(self.scorer, self.config)
+        self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
         self.learner.parts["window"] = self.held

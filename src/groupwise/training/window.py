@@ -39,14 +39,25 @@ class Window:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors and JSON values. Prompts are not among them: they are rendered again from the problems' ids."""
-        fields = [name for name in (*_PER_TOKEN, *_PER_COMPLETION) if getattr(self.micro_batches[0], name) is not None]
         values = {
             "updates": self.updates,
             "advantages": self.advantages,
             "groups": [_group_values(group) for group in self.groups],
             "found": [metric_values(numbers) for numbers in self.found],
         }
-        return {name: self._gathered(name) for name in fields}, values
+        return self.notes(), values
+
+    def notes(self, without: Sequence[str] = ()) -> dict[str, Tensor]:
+        """What was noted about completions and their tokens, by name, in the order of completions."""
+        first = self.micro_batches[0]
+        names = [n for n in (*_PER_TOKEN, *_PER_COMPLETION) if n not in without and getattr(first, n) is not None]
+        return {name: self._gathered(name) for name in names}
+
+    def cut_anew(self, micro_batches: list[MicroBatch], notes: Mapping[str, Tensor]) -> None:
+        """Other micro-batches of the same completions, with what was noted about these."""
+        self.micro_batches[:] = micro_batches
+        for name, flat in notes.items():
+            self._spread(name, flat)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Into a window that was cut anew from the same groups. Raises KeyError, ValueError or RuntimeError for those of another."""
