@@ -183,6 +183,8 @@ def test_the_quickstart_is_what_the_readme_says():
     assert config.data.arithmetic.steps == 1
     assert f"numbers up to {config.data.arithmetic.largest_number}" in text
     assert config.evaluation.temperature == 1.0
+    assert f"one answer of at most {config.rollout.max_completion_tokens} tokens to each" in text
+    assert (config.evaluation.samples, config.evaluation.shots, config.prompt.style) == (1, 0, "chat")
     assert config.evaluation.modes[0] == "sampled"
     shown = re.search(r"<!-- quickstart-output -->\n```text\n(.+?)\n```\n(.+)<!-- /quickstart-output -->", text, re.DOTALL)
     assert shown
