@@ -77,6 +77,8 @@ def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
         return learning
     shape, rows = setup.shape, setup.largest.padded
     lost = shape.layers * rows * (8 * shape.feed_forward + 2 * shape.width)
+    if setup.config.model.gradient_checkpointing:
+        lost += lost * 2 // 5  # once more, less, where the backward pass computes layers again
     items = [i for i in learning.items if i.name != _HOLES_NAME]
     return _phase(learning.name, [*items, Item(_HOLES_NAME, lost, "L N (8F + 2D): glibc's aligned blocks")])
 
