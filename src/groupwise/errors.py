@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "GroupwiseError",
     "ModelError",
+    "RankError",
     "RewardError",
     "StoppedError",
     "TrainingError",
@@ -21,6 +22,8 @@ class GroupwiseError(Exception):
     """Base of all errors that a user can mend; ``exit_code`` is what the command line exits with."""
 
     exit_code = 2
+    told = False
+    """Whether another process of the run tells it to the user."""
 
 
 class ConfigError(GroupwiseError):
@@ -53,9 +56,18 @@ class TrainingError(GroupwiseError):
     exit_code = 1
 
 
-class StoppedError(GroupwiseError):
-    """Somebody stopped the run by a signal, and it saved itself. The exit code is the shells': 128 + the signal's number."""
-
+class _WithExitCode(GroupwiseError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:  # errors travel between processes
+        return type(self), (str(self), self.exit_code)
+
+
+class StoppedError(_WithExitCode):
+    """Somebody stopped the run by a signal, and it saved itself. The exit code is the shells': 128 + the signal's number."""
+
+
+class RankError(_WithExitCode):
+    """Another process of the same run failed or was lost; the message and the exit code are that one's."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.data.answers import AnswerStyle, grade
+from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.dealt import sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.compose import RewardFailure, RewardSuite
 from groupwise.rewards.functions.format import strict_xml
-from groupwise.types import Completion, Group, Prompt
+from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Rollout", "collect", "rollout_settings"]
 
@@ -93,25 +95,35 @@ def collect(
     step: int,
     refill: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
+    world: World | None = None,
 ) -> Rollout:
     """Sample ``completions_per_prompt`` completions for each prompt and score every group.
+
+    The processes of ``world`` divide both, and each returns the whole.
 
     ``refill``: which round of further problems this is; 0 for the step's own. It is part of the samples' names, since a problem may
     come up again.
 
     Raises RewardError where a reward function fails and the config says to stop.
     """
+    world = world or World()
     started = time.perf_counter()
+    settings = rollout_settings(config)
+    own = world.mine(sampling_costs(prompts, config.completions_per_prompt, settings))
+    own_prompts = [prompts[i] for i in own]
     sampled: list[tuple[Completion, ...]] = engine.sample(
-        prompts,
+        own_prompts,
         config.completions_per_prompt,
-        rollout_settings(config),
+        settings,
         seed=seed,
         scope=f"rollout/step={step}" + (f"/refill={refill}" if refill else ""),
         on_progress=on_progress,
     )
     done = time.perf_counter()
-    scoring = rewards.score_all(zip(prompts, sampled, strict=True))
+    pairs = list(zip(own, sampled, strict=True))
+    if world.size > 1:
+        return _exchange(world, prompts, pairs, rewards, done - started)
+    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs])
     return Rollout(
         scoring.groups,
         scoring.failures,
@@ -119,3 +131,43 @@ def collect(
         scoring_s=time.perf_counter() - done,
         of_scoring=scoring.metrics,
     )
+
+
+Pairs = list[tuple[int, tuple[Completion, ...]]]
+"""Places in the step's prompts, which all processes have and which therefore do not travel, and the completions of each."""
+
+
+def _exchange(world: World, prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, sampling_s: float) -> Rollout:
+    """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
+    started = time.perf_counter()
+    if rewards.sees_batches or rewards.has_state:
+        everything = sorted((pair for part in world.gather(pairs) for pair in part), key=lambda pair: pair[0])
+        scored = world.first_does(lambda: (_score(prompts, everything, rewards), rewards.state_dict()))
+        rewards.load_state_dict(scored[1])
+        parts = [scored[0]]
+    else:
+        parts = world.gather(_score(prompts, pairs, rewards))
+    times = world.gather((sampling_s, time.perf_counter() - started))
+    rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
+    return Rollout(
+        [replace(group, prompt=prompts[index]) for index, group in rows],
+        [failure for part in parts for failure in part[1]],
+        sampling_s=max(sampling for sampling, _ in times),  # the processes wait for each other
+        scoring_s=max(scoring for _, scoring in times),
+        of_scoring=merge(part[2] for part in parts),
+    )
+
+
+_NO_PROMPT = Prompt(Problem("", "", ""), "", ())
+
+
+def _score(
+    prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite
+) -> tuple[list[tuple[int, Group]], list[RewardFailure], dict[str, Metric]]:
+    """What a scoring comes to: places and groups, which leave their prompts behind; failures; metrics."""
+    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs])
+    places, rows = iter(pairs), []
+    for group in scoring.groups:  # in the order of ``pairs``, without those that failed
+        index = next(i for i, _ in places if prompts[i] is group.prompt)
+        rows.append((index, replace(group, prompt=_NO_PROMPT)))
+    return rows, scoring.failures, scoring.metrics

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from groupwise import train
 from groupwise.errors import CheckpointError
 from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from groupwise.training.run import start
+from groupwise.training.start import start
 
 ALGORITHM = {"beta": 0.1, "updates_per_batch": 2, "reference_updates": 2, "epsilon": 0.01}
 TIMES = ("time", "speed", "memory")
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_told_in_one_sentence(small_config, letters, qui
 def test_a_checkpoint_that_is_not_there_is_told_before_any_weights_are_loaded(
     small_config, letters, quiet, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("groupwise.training.run.load_policy", lambda config: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("groupwise.training.start.load_policy", lambda config: pytest.fail("weights were loaded"))
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume_from=tmp_path / "gone")
     assert not (tmp_path / "run").exists()

@@ -39,7 +39,8 @@ class Door(TyperGroup):
         except GroupwiseError as error:
             if os.environ.get("GROUPWISE_DEBUG") == "1":
                 raise
-            typer.echo(f"groupwise: {error}", err=True)
+            if not error.told:
+                typer.echo(f"groupwise: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("\ngroupwise: stopped", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.options import Overrides, ProgressAside
+from groupwise.cli.options import NumProcesses, Overrides, ProgressAside, start_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +54,7 @@ def train(
     resume: Resume = False,
     accept_changes: AcceptChanges = False,
     hints: Hints = True,
+    num_processes: NumProcesses = 1,
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
@@ -68,6 +69,7 @@ def train(
       groupwise train mine.yaml 'rewards.functions=[correctness, my_rewards.py:short]'
       groupwise train mine.yaml --run-folder runs/first-try
       groupwise train mine.yaml --run-folder runs/first-try --resume
+      groupwise train gsm8k-0.5b --num-processes 8
 
     Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on; 130 and 143 that
     Ctrl-C or SIGTERM stopped it, after the step was finished or abandoned, and saved. A second Ctrl-C ends it at once.
@@ -81,7 +83,9 @@ def train(
     if dry_run:
         _dry_run(config, as_json)
         return
+    start_processes(num_processes)
     from groupwise.cli.show import console, print_json
+    from groupwise.distributed import is_first_process
     from groupwise.training.loop import train as run_training
 
     recipe, shown = find_source(source).stem, console(stderr=as_json)
@@ -91,7 +95,7 @@ def train(
     result = run_training(
         config, recipe=recipe, run_folder=run_folder, on_step=on_step, console=shown, resume=resume, accept_changes=accept_changes
     )
-    if as_json:
+    if as_json and is_first_process():
         print_json({"folder": str(result.folder), "summary": result.summary})
 
 

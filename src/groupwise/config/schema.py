@@ -205,6 +205,9 @@ class TrainingConfig(Section):
     """Seed of everything random in the run: problem order, sampling, warm start."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one forward and backward pass. Only memory and speed depend on it: the gradient does not."""
+    process_timeout_s: float = Field(default=1800.0, gt=0)
+    """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
+    sampling of a step takes."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; by default as many as there are cores for this process."""
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from groupwise.algorithm import Objective, explained_variance, kl_in_reward, kl_penalty
+from groupwise.distributed import World
 from groupwise.metrics import Mean, Metric
 from groupwise.training.microbatches import MicroBatch, members_of
 from groupwise.types import Group, StepScores
@@ -24,17 +25,24 @@ PerToken = list[list[list[float]]]
 
 
 def assign_advantages(
-    micro_batches: Sequence[MicroBatch], groups: Sequence[Group], objective: Objective, beta: float
+    micro_batches: Sequence[MicroBatch],
+    groups: Sequence[Group],
+    objective: Objective,
+    beta: float,
+    world: World | None = None,
 ) -> tuple[Advantages, dict[str, Metric]]:
-    """Give every micro-batch its completions' (or tokens') advantages. Returns them by group, averaged over tokens, and metrics."""
-    rewards = [list(group.outcomes) for group in groups]
+    """Give every micro-batch its completions' (or tokens') advantages. Returns them by group, averaged over tokens, and metrics.
+
+    ``micro_batches`` are this process's, ``groups`` the whole batch; what the passes of others found is asked of ``world``.
+    """
+    rewards, world = [list(group.outcomes) for group in groups], world or World()
     if objective.kl_in_reward:
-        _take_off_kl(micro_batches, rewards, objective, beta)
+        _take_off_kl(micro_batches, rewards, objective, beta, world)
     if objective.needs_values:
-        return _by_value(micro_batches, rewards, _step_rewards(groups), objective, beta)
+        return _by_value(micro_batches, rewards, _step_rewards(groups), objective, beta, world)
     of_steps = step_advantages(groups, objective)
     if objective.kl_in_token_reward:
-        by_token = objective.token_advantages(rewards, _penalties(micro_batches, rewards, objective, beta))
+        by_token = objective.token_advantages(rewards, _penalties(micro_batches, rewards, objective, beta, world))
         if of_steps is not None:
             by_token = _added(by_token, of_steps)
         _give_tokens(micro_batches, by_token)
@@ -91,37 +99,55 @@ def _added(one: PerToken, other: PerToken) -> PerToken:
     ]
 
 
-def _take_off_kl(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float) -> None:
+def _take_off_kl(
+    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float, world: World
+) -> None:
+    own: list[tuple[tuple[int, int], float]] = []
     for micro_batch in micro_batches:
         assert micro_batch.reference_T is not None
         taken = kl_in_reward(
             micro_batch.sampled_T, micro_batch.reference_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
             beta=beta, estimator=objective.kl_estimator,
         )  # fmt: skip
-        for (group, member), penalty in zip(members_of(micro_batch), taken.tolist(), strict=True):
-            rewards[group][member] -= penalty
+        own += zip(members_of(micro_batch), taken.tolist(), strict=True)
+    for (group, member), penalty in (pair for part in world.gather(own) for pair in part):
+        rewards[group][member] -= penalty
 
 
-def _penalties(micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float) -> PerToken:
-    penalties: PerToken = [[[] for _ in group] for group in rewards]
+def _penalties(
+    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], objective: Objective, beta: float, world: World
+) -> PerToken:
+    own: list[tuple[tuple[int, int], list[float]]] = []
     for micro_batch in micro_batches:
         assert micro_batch.reference_T is not None
         taken = kl_penalty(micro_batch.sampled_T, micro_batch.reference_T, beta=beta, estimator=objective.kl_estimator)
-        for (group, member), piece in micro_batch.by_member(taken):
-            penalties[group][member] = piece
-    return penalties
+        own += micro_batch.by_member(taken)
+    return _everywhere(own, rewards, world)
+
+
+def _everywhere(own: list[tuple[tuple[int, int], list[float]]], rewards: list[list[float]], world: World) -> PerToken:
+    """Numbers per token of the whole batch, from those of this process's completions; none for completions that take no part."""
+    out: PerToken = [[[] for _ in group] for group in rewards]
+    for (group, member), numbers in (pair for part in world.gather(own) for pair in part):
+        out[group][member] = numbers
+    return out
 
 
 def _by_value(
-    micro_batches: Sequence[MicroBatch], rewards: list[list[float]], of_steps: PerToken | None, objective: Objective, beta: float
+    micro_batches: Sequence[MicroBatch],
+    rewards: list[list[float]],
+    of_steps: PerToken | None,
+    objective: Objective,
+    beta: float,
+    world: World,
 ) -> tuple[Advantages, dict[str, Metric]]:
     """Generalised advantage estimation over the completions that take part; others have no values and get advantage 0."""
-    values: PerToken = [[[] for _ in group] for group in rewards]
+    own: list[tuple[tuple[int, int], list[float]]] = []
     for micro_batch in micro_batches:
         assert micro_batch.values_T is not None
-        for (group, member), piece in micro_batch.by_member(micro_batch.values_T):
-            values[group][member] = piece
-    penalties = _penalties(micro_batches, rewards, objective, beta) if objective.kl_in_token_reward else None
+        own += micro_batch.by_member(micro_batch.values_T)
+    values = _everywhere(own, rewards, world)
+    penalties = _penalties(micro_batches, rewards, objective, beta, world) if objective.kl_in_token_reward else None
     if of_steps is not None:
         fines = [[[-r for r in tokens] for tokens in group] for group in of_steps]
         penalties = fines if penalties is None else _added(penalties, fines)

@@ -34,9 +34,22 @@ class Critic:
             hidden_T = hidden_T.detach()
         return hidden_T.float() @ self.weight + self.bias
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight, self.bias]
+
+    def gradients(self) -> list[Tensor | None]:
+        return [p.grad for p in self.parameters]
+
+    def zero_gradient(self, index: int) -> Tensor:
+        """A gradient of 0 for a parameter that has none: other processes may have one."""
+        parameter = self.parameters[index]
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
     def step(self, made: bool) -> None:
         """Take the step if the policy's was made; a gradient that is not finite is dropped either way."""
-        gradients = [p.grad for p in (self.weight, self.bias) if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         if made and gradients and math.isfinite(float(sum(g.abs().sum() for g in gradients))):
             self.adamw.step()
         self.adamw.zero_grad()

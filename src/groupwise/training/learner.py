@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss, sampler_correction, value_loss
 from groupwise.config.schema import Config
+from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
@@ -51,9 +52,12 @@ class Stateful(Protocol):
 class Learner:
     """Holds what learning needs beside the policy: optimiser, reference, critic, and the count of updates."""
 
-    def __init__(self, scorer: Scorer, config: Config, optimizer: Any = None) -> None:
-        """``optimizer``: another one than AdamW with masters, with the same methods, over the scorer's parameters."""
-        self.scorer, self.config = scorer, config
+    def __init__(self, scorer: Scorer, config: Config, optimizer: Any = None, world: World | None = None) -> None:
+        """``optimizer``: another one than AdamW with masters, with the same methods, over the scorer's parameters.
+
+        ``world``: the processes that divide the passes among them; each makes the same updates.
+        """
+        self.scorer, self.config, self.world = scorer, config, world or World()
         self.objective = Objective.from_config(config.algorithm)
         self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer) if optimizer is None else optimizer
         self.moving_reference = Reference(scorer, config.algorithm.reference_mixing) if self.objective.needs_reference else None
@@ -102,20 +106,23 @@ class Learner:
         ``stop`` is asked between two updates; where it says yes, the rest is left to be done later by raising WindowOpenError. ``held``
         is the state of the window that it carries: the same ``groups`` are then carried on with.
         """
-        micro_batches = self._cut(groups)
+        members = self._taking_part(groups)
         self.token_advantages = {}
-        if not micro_batches:
+        if not members:
             rewards = [list(group.outcomes) for group in groups]
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
+        micro_batches = self._cut(groups)
         window, halvings = Window(groups, [], micro_batches), self.budget.halvings
         bonus = self._choose_bonus(groups)
-        if held is None:
+        if held is None and self.world.size > 1:
+            self._open(window, bonus)  # the processes speak to each other in it, so that none can begin again alone
+        elif held is None:
             self.budget.attempt(lambda: self._open(window, bonus), lambda: micro_batches, lambda: self._restart(window, {}))
         else:
             window.restore(*held)
         updates = self.config.algorithm.updates_per_batch
         while window.updates < updates:
-            passes = self._sweep(window)
+            passes = self.world.reduce(self._sweep(window))
             for name in ("policy/loss", "value/loss"):
                 if name in passes:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
@@ -123,9 +130,10 @@ class Learner:
             window.updates += 1
             if window.updates < updates and stop():
                 raise WindowOpenError(window)
-        self.token_advantages = advantages_by_token(micro_batches, self.config.output.log_tokens)
+        shown = self.world.gather(advantages_by_token(micro_batches, self.config.output.log_tokens))
+        self.token_advantages = {member: numbers for part in shown for member, numbers in part.items()}
         metrics = merge(window.found) | {"optimizer/learning_rate": window.found[-1]["optimizer/learning_rate"]}
-        metrics["memory/halvings"] = Sum(self.budget.halvings - halvings)
+        metrics |= self.world.reduce({"memory/halvings": Sum(self.budget.halvings - halvings)})
         return window.advantages, metrics | self._steer(metrics)
 
     def _sweep(self, window: Window) -> dict[str, Metric]:
@@ -148,21 +156,36 @@ class Learner:
         window.cut_anew(self._cut(window.groups), notes)
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        """The completions that take part in the passes, packed; nothing where none does."""
+        """What falls to this process of the completions that take part, packed; perhaps nothing."""
+        own = self._own(groups, self._taking_part(groups))
+        return cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
+
+    def _taking_part(self, groups: Sequence[Group]) -> list[tuple[int, int]]:
+        """The completions that the passes are about, by (group, completion)."""
         taught = list(range(len(groups)))
         if not self._keeps_all:
             advantages = self.objective.advantages([list(group.outcomes) for group in groups])
             of_steps = step_advantages(groups, self.objective)
             taught = [i for i in taught if _teaches(advantages[i]) or _steps_teach(of_steps, i)]
-        members = [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
-        share = Share(members, self.counts(groups))
-        return cut(groups, share, self.scorer, self.objective, self.budget.tokens) if members else []
+        return [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
 
     def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
         """What must be known of a batch before its first update."""
-        window.found += [self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches), bonus]
-        window.advantages, of_value = assign_advantages(window.micro_batches, window.groups, self.objective, self.beta)
+        before = merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)])
+        window.found += [self.world.reduce(before), bonus]
+        batch = (window.micro_batches, window.groups)
+        window.advantages, of_value = assign_advantages(*batch, self.objective, self.beta, self.world)
         window.found.append(of_value)
+
+    def _own(self, groups: Sequence[Group], members: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of ``members`` whose passes fall to this process: whole groups, dealt by their tokens, which are known now."""
+        tokens: dict[int, int] = {}
+        for group, member in members:
+            size = len(groups[group].completions[member].token_ids)
+            tokens[group] = tokens.get(group, len(groups[group].prompt.token_ids)) + size
+        taking = list(tokens)
+        own = {taking[place] for place in self.world.mine(list(tokens.values()))}
+        return [(group, member) for group, member in members if group in own]
 
     def counts(self, groups: Sequence[Group]) -> BatchCounts:
         """Of a whole batch, completions that the passes skip included, but not the tokens of those that the config masks."""
@@ -209,7 +232,8 @@ class Learner:
         started = time.perf_counter()
         if rate is None:
             rate = learning_rate_at(self.config.optimizer, self.updates, self.config.optimizer_steps)
-        found: dict[str, Metric] = {}
+        exchange = self._exchange_gradients()
+        found = dict(exchange)
         if self.optimizer.loss_scale != 1:
             found["optimizer/loss_scale"] = Max(self.optimizer.loss_scale)
         norm, made = self.optimizer.step(rate)
@@ -223,8 +247,15 @@ class Learner:
             "optimizer/grad_norm": Max(norm),
             "optimizer/learning_rate": Max(rate),
             "optimizer/dropped_updates": Sum(not made),
-            "time/optimizer_s": Sum(time.perf_counter() - started),
+            "time/optimizer_s": Sum(time.perf_counter() - started - sum(x.value for x in exchange.values())),
         }
+
+    def _exchange_gradients(self) -> dict[str, Metric]:
+        started = time.perf_counter()
+        self.world.sum_gradients(self.optimizer.gradients(), self.optimizer.zero_gradient)
+        if self.critic:
+            self.world.sum_gradients(self.critic.gradients(), self.critic.zero_gradient)
+        return {"time/exchange_s": Sum(time.perf_counter() - started)}
 
     @property
     def _keeps_all(self) -> bool:
@@ -249,7 +280,7 @@ class Learner:
     def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
         """What must be known of the whole batch before the first gradient: values, and which tokens have the most entropy."""
         share = self.config.algorithm.top_entropy_share
-        if (self.critic is None and share == 1.0) or not micro_batches:
+        if self.critic is None and share == 1.0:
             return {}
         started = time.perf_counter()
         entropies: list[Tensor] = []
@@ -261,13 +292,14 @@ class Learner:
             if scored.entropy_T is not None:
                 entropies.append(scored.entropy_T)
         found: dict[str, Metric] = {"time/learn_s": Sum(time.perf_counter() - started)}
-        if entropies:
-            ordered = torch.cat(entropies).sort(descending=True).values
-            threshold = ordered[max(1, math.ceil(share * len(ordered))) - 1]
+        everywhere = [e for part in self.world.gather([e.cpu() for e in entropies]) for e in part]
+        if everywhere:
+            ordered = torch.cat(everywhere).sort(descending=True).values
+            threshold = ordered[max(1, math.ceil(share * len(ordered))) - 1].to(self.scorer.device)
             for micro_batch, entropy_T in zip(micro_batches, entropies, strict=True):
                 micro_batch.mask_T = (entropy_T >= threshold).float()
             kept = sum(float(m.mask_T.sum()) for m in micro_batches if m.mask_T is not None)
-            found["policy/tokens_kept"] = Mean(kept, len(ordered))
+            found["policy/tokens_kept"] = Mean(kept, sum(len(e) for e in entropies))
         return found
 
     def _choose_bonus(self, groups: Sequence[Group]) -> dict[str, Metric]:

@@ -14,9 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from groupwise.config.schema import Config
+from groupwise.distributed import open_world
+from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
-from groupwise.training.run import StepReport, start
+from groupwise.training.run import StepReport
 from groupwise.training.short_memory import explain_short_memory
+from groupwise.training.start import start
 
 __all__ = ["RunResult", "StepReport", "train"]
 
@@ -54,14 +57,19 @@ def train(
         resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet.
         accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
 
+    Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the
+    first one writes, shows and calls ``on_step``, and what it returns is everybody's.
+
     Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
     ``StoppedError`` when SIGTERM or Ctrl-C ended it, after saving.
     """
-    run = start(
-        config, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(), resume_from=resume_from,
-        resume=resume, accept_changes=accept_changes,
-    )  # fmt: skip
-    with closing(run), run.signals, explain_short_memory(run.saved):
+    on_cpu = resolve_device(config.model.device).type == "cpu"
+    with open_world(on_cpu, config.training.process_timeout_s) as world, closing(
+        start(
+            config, world, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(),
+            resume_from=resume_from, resume=resume, accept_changes=accept_changes,
+        )
+    ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
         if not run.checkpoint:
             run.evaluate_at_start("base")
             run.warm_start()

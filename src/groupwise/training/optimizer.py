@@ -72,6 +72,21 @@ class MasterAdamW:
         """What has added up for one of ``masters``: in fp32 unless ``precision`` is ``pure``."""
         return self._sums.get(master, master.grad)
 
+    def gradients(self) -> list[Tensor | None]:
+        """What has added up for each of ``masters``."""
+        return [self.gradient(master) for master in self.masters]
+
+    def zero_gradient(self, index: int) -> Tensor:
+        """A gradient of 0 for a master that has none: other processes may have one."""
+        master, parameter = self.masters[index], self.parameters[index]
+        if _adds_up_itself(parameter, self.config):
+            parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+        self._sums[master] = torch.zeros_like(master, dtype=torch.float32)
+        if master is not parameter:
+            master.grad = self._sums[master]
+        return self._sums[master]
+
     def _make_adamw(self) -> Any:
         config = self.config
         spared = [config.decay == "matrices" and p.dim() < 2 for p in self.parameters]
@@ -99,7 +114,7 @@ class MasterAdamW:
         return adamw
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32 or self.config.precision == "pure":
+        if _adds_up_itself(parameter, self.config):
             return parameter
         stochastic = self.config.precision == "stochastic"
         master = parameter if stochastic else parameter.detach().float()
@@ -213,6 +228,11 @@ class MasterAdamW:
         for key, value in mine.items():
             if state[key].shape != value.shape:
                 raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(value.shape)}")
+
+
+def _adds_up_itself(parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    """Whether torch's own sum of gradients will do."""
+    return parameter.dtype == torch.float32 or config.precision == "pure"
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ _HARMLESS = (
     "output.",
     "evaluation.",
     "training.threads",
+    "training.process_timeout_s",
     "training.micro_batch_tokens",
     "rollout.max_concurrent_sequences",
     "model.gradient_checkpointing",

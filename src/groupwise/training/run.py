@@ -5,31 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from rich.console import Console
-
-from groupwise.config.schema import Config, ModelConfig
+from groupwise.config.schema import Config
 from groupwise.data.order import problems_for_step
-from groupwise.engines import Engine, make_engine
+from groupwise.distributed import World
+from groupwise.engines import Engine
+from groupwise.engines.dealt import DealtEngine
 from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
-from groupwise.memory import keep_freed_memory, peak_memory_bytes, release_freed_memory
+from groupwise.memory import peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
-from groupwise.models.adapters import load_adapter
-from groupwise.models.load import Policy, load_policy, save_model
-from groupwise.models.scorer import Scorer, make_scorer
-from groupwise.rewards.load import Rewards
+from groupwise.models.load import Policy, save_model
+from groupwise.models.scorer import Scorer
 from groupwise.rollout import Rollout, collect
-from groupwise.tracking import Phase, RunFolder, Trackers, make_trackers
-from groupwise.tracking.journal import cut_back
+from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.checkpoint import (
-    MODEL,
     Snapshot,
-    find_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     read_state,
@@ -37,17 +31,16 @@ from groupwise.training.checkpoint import (
     take_snapshot,
 )
 from groupwise.training.learner import Advantages, Learner
-from groupwise.training.resume import about_run, check_drift, continue_in, earlier_evaluations
+from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
-from groupwise.training.setup import Prepared, prepare
-from groupwise.training.short_memory import explain_short_memory
+from groupwise.training.setup import Prepared
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
 from groupwise.training.writer import CheckpointWriter
 from groupwise.types import Group, Prompt
 
-__all__ = ["Run", "StepReport", "start"]
+__all__ = ["Run", "StepReport"]
 
 _REFILL_SEED = 0x5EED
 """Apart from the run's own order of problems, so that refills do not run ahead of it."""
@@ -73,6 +66,7 @@ class Run:
     """Everything a training run consists of while it lasts."""
 
     config: Config
+    world: World
     recipe: str
     prepared: Prepared
     folder: RunFolder
@@ -117,18 +111,25 @@ class Run:
             return
         with self.stopping(), self.signals.abandonable():
             results = evaluate_stage(
-                self.engine, self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
+                DealtEngine(self.engine, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
         self.evaluations.extend(results)
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """What a signal abandons in here ends the run, after saving it."""
+        """What a signal abandons in here ends the run, after saving it; several processes come to its end together, and stop there."""
         try:
             yield
         except AbandonStep:
             self.stop()
+        if self.world.size > 1 and self._asked_to_stop():
+            self.stop()
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal came, to whichever process."""
+        self.signals.received = next((s for s in self.world.gather(self.signals.received) if s is not None), None)
+        return self.signals.received is not None
 
     def evaluate_at_start(self, stage: str) -> None:
         if self.config.evaluation.at_start:
@@ -143,6 +144,7 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
+                world=self.world,
             )  # fmt: skip
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
@@ -159,11 +161,12 @@ class Run:
 
         Returns how many steps are done already.
         """
-        self.learner = Learner(self.scorer, self.config)
+        self.learner = Learner(self.scorer, self.config, world=self.world)
         self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
         self.learner.parts["window"] = self.held
+        self._check_replicas()
         if self.checkpoint is None:
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
@@ -171,9 +174,14 @@ class Run:
         inside = ", inside the updates of the next" if self.held.found else ""
         self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
+        self._check_replicas()
         if done and f"step-{done}" not in stages and not self.held.found:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
+
+    def _check_replicas(self) -> None:
+        if self.world.size > 1:
+            self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
@@ -210,6 +218,7 @@ class Run:
         """
         self.step_started = time.perf_counter()
         if self.held.found:
+            self._refuse_to_share_a_window()
             self.metrics = dict(self.held.rollout_metrics)
             return Rollout(self.held.groups(self._prompt_of), [], 0.0, 0.0)
         seed_generators(self.config.training.seed, step)
@@ -244,8 +253,15 @@ class Run:
     def _collect(self, prompts: Sequence[Prompt], step: int, refill: int, bar: Phase) -> Rollout:
         return collect(
             self.engine, prompts, self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
-            refill=refill, on_progress=lambda finished, tokens: bar.advance(0, completions=finished),
+            refill=refill, on_progress=lambda finished, tokens: bar.advance(0, completions=finished), world=self.world,
         )  # fmt: skip
+
+    def _refuse_to_share_a_window(self) -> None:
+        if self.world.size > 1:
+            raise CheckpointError(
+                f"the checkpoint {self.checkpoint} was written between two updates of a batch, by one process, and {self.world.size} "
+                "were started: carry on with one, or from an earlier checkpoint"
+            )
 
     def _prompt_of(self, problem_id: str) -> Prompt:
         for index, problem in enumerate(self.prepared.train_prompts.problems):
@@ -262,9 +278,7 @@ class Run:
         if not rollout.groups:
             return []
         try:
-            advantages, found = self.learner.learn(
-                rollout.groups, stop=lambda: self.signals.received is not None, held=self.held.take()
-            )
+            advantages, found = self.learner.learn(rollout.groups, stop=self.signals.at_once_and_received, held=self.held.take())
         except WindowOpenError as halfway:
             self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
             self.stop(halfway.window.updates)
@@ -274,7 +288,7 @@ class Run:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
                 "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
-                f"{self._last_good(self.learner.updates)}"
+                f"{self.world.first_does(self._last_good)}"
             )
         return advantages
 
@@ -287,7 +301,7 @@ class Run:
             self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
         self.metrics |= {
             "time/step_s": Sum(time.perf_counter() - self.step_started),
-            "memory/peak_gib": Max(peak_memory_bytes(self.scorer.device.type) / 2**30),
+            "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),
             "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
             "progress/policy_version": Max(self.learner.updates),
         }
@@ -295,12 +309,15 @@ class Run:
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
-        return (
-            on_step is None or on_step(StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)) is not False
-        )
+        if on_step is None:
+            return True
+        report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
+        return self.world.first_does(lambda: on_step(report) is not False)
 
-    def _last_good(self, updates: int) -> str:
+    def _last_good(self) -> str:
         """The newest checkpoint whose weights have been learnt from since: those of later ones may be what is wrong."""
+        assert self.learner is not None
+        updates = self.learner.updates
         self.writer.finish()
         try:
             found = set_suspect_aside(self.folder.checkpoints, updates)
@@ -324,7 +341,8 @@ class Run:
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
-        return self.writer.write(self._snapshot(done, updates))
+        self._check_replicas()
+        return self.world.first_does(lambda: self.writer.write(self._snapshot(done, updates)))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
         assert self.learner is not None
@@ -334,13 +352,15 @@ class Run:
     def checkpoint_if_due(self, step: int) -> None:
         """Also when a signal asked for it. A disk that is full is told, and the run goes on: the next one may succeed."""
         every = self.config.output.checkpoint_every
-        if self.signals.received is not None:
+        if self._asked_to_stop():
             self.stop()
         assert self.learner is not None
         if (
             every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
         ):  # else there is nothing new, and a good one goes
-            self.writer.begin(self._snapshot(step + 1))
+            self._check_replicas()
+            if self.world.is_first:
+                self.writer.begin(self._snapshot(step + 1))
         self._tell_of_checkpoints()
 
     def _tell_of_checkpoints(self) -> None:
@@ -370,78 +390,17 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Judge and save the trained model, and write what the run came to."""
         self.evaluate("final")
+        self._check_replicas()
+        peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
+        return self.world.first_does(lambda: self._write_end(peak))
+
+    def _write_end(self, peak_bytes: float) -> dict[str, Any]:
         save_model(self.policy, self.folder.final_model)
         summary = build_summary(
             self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
             folder=self.folder.path, final_model=self.folder.final_model,
-            extra={"peak_memory_gib": round(peak_memory_bytes(self.scorer.device.type) / 2**30, 3)},
+            extra={"peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size},
         )  # fmt: skip
         self.folder.write_summary(summary)
         self.trackers.show_summary(summary)
         return summary
-
-
-def start(
-    config: Config,
-    *,
-    recipe: str = "run",
-    run_folder: Path | None = None,
-    rewards: Rewards | None = None,
-    console: Console | None = None,
-    resume_from: Path | None = None,
-    resume: bool = False,
-    accept_changes: bool = False,
-) -> Run:
-    """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
-    said: list[str] = []
-    checkpoint = find_checkpoint(resume_from, said.append) if resume_from else None
-    keep_freed_memory()
-    started = time.perf_counter()
-    if config.training.threads:
-        torch.set_num_threads(config.training.threads)
-    prepared = prepare(config, rewards)
-    folder: RunFolder | None = None
-    wanted = run_folder or (Path(config.output.folder) if config.output.folder else None)
-    if resume and wanted:
-        folder, checkpoint = continue_in(wanted.expanduser(), said.append)
-    carried_on = folder is not None
-    folder = folder or RunFolder.create(config, run_folder, recipe)
-    trackers = Trackers()
-    try:
-        state = read_state(checkpoint) if checkpoint else {}
-        check_drift(state, prepared, said.append, accept=accept_changes or not carried_on)
-        if carried_on:
-            cut_back(folder, int(state.get("step", 0)))
-        if not folder.environment.is_file():  # killed right after its settings were written
-            folder.write_start(config, recipe, None)
-        if carried_on and not checkpoint:
-            said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
-        trackers = make_trackers(config, folder, console, int(state.get("step", 0)))
-        for sentence in said:
-            trackers.say(sentence, "yellow")
-        for note in prepared.notes:
-            trackers.say(f"Note: {note}", "dim")
-        for sentence in prepared.rewards.load():
-            trackers.say(sentence, "dim")
-        with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
-            policy = _load(config.model, checkpoint)
-            scorer = make_scorer(policy, config.model)
-            engine = make_engine(policy, config.rollout, scorer)
-        release_freed_memory()
-    except BaseException:
-        prepared.rewards.close()
-        trackers.close()
-        folder.release()
-        raise
-    evaluations = earlier_evaluations(state, folder) if carried_on else []
-    return Run(config, recipe, prepared, folder, trackers, policy, scorer, engine, started, checkpoint, evaluations=evaluations)
-
-
-def _load(config: ModelConfig, checkpoint: Path | None) -> Policy:
-    """The policy as the run begins with it. A checkpoint's adapter goes on the model that it was trained on."""
-    if checkpoint is None or config.lora is not None:
-        policy = load_policy(config)
-        if checkpoint is not None:
-            load_adapter(policy.model, checkpoint / MODEL / "adapter")
-        return policy
-    return replace(load_policy(config.model_copy(update={"name": str(checkpoint / MODEL)})), name=config.name)

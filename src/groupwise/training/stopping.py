@@ -23,7 +23,9 @@ class AbandonStep(BaseException):
 class StopSignals:
     """While entered, SIGTERM and SIGINT are noted instead of ending the process. Outside the main thread it does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = True) -> None:
+        """``at_once``: nothing is abandoned and no batch left half learnt where it is False: several processes stop together."""
+        self.at_once = at_once
         self.received: signal.Signals | None = None
         self.may_abandon = False
         """Whether the step has changed nothing yet, so that it can be dropped on the spot."""
@@ -41,13 +43,16 @@ class StopSignals:
     @contextmanager
     def abandonable(self) -> Iterator[None]:
         """A signal raises AbandonStep here at once: what happens inside changes nothing that has been learnt."""
-        if self.received is not None:
+        if self.at_once_and_received():
             raise AbandonStep
-        self.may_abandon = True
+        self.may_abandon = self.at_once
         try:
             yield
         finally:
             self.may_abandon = False
+
+    def at_once_and_received(self) -> bool:
+        return self.at_once and self.received is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

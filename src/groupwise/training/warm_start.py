@@ -14,6 +14,7 @@ from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.order import problems_for_step
 from groupwise.data.prompts import worked_completion
+from groupwise.distributed import World
 from groupwise.models.scorer import Scorer
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.types import Prompt
@@ -38,13 +39,14 @@ def warm_start(
     config: Config,
     on_step: Callable[[int, float], None] | None = None,
     on_dropped: Callable[[int, int], None] | None = None,
+    world: World | None = None,
 ) -> None:
-    """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own.
+    """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own; divided among ``world``.
 
     ``on_step(steps done, loss in nats per token)`` is called after each step. A gradient that is not finite is dropped:
     ``on_dropped(step from 0, how many in a row)`` hears of it, and may raise.
     """
-    settings = config.warm_start
+    settings, world = config.warm_start, world or World()
     rates = OptimizerConfig(
         learning_rate=settings.learning_rate, schedule="linear", final_fraction=0.1, warmup_steps=min(3, settings.steps),
         precision=config.optimizer.precision,
@@ -54,7 +56,8 @@ def warm_start(
     for step in range(settings.steps):
         indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
         examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
-        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale)
+        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale, world)
+        world.sum_gradients(optimizer.gradients(), optimizer.zero_gradient)
         _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
         in_a_row = 0 if made or optimizer.can_recover else in_a_row + 1
         if not made and on_dropped:
@@ -64,12 +67,16 @@ def warm_start(
     optimizer.close()
 
 
-def _backward(scorer: Scorer, examples: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int, scale: float) -> float:
+def _backward(
+    scorer: Scorer, examples: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int, scale: float, world: World
+) -> float:
+    """The loss of all ``examples``; this process's part of its gradient."""
     tokens = sum(len(target) for _, target in examples)
+    examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
     total = 0.0
     for parts in cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget):
         batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
         loss = -scorer.logprobs(batch).sum() / tokens
         (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return total
+    return sum(world.gather(total))

@@ -1,0 +1,7 @@
+"""Several processes that train as one: who does what, what they tell each other, and what happens when one of them fails."""
+
+from groupwise.distributed.deal import deal
+from groupwise.distributed.open import is_first_process, open_world
+from groupwise.distributed.world import World
+
+__all__ = ["World", "deal", "is_first_process", "open_world"]

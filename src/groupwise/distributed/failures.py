@@ -1,0 +1,135 @@
+"""A process that fails tells the others why, and all end with its error: none waits for one that will not come."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from groupwise.errors import GroupwiseError, RankError
+
+__all__ = ["Board", "Failure", "LostTouch", "RankLost", "Watch", "as_error"]
+
+_KEY = "failure"
+_LOOK_EVERY_S = 0.5
+_GRACE_S = 20.0
+"""How long the main thread may take to come out by itself once another process has failed."""
+_WAIT_FOR_WORD_S = 5.0
+"""How long to look for the other's error after a connection broke."""
+
+
+class LostTouch(RuntimeError):
+    """A message to or from another process failed, or waited too long."""
+
+
+class RankLost(BaseException):
+    """Raised inside whatever the main thread does when another process has failed. Not an Exception: nobody swallows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a process that failed left for the others."""
+
+    rank: int
+    message: str
+    exit_code: int
+
+
+class Board:
+    """A place that all processes can read, where the first failure is written: the key-value store of torch.distributed."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store, self.rank = store, rank
+
+    def post(self, error: BaseException) -> None:
+        known = isinstance(error, GroupwiseError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        code = error.exit_code if isinstance(error, GroupwiseError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone: there is nobody left to tell
+            self.store.compare_set(_KEY, "", json.dumps(asdict(Failure(self.rank, message, code))))
+
+    def read(self) -> Failure | None:
+        """The failure that was written first, or None. Raises RuntimeError when the store is gone."""
+        if not self.store.check([_KEY]):
+            return None
+        return Failure(**json.loads(self.store.get(_KEY)))
+
+    def wait(self, seconds: float = _WAIT_FOR_WORD_S) -> Failure | None:
+        """As ``read``, for a failure of another process that may be a moment late."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                failure = self.read()
+            except RuntimeError:
+                return None
+            if failure is not None and failure.rank != self.rank:
+                return failure
+            time.sleep(_LOOK_EVERY_S / 5)
+        return None
+
+
+def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
+    """What a process says when another one's failure ends it."""
+    if failure is None:
+        return RankError(
+            f"another of the {size} processes is gone or did not answer in time ({why}): look for what ended it, such as the system's "
+            "out-of-memory killer, or raise training.process_timeout_s",
+            1,
+        )
+    return RankError(f"process {failure.rank} of {size} failed: {failure.message}", failure.exit_code)
+
+
+class Watch(threading.Thread):
+    """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed.
+
+    The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
+    ended, too, when the launcher is gone.
+    """
+
+    def __init__(self, board: Board, size: int, launcher: int | None) -> None:
+        super().__init__(daemon=True, name="groupwise-watch")
+        self.board, self.size, self.launcher = board, size, launcher
+        self.main = threading.get_ident()
+        self.over = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        while not self.over.wait(_LOOK_EVERY_S):
+            if self.launcher is not None and os.getppid() != self.launcher:
+                os._exit(1)
+            try:
+                failure = self.board.read()
+            except RuntimeError:
+                continue  # the main thread finds out by itself
+            if failure is not None and failure.rank != self.board.rank:
+                self._bring_out(failure)
+                return
+
+    def _bring_out(self, failure: Failure) -> None:
+        with self._lock:
+            if self.over.is_set():
+                return
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.main), ctypes.py_object(RankLost))
+        if not self.over.wait(_GRACE_S):
+            if self.board.rank == 0:
+                sys.stderr.write(f"groupwise: {as_error(failure, self.size)}\n")
+                sys.stderr.flush()
+            os._exit(failure.exit_code)
+
+    def finish(self) -> None:
+        """No more interruptions of the main thread, one that is under way included."""
+        try:
+            self._finish()
+        except RankLost:
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self.over.set()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.main), None)

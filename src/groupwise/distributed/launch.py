@@ -1,0 +1,87 @@
+"""``--num-processes N``: several processes of the same command on this machine.
+
+They find each other as under torchrun, by RANK, WORLD_SIZE and the rest in the environment. When one ends badly, the others get a
+moment to end with its error, and are then ended; the exit code is that of the first to fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+__all__ = ["LAUNCHER", "cores_per_process", "launch"]
+
+LAUNCHER = "GROUPWISE_LAUNCHER"
+"""In the environment of the processes: the launcher's process id. They end when it is gone."""
+_GRACE_S = 30.0
+_LOOK_EVERY_S = 0.2
+
+
+def launch(command: Sequence[str], processes: int, environment: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` as ``processes`` processes and wait. Returns 0, or the exit code of the first that failed."""
+    shared = dict(os.environ if environment is None else environment)
+    shared |= {
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        LAUNCHER: str(os.getpid()),
+    }  # fmt: skip
+    shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
+    # Each in a session of its own: a Ctrl-C reaches them once, through here.
+    children = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
+        for rank in range(processes)
+    ]
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _wait(children)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all are done, or one has failed and the others have had their time to say why."""
+    deadline: float | None = None
+    code = 0
+    while running := [child for child in children if child.poll() is None]:
+        failed = [c for c in children if c.returncode not in (None, 0)]
+        if failed and deadline is None:
+            deadline, code = time.monotonic() + _GRACE_S, _as_shells_have_it(failed[0])
+            if failed[0].returncode < 0:  # it could not say so itself
+                name, rank = signal.Signals(-failed[0].returncode).name, children.index(failed[0])
+                sys.stderr.write(f"groupwise: process {rank} of {len(children)} was ended by {name}\n")
+        if deadline is not None and time.monotonic() > deadline:
+            for child in running:
+                child.kill()
+        time.sleep(_LOOK_EVERY_S)
+    return code or next((_as_shells_have_it(c) for c in children if c.returncode), 0)
+
+
+def _as_shells_have_it(child: subprocess.Popen[bytes]) -> int:
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def cores_per_process(processes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

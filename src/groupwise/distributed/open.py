@@ -1,0 +1,112 @@
+"""Joining the world that a launcher started: ``accelerate launch``, ``torchrun``, Slurm, or ``--num-processes``.
+
+All of them say it in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Accelerate's ``PartialState`` reads
+it, chooses the backend and this process's device, and makes the process group.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+
+from groupwise.distributed.failures import Board
+from groupwise.distributed.world import World
+from groupwise.errors import ConfigError
+
+__all__ = ["is_first_process", "open_world", "world_size"]
+
+
+def world_size() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that shows and writes; also before there is a world."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def open_world(on_cpu: bool, timeout_s: float) -> Iterator[World]:
+    """The world of this process while it lasts; a world of one without a launcher, or inside another one.
+
+    ``timeout_s``: how long a process waits for another before it gives up.
+    """
+    _refuse_half_a_launch()
+    if world_size() == 1:
+        yield World()
+        return
+    if _joined is None:
+        _check(on_cpu)
+        _join(on_cpu, timeout_s)
+    world = _next_world(timeout_s)
+    with world.watching():
+        yield world
+        world.gather(None)  # nobody leaves before all are done
+
+
+@dataclass
+class _Joined:
+    """The process group of this process. It is made once: runs that follow each other share it, each with a control group of its own."""
+
+    rank: int
+    size: int
+    runs: int = 0
+
+
+_joined: _Joined | None = None
+
+
+def _join(on_cpu: bool, timeout_s: float) -> None:
+    global _joined
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process is part of a process group already: let groupwise make it, or destroy the other one first"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
+        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s))
+    _joined = _Joined(state.process_index, state.num_processes)
+
+
+def _next_world(timeout_s: float) -> World:
+    import torch.distributed as dist
+
+    assert _joined is not None
+    _joined.runs += 1
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
+    return World(_joined.rank, _joined.size, control=control, board=Board(store, _joined.rank))
+
+
+def _check(on_cpu: bool) -> None:
+    if find_spec("accelerate") is None:
+        raise ConfigError(
+            f"{world_size()} processes were started, which needs the package accelerate: install it with "
+            "`pip install groupwise[distributed]`"
+        )
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not on_cpu and here > torch.cuda.device_count():
+        raise ConfigError(
+            f"{here} processes were started on this machine, which has {torch.cuda.device_count()} CUDA devices, and each needs one: "
+            "start fewer"
+        )
+
+
+def _refuse_half_a_launch() -> None:
+    """``accelerate launch --num_processes N`` without GPUs starts one process, and would train alone without a word."""
+    if "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ and "RANK" not in os.environ:
+        raise ConfigError(
+            "accelerate launch was asked for several processes, but without GPUs it starts only one: add --multi_gpu (which, "
+            "despite its name, also starts processes on CPUs), or use `groupwise train ... --num-processes N`"
+        )

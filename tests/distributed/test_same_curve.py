@@ -1,0 +1,181 @@
+"""One process or several: the same completions, losses, gradients and weights, whatever part of the algorithm is on.
+
+The processes are threads here, which exchange through pickles what processes exchange; test_processes.py has real ones.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise.errors import RankError, RewardError
+from groupwise.metrics import Max, Mean, Sum
+from groupwise.rewards.load import reward_scope
+
+CLOCKS = ("time", "speed", "memory")
+VARIANTS = {
+    "grpo": {"algorithm": {"beta": 0.04}},
+    "several updates, a steered leash": {
+        "algorithm": {"beta": 0.04, "updates_per_batch": 2, "kl_target": 0.01, "kl_gain": 0.5, "epsilon": 1e-4},
+        "training": {"steps": 3, "micro_batch_tokens": 60},
+    },
+    "statistics of the whole batch": {"algorithm": {"baseline": "batch_mean", "scale": "batch_std", "aggregation": "token_mean"}},
+    "kl in the reward": {"algorithm": {"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}},
+    "kl in each token's reward": {
+        "algorithm": {"beta": 0.1, "kl_placement": "token_reward", "kl_estimator": "k1", "baseline": "batch_mean",
+                      "scale": "batch_std"}
+    },
+    "a learned value": {
+        "algorithm": {"baseline": "value", "scale": "batch_std", "beta": 0.0, "value_learning_rate": 1e-2,
+                      "updates_per_batch": 2}
+    },
+    "tokens of the most entropy, a bonus": {"algorithm": {"top_entropy_share": 0.3, "entropy_bonus": 0.01}},
+    "the sampler's correction, cut completions masked": {
+        "algorithm": {"sampler_correction": "token", "mask_truncated": True},
+        "rollout": {"prompts_per_step": 3, "completions_per_prompt": 6, "max_completion_tokens": 40},
+    },
+    "a warm start": {"warm_start": {"steps": 2, "examples_per_step": 5}},
+}  # fmt: skip
+
+
+def told(steps):
+    """What the completions were, step by step and group by group."""
+    return [[(g.prompt.problem.id, [c.token_ids for c in g.completions], g.rewards) for g in s.groups] for s in steps]
+
+
+def numbers(step):
+    return {name: value for name, value in step.metrics.items() if not name.startswith(CLOCKS)}
+
+
+def assert_same_run(one, other):
+    (steps, result), (other_steps, other_result) = one, other
+    assert told(steps) == told(other_steps)
+    for step, other_step in zip(steps, other_steps, strict=True):
+        assert numbers(other_step) == pytest.approx(numbers(step), rel=1e-4, abs=2e-6), f"step {step.step}"
+        for group, other_group in zip(step.advantages, other_step.advantages, strict=True):
+            assert other_group == pytest.approx(group, rel=1e-4, abs=1e-5)
+    weights, others = (load_file(r.folder / "final_model" / "model.safetensors") for r in (result, other_result))
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_processes_are_one(train_in, small_config, variant):
+    config = small_config(**VARIANTS[variant])
+    one = train_in(1, "one", config)
+    assert any(step.metrics.get("optimizer/grad_norm", 0) > 0 for step in one[0]), "something was learnt"
+    assert_same_run(one, train_in(2, "two", config))
+
+
+def test_more_processes_than_prompts_and_any_budget_are_one_curve(train_in, small_config):
+    one = train_in(1, "one", small_config(training={"steps": 3}))
+    for size, budget in ((2, 40), (5, 8192)):
+        config = small_config(training={"steps": 3, "micro_batch_tokens": budget})
+        assert_same_run(one, train_in(size, f"{size} with {budget}", config))
+
+
+def test_refills_and_groups_that_fail_are_counted_over_all(train_in, small_config, letters):
+    """A reward that knows only a few values, and fails on some problems: groups without variance are replaced, failures left out."""
+    share = letters["letters"]
+
+    def coarse(completions, answer, **columns):
+        if int(answer[0]) % 7 == 0:
+            raise ValueError("not this one")
+        return [float(s > 0.2) for s in share(completions)]
+
+    letters["letters"] = coarse
+    config = small_config(
+        rollout={"prompts_per_step": 4, "completions_per_prompt": 2, "max_completion_tokens": 6, "refill_rounds": 2},
+        rewards={"functions": [{"function": "letters"}], "on_error": "skip"},
+        training={"steps": 3},
+    )
+    one = train_in(1, "one", config)
+    assert sum(step.metrics["groups/failed"] for step in one[0]) > 0
+    assert any(step.metrics["groups/sampled"] > 4 for step in one[0])
+    assert_same_run(one, train_in(3, "three", config))
+
+
+def test_rewards_with_statistics_and_a_view_of_the_step_see_the_whole_step(train_in, small_config, letters):
+    """Ranks within the step, and scores divided by what has been seen so far, mean something only over all processes."""
+    share = letters["letters"]
+
+    @reward_scope("batch")
+    def ranked(completions, **columns):
+        scores = share(completions)
+        return [float(sum(other < score for other in scores)) for score in scores]
+
+    letters["letters"] = ranked
+    for rewards in ({"normalise": "mean_std"}, {"normalise": "none"}):
+        config = small_config(rewards={"functions": [{"function": "letters"}], **rewards}, training={"steps": 3})
+        name = rewards["normalise"]
+        assert_same_run(train_in(1, f"one {name}", config), train_in(3, f"three {name}", config))
+
+
+def test_the_same_evaluations_and_only_one_process_writes(train_in, small_config):
+    config = small_config(
+        evaluation={"problems": 5, "modes": ["sampled", "greedy"], "at_start": True}, output={"checkpoint_every": 1}
+    )
+    folders = [train_in(size, f"run-{size}", config)[1].folder for size in (1, 2)]
+    names = [sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()) for folder in folders]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.startswith("evaluations/base"):
+            assert (folders[0] / name).read_text() == (folders[1] / name).read_text()
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
+    assert [len(x) for x in lines] == [2, 2]
+
+
+def test_numbers_are_reduced_by_their_own_rules(in_threads):
+    """Means by their counts, largest by largest, sums by adding, times by the slowest; names that some lack are the others'."""
+    shares = [
+        {"a": Mean(3.0, 3), "b": Max(2.0), "c": Sum(1.0), "time/x_s": Sum(2.0)},
+        {"a": Mean(5.0, 1), "b": Max(7.0), "c": Sum(4.0), "time/x_s": Sum(9.0), "only": Mean(1.0, 2)},
+    ]
+    for reduced in in_threads(2, lambda world: world.reduce(shares[world.rank])):
+        assert {name: metric.value for name, metric in reduced.items()} == {
+            "a": 2.0, "b": 7.0, "c": 5.0, "time/x_s": 9.0, "only": 0.5
+        }  # fmt: skip
+
+
+def test_gradients_are_added_in_fp32_and_missing_ones_are_zero(in_threads):
+    """1 + 2^-9 is not a bf16 number, so a sum in bf16 would be 1; where nobody has a gradient, nobody gets one."""
+
+    def work(world):
+        grads = [torch.full((3,), 1.0 if world.rank == 0 else 2.0**-9), torch.ones(2, dtype=torch.bfloat16), None, None]
+        if world.rank == 1:
+            grads[2] = torch.arange(4.0)
+
+        def zero(index):
+            grads[index] = torch.zeros(4)
+            return grads[index]
+
+        world.sum_gradients(list(grads), zero)
+        return grads
+
+    for grads in in_threads(2, work):
+        assert grads[0].tolist() == [1 + 2.0**-9] * 3
+        assert grads[1].dtype == torch.bfloat16
+        assert grads[1].tolist() == [2.0, 2.0]
+        assert grads[2].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert grads[3] is None
+
+
+def test_replicas_that_drift_apart_are_found_and_errors_of_the_first_are_everybodys(in_threads):
+    def drifted(world):
+        weights = torch.ones(5)
+        if world.rank == 1:
+            weights[3] = 1 + 2.0**-23
+        world.check_equal("the weights", [torch.zeros(2), weights])
+
+    with pytest.raises(RankError, match="weights of process 1 are no longer those of process 0"):
+        in_threads(2, drifted)
+
+    def failing(world):
+        def action():
+            assert world.is_first
+            raise RewardError("no")
+
+        with pytest.raises(RewardError, match=r"^no$"):
+            world.first_does(action)
+        return world.first_does(lambda: world.rank)
+
+    assert in_threads(3, failing) == [0, 0, 0]
