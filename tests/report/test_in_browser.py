@@ -79,6 +79,15 @@ def test_all_sections_are_drawn_and_nothing_is_complained_of(page):
     assert browser.problems == []
 
 
+def test_a_shorter_run_is_told_with_the_step_that_its_value_is_of(page):
+    browser = page(Story(), Story(steps=24))
+    browser.until("document.querySelector('figure.chart .readout')")
+    told = texts(browser, "figure.chart .readout span")[:3]
+    assert told[0] == "step 60"
+    assert "at step" not in told[1]
+    assert told[2].endswith(" at step 24")
+
+
 def test_what_a_model_wrote_is_shown_and_never_run(page):
     story = Story(
         write=lambda step, p, group, sample, answer: Written(ATTACK + str(sample)),

@@ -148,7 +148,9 @@ function lineChart(title, unit, about, lines) {
     ...lines.map((line, i) => {
       const near = nearest(line.steps, step);
       const smoothing = state.smoothing ? ' (' + number(smoothed[i][near]) + ')' : '';
-      return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + number(line.values[near]) + smoothing);
+      const outside = step < line.steps[0] || step > line.steps[line.steps.length - 1];
+      const elsewhere = outside ? ' at step ' + number(line.steps[near]) : '';  // a shorter run is not where the pointer is
+      return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + number(line.values[near]) + smoothing + elsewhere);
     }),
   ];
   return frame(withUnit(title, unit), about, scales, marks, steps, tell);
