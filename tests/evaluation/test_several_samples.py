@@ -105,6 +105,11 @@ def test_the_latex_verdict_compares_one_final_answer(text, reference, right):
     assert latex_right(text, reference, "xml") is right
 
 
+def test_the_latex_verdict_looks_in_other_formats_places():
+    assert latex_right(xml("\\frac{3}{4}"), "0.75", "boxed")
+    assert latex_right("#### \\frac{3}{4}\nThat was hard, 100%.", "0.75", "xml")
+
+
 def test_two_models_are_compared_problem_by_problem():
     better = {**SAID, "a": [xml("12")] * 4, "c": [xml("12"), *SAID["c"][1:]]}
     compared = paired_comparison(judged().records, judged(better).records)
