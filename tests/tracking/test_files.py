@@ -7,6 +7,7 @@ import stat
 
 import pytest
 
+from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.files import json_line, write_json, write_json_lines, write_text
 
 
@@ -68,3 +69,12 @@ def test_array_scalars_become_numbers():
 def test_one_line_a_row(tmp_path):
     write_json_lines(tmp_path / "r.jsonl", [{"a": 1}, {"a": 2}])
     assert [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()] == [{"a": 1}, {"a": 2}]
+
+
+def test_what_stands_in_secret_environment_variables_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", 'quo"ted\\ké-1234')
+    monkeypatch.setenv("APP_TOKEN", "production")
+    monkeypatch.setenv("SHORT_TOKEN", "a1")
+    write_json(tmp_path / "a.json", {"prompt": ['use quo"ted\\ké-1234 in production, a1']})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"prompt": ["use <hidden> in production, a1"]}
+    assert hide_secrets({"any": 'quo"ted\\ké-1234'}) == {"any": "<hidden>"}

@@ -123,7 +123,9 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     trackers = Trackers([JsonlTracker(folder)])
     trackers.step(1, {"reward/mean": 1.0})
     trackers.step(2, {"reward/mean": 1.0})
-    assert "No space left" in caplog.text
+    assert caplog.text.count("No space left") == 1
+    assert "wait in memory" in caplog.text
+    trackers.close()
     assert caplog.text.count("goes on without it") == 1
 
 
@@ -191,3 +193,36 @@ def test_every_metric_has_a_unit_and_a_sentence():
     assert describe_metric("reward/my_function") == METRICS["reward/<component>"]
     assert describe_metric("reward/mean") == METRICS["reward/mean"]
     assert describe_metric("policy/unheard_of") is None
+
+
+def test_a_full_disk_loses_no_record(tmp_path, monkeypatch, caplog):
+    """The third write fails in the middle of a line, later ones at once, until there is room again."""
+    tracker, write, tries = JsonlTracker(RunFolder(tmp_path)), os.write, []
+
+    def full(descriptor, content):
+        tries.append(content)
+        if len(tries) == 3:
+            return write(descriptor, content[:7])
+        if 3 < len(tries) < 7:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr("groupwise.tracking.files.os.write", full)
+    for step in range(1, 8):
+        tracker.step(step, {"reward/mean": 0.5})
+    tracker.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record.message.count("No space left") for record in caplog.records] == [1, 0]
+
+
+def test_a_disk_that_stays_full_is_said_to_have_lost_records(tmp_path, monkeypatch, caplog):
+    def full(descriptor, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("groupwise.tracking.files.os.write", full)
+    trackers = Trackers([JsonlTracker(RunFolder(tmp_path))])
+    trackers.step(1, {})
+    trackers.step(2, {})
+    trackers.close()
+    assert [record.message.split(" ")[0] for record in caplog.records] == ["records", "JsonlTracker"]

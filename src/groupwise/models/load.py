@@ -295,7 +295,8 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
 
 def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
     reason = " ".join(str(error).split())
+    needs_code = "trust_remote_code" in reason
     reason = reason if len(reason) <= 300 else reason[:300] + " ..."
-    if "trust_remote_code" in reason:
+    if needs_code:
         return f"model {config.name!r} brings Python code of its own: set model.trust_remote_code=true if you trust its source"
     return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 
 from groupwise.models.native.build import kernels
 
-__all__ = ["code_revision", "describe_environment", "hide_secrets", "hide_secrets_in_command"]
+__all__ = ["code_revision", "describe_environment", "hide_environment_secrets", "hide_secrets", "hide_secrets_in_command"]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pydantic", "accelerate", "peft", "vllm")
 
@@ -35,9 +35,20 @@ def hide_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [hide_secrets(item, name) for item in value]
     if isinstance(value, str):
-        hidden = URL_LOGIN.sub(f"{HIDDEN}@", SECRET_VALUE.sub(HIDDEN, value))
+        hidden = hide_environment_secrets(URL_LOGIN.sub(f"{HIDDEN}@", SECRET_VALUE.sub(HIDDEN, value)))
         return HIDDEN if SECRET_NAME.search(name) else hidden
     return value
+
+
+def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
+    """``text`` without what stands in environment variables that are named like credentials, such as ``HF_TOKEN``.
+
+    ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
+    """
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= 8 and not value.isalpha() and written(value) in text:
+            text = text.replace(written(value), HIDDEN)
+    return text
 
 
 def hide_secrets_in_command(words: Sequence[str]) -> list[str]:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
+from groupwise.tracking.environment import hide_environment_secrets
+
+__all__ = ["LineFile", "json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
 
 LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""
@@ -31,7 +33,8 @@ def finite(value: Any) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent).translate(LINE_BREAKS)
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return hide_environment_secrets(text, lambda secret: json.dumps(secret, ensure_ascii=False)[1:-1]).translate(LINE_BREAKS)
 
 
 def json_line(value: Any) -> bytes:
@@ -57,6 +60,31 @@ def write_bytes(path: Path, content: bytes) -> None:
         Path(aside).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+class LineFile:
+    """A file that lines are appended to. What the disk does not take, as when it is full, waits in memory for the next time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting = b""
+        self.descriptor: int | None = None
+
+    def flush(self) -> None:
+        """Write what waits. Raises OSError where the disk does not take it all; the rest is kept."""
+        if self.descriptor is None and self.waiting:
+            self.descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        while self.waiting and self.descriptor is not None:
+            self.waiting = self.waiting[os.write(self.descriptor, self.waiting) :]
+
+    def close(self) -> None:
+        """One more try. Raises OSError where lines are lost."""
+        try:
+            self.flush()
+        finally:
+            if self.descriptor is not None:
+                os.close(self.descriptor)
+                self.descriptor = None
 
 
 def current_umask() -> int:

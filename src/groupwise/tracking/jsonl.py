@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 from groupwise.data.answers import AnswerStyle, grade
+from groupwise.errors import TrainingError
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
-from groupwise.tracking.files import json_line
+from groupwise.tracking.files import LineFile, json_line
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.types import Completion, Group
 
 __all__ = ["JsonlTracker"]
 
+logger = logging.getLogger("groupwise")
+
 
 class JsonlTracker:
-    """Appends a line and flushes it, so that a run that is killed keeps every finished step.
+    """Appends a line and hands it to the system, so that a run that is killed keeps every finished step.
+
+    A disk that is full is told once: lines and evaluations wait in memory until there is room again.
 
     ``log_completions`` bounds how many groups of a step are written; 0 writes none. The first ``log_tokens`` of them are written
     with their tokens. With a ``style`` every completion is judged, so that a reader need not do it again.
@@ -32,7 +37,10 @@ class JsonlTracker:
         self.log_tokens = log_tokens
         self.style = style
         self.started_s = time.monotonic()
-        self.files: dict[Path, BufferedWriter] = {}
+        self.files: dict[Path, LineFile] = {}
+        self.evaluations: list[EvaluationResult] = []
+        """Those that the disk has not taken yet."""
+        self.told = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``{"step": ..., "time_s": seconds since the run began, name: value ...}``; a value that is not finite is null."""
@@ -53,17 +61,51 @@ class JsonlTracker:
                 self.append(self.folder.completions, row)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        self.folder.write_records(result.stage, result.mode, result.records)
+        self.evaluations.append(result)
+        self.catch_up()
 
     def close(self) -> None:
+        """Raises:
+        OSError, TrainingError: the disk is still full, and what waited is lost.
+        """
+        lost: Exception | None = None
         while self.files:
-            self.files.popitem()[1].close()
+            try:
+                self.files.popitem()[1].close()
+            except OSError as error:
+                lost = error
+        self.write_evaluations()
+        if lost is not None:
+            raise lost
 
     def append(self, path: Path, row: Mapping[str, Any]) -> None:
-        if path not in self.files:
-            self.files[path] = path.open("ab")
-        self.files[path].write(json_line(row))
-        self.files[path].flush()
+        file = self.files.setdefault(path, LineFile(path))
+        file.waiting += json_line(row)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        try:
+            for file in self.files.values():
+                file.flush()
+            self.write_evaluations()
+        except (OSError, TrainingError) as error:
+            if not self.told:
+                why = getattr(error, "strerror", None) or error
+                logger.warning(
+                    "records cannot be written to %s (%s): they wait in memory until there is room", self.folder.path, why
+                )
+            self.told = True
+        else:
+            if self.told:
+                logger.warning("%s: there is room again, and every record is written", self.folder.path)
+            self.told = False
+
+    def write_evaluations(self) -> None:
+        while self.evaluations:
+            result = self.evaluations[0]
+            self.folder.write_records(result.stage, result.mode, result.records)
+            self.evaluations.pop(0)
 
 
 def completion_rows(

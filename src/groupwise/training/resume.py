@@ -40,7 +40,7 @@ def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int |
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,
-        "evaluations": [e.to_summary() for e in evaluations],
+        "evaluations": hide_secrets([e.to_summary() for e in evaluations]),
         "score": scores[0] if scores else None,
     }
 

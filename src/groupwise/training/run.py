@@ -14,7 +14,7 @@ from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.engines.dealt import DealtEngine
-from groupwise.errors import CheckpointError, StoppedError, TrainingError
+from groupwise.errors import CheckpointError, ModelError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
 from groupwise.memory import peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -395,7 +395,10 @@ class Run:
         return self.world.first_does(lambda: self._write_end(peak))
 
     def _write_end(self, peak_bytes: float) -> dict[str, Any]:
-        save_model(self.policy, self.folder.final_model)
+        try:
+            save_model(self.policy, self.folder.final_model)
+        except ModelError as error:
+            raise TrainingError(f"{error}; {self.saved()}") from error
         summary = build_summary(
             self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
             folder=self.folder.path, final_model=self.folder.final_model,
