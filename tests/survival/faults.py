@@ -59,7 +59,7 @@ def told(ended: Ended, place: Place, *signs: str) -> str:
     for sign in signs:
         assert sign in said, (sign, ended.said)
     sentence = next((line for line in reversed(ended.said.splitlines()) if line.startswith("groupwise:")), "")
-    return shortened(sentence.removeprefix("groupwise: "), place)
+    return shortened(sentence.removeprefix("groupwise: ").replace("`", "'"), place)
 
 
 def shortened(sentence: str, place: Place) -> str:
