@@ -1,5 +1,6 @@
 """Carrying on in the same folder: from what, whether it is the same run, and what a signal leaves."""
 
+import dataclasses
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from groupwise.errors import CheckpointError, ConfigError, StoppedError, Trainin
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
 from groupwise.training.learner import Learner
+from groupwise.training.window import HeldWindow, _group_values
+from groupwise.types import Completion, Group, Problem, Prompt, StepScores
 from tests.survival.kills import differences
 
 EVERY = {"training": {"steps": 4}, "output": {"checkpoint_every": 1, "keep_checkpoints": 4}}
@@ -260,3 +263,16 @@ def test_without_a_good_checkpoint_none_is_named(small_config, letters, quiet, t
     )
     with pytest.raises(TrainingError, match=r"from the weights of the checkpoints, up to .*step-1, no sound update was made"):
         go(config, letters, quiet, tmp_path / "run")
+
+
+def test_a_batch_comes_back_as_it_was_with_every_field():
+    """A field that is added to groups or completions, and forgotten here, would be lost between two updates."""
+    completion = Completion("a", (1, 2), (-0.1, -1e-7), "length", sample=3, policy_version=4)
+    steps = StepScores(0.5, (((1, 1.0), (2, 0.25)),))
+    group = Group(Prompt(Problem("p", "?", "1"), "?", (1,)), (completion,), (0.1 + 0.2,), {"f": (None,)}, {"g": steps}, (0.3,))
+    for kind, made in ((Group, group), (Completion, completion), (StepScores, steps)):
+        defaults = [f for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING]
+        assert all(getattr(made, f.name) != f.default for f in defaults), "a field is not tried"
+    held = HeldWindow()
+    held.load_checkpoint_state({}, json.loads(json.dumps({"groups": [_group_values(group)]})))
+    assert held.groups(lambda problem: group.prompt) == [group]
