@@ -298,3 +298,9 @@ def test_settings_inside_a_section_that_may_be_null_can_be_set_one_by_one():
     assert [(one.model.name, one.model.batch_tokens) for one in functions] == [("judge", 16384), ("./other", 64)]
     with pytest.raises(ConfigError, match="ranck is not a setting"):
         load_config(None, ["model.lora.ranck=4"])
+
+
+def test_a_key_with_line_breaks_stays_in_one_line():
+    with pytest.raises(ConfigError) as caught:
+        build_config({"a\nb\x1b[31m": 1})
+    assert str(caught.value).startswith("a\\nb\\x1b[31m is not a setting")

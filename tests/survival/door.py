@@ -39,7 +39,7 @@ class Going:
     process: int
     log: Path
 
-    def wait(self, limit_s: float = 120.0) -> Ended:
+    def wait(self, limit_s: float = 900.0) -> Ended:
         """Its end; after ``limit_s`` it is killed."""
         until = time.monotonic() + limit_s
         while True:
@@ -50,7 +50,7 @@ class Going:
                 os.kill(self.process, signal.SIGKILL)
             time.sleep(0.01)
 
-    def wait_for(self, there: Callable[[], bool], limit_s: float = 120.0) -> None:
+    def wait_for(self, there: Callable[[], bool], limit_s: float = 900.0) -> None:
         """Until ``there()``, or the command has ended."""
         until = time.monotonic() + limit_s
         while not there() and time.monotonic() < until and self._alive():

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -47,11 +48,30 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
     """
-    return build_config({} if source is None else _read(find_source(source)), overrides)
+    with _in_one_line():
+        settings = {} if source is None else _read(find_source(source))
+    return build_config(settings, overrides)
 
 
 def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The same from a mapping in the shape of the YAML: ``build_config({"training": {"steps": 10}})``."""
+    with _in_one_line():
+        return _build(settings, overrides)
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """A key may hold anything, line breaks and a terminal's own commands too: the sentence shows them escaped."""
+    try:
+        yield
+    except ConfigError as error:
+        told = str(error)
+        if told.isprintable():
+            raise
+        raise ConfigError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)) from None
+
+
+def _build(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     merged = _merge({}, settings)
     for override in overrides:
         path, value = _parse_override(override)

@@ -17,7 +17,7 @@ from groupwise import metrics
 from groupwise.metrics import Metric
 from groupwise.training.credit import Advantages
 from groupwise.training.microbatches import MicroBatch, members_of
-from groupwise.types import Completion, Group, Prompt, StepScores, StepScores
+from groupwise.types import Completion, Group, Prompt, StepScores
 
 __all__ = ["HeldWindow", "Window", "WindowOpenError"]
 
