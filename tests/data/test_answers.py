@@ -294,3 +294,9 @@ def test_extraction_takes_linear_time() -> None:
     for piece in ("<answer>", "\\boxed{", "1,111,", "####", "{"):
         text = piece * 40_000
         grade(text, "72", "xml")
+
+
+def test_a_fraction_between_dollars_in_running_text_is_a_number():
+    text = "so the answer is $\\frac{1}{2}$."
+    assert numeric_equal(extract_last_number(text), "0.5")
+    assert grade(text, "1/2", "xml").lenient

@@ -1,12 +1,10 @@
 """What reads other people's files, fed with anything: few cases here, 10,000 of each kind by the command."""
 
 import logging
-import re
 
 import pytest
 
 from tests.survival import fuzz
-from tests.survival.page import PAGE, section
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +30,3 @@ def test_an_element_that_runs_something_is_found():
         with pytest.raises(AssertionError):
             fuzz.elements(page)
     assert fuzz.elements("<p>&lt;script&gt;</p><script>1</script>") == {"p": 1, "script": 1}
-
-
-def test_the_page_has_ten_thousand_cases_of_each_kind_without_a_crash():
-    rows = [
-        re.split(r" *\| *", row)[1:-1] for row in section("fuzzing", PAGE.read_text(encoding="utf-8")).splitlines() if "|" in row
-    ]
-    found = {row[0]: row[1:] for row in rows[2:]}
-    assert found.keys() == fuzz.TARGETS.keys()
-    assert all(int(cases.replace(",", "")) >= 10_000 and crashes == "0" for cases, _, _, crashes in found.values())

@@ -168,7 +168,7 @@ def numeric_value(text: str) -> Decimal | Fraction | None:
     if len(text) > LONGEST_NUMBER:
         return None
     text = _unwrap(text)
-    fraction = FRACTION_COMMAND.fullmatch(text)
+    fraction = FRACTION_COMMAND.fullmatch(text.removeprefix("$"))  # of "$\\frac{1}{2}$" in running text the second $ is cut off
     if fraction:
         sign, top, bottom = fraction.groups()
         return None if int(bottom) == 0 else Fraction(int(top), int(bottom)) * (-1 if sign == "-" else 1)
