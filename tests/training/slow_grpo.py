@@ -111,11 +111,13 @@ def watch_gradients(learner):
 
 
 def by_module_name(scorer):
-    """The fused gradients, cut back into the module's own parameters, which are views of the fused ones."""
+    """The fused gradients, cut back into the module's own parameters, which are views of the fused ones; of what has any."""
     fused = {p.untyped_storage().data_ptr(): p for _, p in scorer.named_parameters()}
     found = {}
     for name, parameter in scorer.module.named_parameters():
         owner = fused[parameter.untyped_storage().data_ptr()]
+        if owner.grad is None:
+            continue
         first = parameter.storage_offset() // parameter.stride(0)
         found[name] = owner.grad[first : first + len(parameter)].clone()
     return found

@@ -60,11 +60,12 @@ def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters,
     "algorithm",
     [
         {"preset": "ppo", "beta": 0.1, "updates_per_batch": 2},
+        {"preset": "ppo", "critic": "copy", "critic_learning_rate": 1e-3, "updates_per_batch": 2},
         {"beta": 0.1, "kl_target": 0.02, "kl_gain": 0.5},
         {"beta": 0.1, "reference_every": 1, "reference_mixing": 0.3},
         {"entropy_bonus": 0.01, "entropy_floor": 5.0, "top_entropy_share": 0.5, "sampler_correction": "token"},
     ],
-    ids=["critic", "steered leash", "moving reference", "stateless"],
+    ids=["critic", "critic of its own", "steered leash", "moving reference", "stateless"],
 )
 def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, letters, quiet, tmp_path, algorithm):
     config = small_config(

@@ -41,7 +41,7 @@ class AlgorithmConfig(Section):
     """Added to the standard deviation before dividing by it, whichever `scale` names."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "value"] = "group_mean"
     """What a completion's reward is compared with: its group's mean, the mean of the others in its group (unbiased), the mean of
-    the whole batch, nothing, or a learned `value` of every token's state (PPO: it costs a second network's memory and time)."""
+    the whole batch, nothing, or a learned `value` of every token's state (PPO; `critic` says who learns it)."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps the
     reward's own units; `batch_std` is in between and steadier with few completions per prompt. With `baseline: value` it whitens:
@@ -85,6 +85,12 @@ class AlgorithmConfig(Section):
     """With `baseline: value`: weight of the value's loss beside the policy's."""
     value_learning_rate: float = Field(default=1e-3, gt=0)
     """With `baseline: value`: learning rate of the value's own head, a single linear layer that starts from nothing."""
+    critic: str = Field(default="shared", min_length=1)
+    """With `baseline: value`: whose states the value's head reads. `shared`: the policy's own, at next to no cost. `copy`: those of a
+    second model that starts as the policy is when GRPO begins and learns only the value; a model folder or Hub name with the same
+    tokenizer: another such model. A second model doubles the memory of weights and optimiser, and the time of the passes."""
+    critic_learning_rate: float = Field(default=1e-5, gt=0)
+    """With a `critic` of its own: learning rate of that model, constant. The head on it learns at `value_learning_rate`."""
     value_trains_trunk: bool = False
     """With `baseline: value`: let the value's error reach the policy's layers too, at the policy's learning rate."""
     mask_truncated: bool = False

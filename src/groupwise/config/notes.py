@@ -56,10 +56,15 @@ def _unused_in_the_objective(algorithm: AlgorithmConfig) -> Iterator[tuple[str, 
     elif algorithm.kl_placement != "loss":
         yield "the KL is part of the reward, not of the loss", ("kl_correction",)
     if algorithm.baseline != "value":
-        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight", "value_learning_rate", "value_trains_trunk")
+        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight", "value_learning_rate", "value_trains_trunk",
+                   "critic", "critic_learning_rate")  # fmt: skip
         yield "algorithm.baseline is not value, so no value is learned", learned
     elif algorithm.updates_per_batch == 1:
         yield "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed", ("value_clip",)
+    if algorithm.baseline == "value" and algorithm.critic == "shared":
+        yield "algorithm.critic is shared, so no second model is learned", ("critic_learning_rate",)
+    elif algorithm.baseline == "value":
+        yield "algorithm.critic is a model of its own, which the value's error always reaches", ("value_trains_trunk",)
     if algorithm.sampler_correction == "none":
         yield "algorithm.sampler_correction is none", ("sampler_correction_mode", "sampler_correction_cap")
     if algorithm.kl_target is None:

@@ -117,6 +117,12 @@ class AdapterScorer(ModuleScorer):
         self._set_dropout(torch.is_grad_enabled())
         return result
 
+    def states(self, batch: Padded) -> Tensor:
+        """See ``ModuleScorer.states``; dropout as for ``score``."""
+        result = super().states(batch)
+        self._set_dropout(torch.is_grad_enabled())
+        return result
+
     def _set_modes(self, learning: bool) -> None:
         super()._set_modes(learning)
         self._set_dropout(learning)

@@ -157,11 +157,16 @@ class Decoder:
         """A batch from ``(prompt ids, [completion ids, ...])`` pairs."""
         return pack(groups).to(self.device)
 
+    def states(self, packed: Packed) -> Tensor:
+        """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""
+        return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, self.epsilon)
+
     def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
         return self.score(packed, temperature).logprobs_T
 
     def score(self, packed: Packed, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
-        rows = rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, self.epsilon)
-        return score_tokens(rows, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
+        return score_tokens(
+            self.states(packed), self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden
+        )

@@ -74,22 +74,34 @@ class ModuleScorer:
 
     def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
-        inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
         self._set_modes(learning=torch.is_grad_enabled())
         try:
             head = _plain_head(self.module)
             if head is None:
-                return self._score_by_logits(inputs, batch, temperature, entropy, keep_hidden)
-            hidden = self.module.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, batch.predict_rows_T)
+                return self._score_by_logits(batch, temperature, entropy, keep_hidden)
+            hidden = self._states(batch)
             return score_tokens(hidden, head, batch.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
         finally:
             self.module.eval()  # and so it is when the backward pass recomputes
 
-    def _score_by_logits(
-        self, inputs: dict[str, Any], batch: Padded, temperature: float, entropy: bool, keep_hidden: bool
-    ) -> Scored:
+    def states(self, batch: Padded) -> Tensor:
+        """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""
+        self._set_modes(learning=torch.is_grad_enabled())
+        try:
+            return self._states(batch)
+        finally:
+            self.module.eval()
+
+    def _states(self, batch: Padded) -> Tensor:
+        if self.module.base_model is self.module:  # an architecture that names no trunk of its own
+            last: Tensor = self.module(**_inputs(batch), output_hidden_states=True).hidden_states[-1]
+        else:
+            last = self.module.base_model(**_inputs(batch)).last_hidden_state
+        return last.flatten(0, 1).index_select(0, batch.predict_rows_T)
+
+    def _score_by_logits(self, batch: Padded, temperature: float, entropy: bool, keep_hidden: bool) -> Scored:
         """For heads that scale or cap what they give."""
-        output = self.module(**inputs, output_hidden_states=keep_hidden)
+        output = self.module(**_inputs(batch), output_hidden_states=keep_hidden)
         rows = batch.predict_rows_T
         scaled = torch.log_softmax(output.logits.flatten(0, 1).index_select(0, rows).float() / temperature, dim=-1)
         return Scored(
@@ -106,6 +118,10 @@ class ModuleScorer:
         self.module.eval()
         for part in self.module.modules():
             part.training = learning and bool(getattr(part, "gradient_checkpointing", False))
+
+
+def _inputs(batch: Padded) -> dict[str, Any]:
+    return {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
 
 
 def _plain_head(model: Any) -> Tensor | None:

@@ -16,7 +16,10 @@ from groupwise.models.load import Policy
 from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
 
-__all__ = ["Scorer", "make_reference", "make_scorer"]
+__all__ = ["Scorer", "Trunk", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer"]
+
+Trunk = Decoder | ModuleScorer
+"""A scorer that also gives the bare states in which tokens are chosen (``states``)."""
 
 
 class Scorer(Protocol):
@@ -42,7 +45,7 @@ class Scorer(Protocol):
         ...
 
 
-def make_scorer(policy: Policy, config: ModelConfig) -> Scorer:
+def make_scorer(policy: Policy, config: ModelConfig) -> Trunk:
     """The lean decoder if the architecture allows (it takes the parameters over), else the module itself, as with an adapter."""
     if is_adapted(policy.model):
         return AdapterScorer(policy.model)
@@ -60,3 +63,24 @@ def make_reference(scorer: Scorer) -> Scorer:
     if isinstance(scorer, Decoder):
         return Decoder(module, trainable=False, attention=scorer.attention)
     return ModuleScorer(module, trainable=False)
+
+
+def copy_trunk(scorer: Scorer) -> Trunk:
+    """A second model that starts as the policy is now and learns by itself; of an adapted policy, base and adapter."""
+    if isinstance(scorer, AdapterScorer):
+        return AdapterScorer(copy.deepcopy(scorer.adapted))
+    module = copy.deepcopy(scorer.module)
+    if isinstance(scorer, Decoder):
+        return Decoder(module, gradient_checkpointing=scorer.gradient_checkpointing, attention=scorer.attention)
+    return ModuleScorer(module)
+
+
+def freeze_output_head(trunk: Trunk) -> None:
+    """An output head that is no view of the embedding takes no part in ``states``: it shall have no masters and moments either."""
+    if isinstance(trunk, Decoder):
+        if trunk.head is not trunk.embedding:
+            trunk.head.requires_grad_(False)
+        return
+    head = trunk.module.get_output_embeddings()
+    if head.weight is not trunk.module.get_input_embeddings().weight:
+        head.requires_grad_(False)

@@ -109,7 +109,22 @@ def _state(setup: Setup) -> list[Item]:
         items.append(Item("reference", s * parameters, "s P"))
         if setup.config.algorithm.reference_mixing < 1:
             items.append(Item("reference average", 4 * parameters, "4 P"))
-    return items
+    return [*items, *_critic(setup)]
+
+
+def _critic(setup: Setup) -> list[Item]:
+    """A second model for PPO's value, taken to have the policy's shape: weights, masters, moments, and gradients, which live while it and
+    the policy learn."""
+    algorithm, trained, s = setup.config.algorithm, setup.trained, setup.weight_bytes
+    if algorithm.baseline != "value" or algorithm.critic == "shared":
+        return []
+    masters = 0 if _own_masters(setup) else 4
+    m, letter = _learnt_bytes(setup), "A" if setup.adapted else "P"
+    own = 4 * trained if setup.adapted else 0
+    return [
+        Item("critic's weights", s * setup.shape.parameters + own, "s P (+ 4 A with an adapter)"),
+        Item("critic's optimiser", (masters + 3 * m) * trained, f"({masters} + 3 x {m}) {letter}: masters, moments, gradients"),
+    ]
 
 
 def _moments(setup: Setup) -> Item:

@@ -67,6 +67,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "1 - Var(return - value) / Var(return) before the update: 1 is a perfect value, 0 a constant, below 0 a harmful one.",
     ),
     "value/error": ("reward", "Mean of value - return: far from 0, the value is biased."),
+    "value/grad_norm": ("1", "Global norm of a separate critic's gradient before clipping; only with algorithm.critic."),
     "value/clip_share": ("share", "Tokens whose value the clip held back."),
     "optimizer/learning_rate": ("1", "Learning rate of the step's last update."),
     "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping."),

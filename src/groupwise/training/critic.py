@@ -1,4 +1,4 @@
-"""The learned value of PPO: a linear head on the state in which each token is chosen.
+"""The learned value of PPO: a linear head on the state in which each token is chosen, the policy's own or that of a second model.
 
 Axes: T tokens, D model width.
 """
@@ -6,59 +6,139 @@ Axes: T tokens, D model width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from groupwise.algorithm import value_loss
 from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.schema import Config, ModelConfig
+from groupwise.errors import ConfigError
+from groupwise.metrics import Metric
+from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
+from groupwise.models.logprobs import Scored
+from groupwise.models.scorer import Scorer, Trunk, copy_trunk, freeze_output_head, make_scorer
+from groupwise.training.microbatches import MicroBatch, pack_for, packs_alike
+from groupwise.training.optimizer import MasterAdamW
+from groupwise.types import Group
 
-__all__ = ["Critic"]
+__all__ = ["Critic", "check_critic", "make_critic"]
+
+_OPTIMIZER, _WEIGHTS = "trunk.optimizer.", "trunk.weights."
 
 
 class Critic:
     """``V(state) = w . hidden + b`` in fp32, with an optimiser of its own. It starts at 0, where advantages are the returns.
 
-    The hidden state is the policy's own, after the final norm: no second network is kept. ``value_trains_trunk`` says whether the
-    value's error also reaches the policy's layers.
+    Without a ``trunk`` the hidden state is the policy's own, after the final norm: no second network is kept, and
+    ``value_trains_trunk`` says whether the value's error also reaches the policy's layers. A ``trunk`` is a second model that learns
+    nothing but the value, with masters and moments of its own; policy and value then share no weights.
     """
 
-    def __init__(self, width: int, config: AlgorithmConfig, device: torch.device) -> None:
-        self.config = config
-        self.weight = nn.Parameter(torch.zeros(width, device=device))
-        self.bias = nn.Parameter(torch.zeros((), device=device))
+    def __init__(
+        self,
+        width: int,
+        config: AlgorithmConfig,
+        device: torch.device,
+        trunk: Trunk | None = None,
+        optimizer: MasterAdamW | None = None,
+    ) -> None:
+        assert (trunk is None) is (optimizer is None)
+        self.config, self.trunk, self.optimizer = config, trunk, optimizer
+        self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros((), device=device))
         self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=config.value_learning_rate, weight_decay=0.0)
+        self.grad_norm = 0.0
+        """Of the trunk's last step, before clipping."""
 
     def values(self, hidden_T: Tensor) -> Tensor:
         """``[T]`` in fp32, in units of reward, from ``hidden_T`` ``[T, D]``."""
-        if not self.config.value_trains_trunk:
+        if self.trunk is None and not self.config.value_trains_trunk:
             hidden_T = hidden_T.detach()
         return hidden_T.float() @ self.weight + self.bias
 
+    def value_of(self, micro_batch: MicroBatch, scored: Scored | None) -> Tensor:
+        """``[T]`` of a micro-batch, by the trunk, or from the states that the policy's pass ``scored`` has kept."""
+        if self.trunk is not None:
+            return self.values(self.trunk.states(micro_batch.critic_batch or micro_batch.packed))
+        assert scored is not None
+        assert scored.hidden_T is not None
+        return self.values(scored.hidden_T)
+
+    def loss_of(self, micro_batch: MicroBatch, scored: Scored | None) -> tuple[Tensor, dict[str, Metric]]:
+        """The value's loss, times its weight, with the metrics of it."""
+        old_T, returns_T, weights_T = micro_batch.values_T, micro_batch.returns_T, micro_batch.value_weights_T
+        assert old_T is not None
+        assert returns_T is not None
+        assert weights_T is not None
+        loss, numbers = value_loss(
+            values_T=self.value_of(micro_batch, scored), old_values_T=old_T, returns_T=returns_T, weights_T=weights_T,
+            clip=self.config.value_clip,
+        )  # fmt: skip
+        found = {
+            "value/loss": numbers["value_loss"],
+            "value/error": numbers["value_error"],
+            "value/clip_share": numbers["value_clipped"],
+        }
+        return self.config.value_loss_weight * loss, found
+
+    def pack(self, groups: Sequence[Group], micro_batches: Sequence[MicroBatch], policy: Scorer) -> None:
+        """Prepare the micro-batches for a trunk that is of another kind than ``policy``, which they were packed for."""
+        if self.trunk is not None and not packs_alike(self.trunk, policy):
+            for micro_batch in micro_batches:
+                micro_batch.critic_batch = pack_for(self.trunk, groups, micro_batch)
+
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The head's."""
         return [self.weight, self.bias]
 
     def gradients(self) -> list[Tensor | None]:
-        return [p.grad for p in self.parameters]
+        """Those of the head, then those that have added up for the trunk."""
+        return [p.grad for p in self.parameters] + ([] if self.optimizer is None else self.optimizer.gradients())
 
     def zero_gradient(self, index: int) -> Tensor:
-        """A gradient of 0 for a parameter that has none: other processes may have one."""
+        """A gradient of 0 for one of ``gradients`` that is None: other processes may have one."""
+        if index >= len(self.parameters):
+            assert self.optimizer is not None
+            return self.optimizer.zero_gradient(index - len(self.parameters))
         parameter = self.parameters[index]
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss of a critic of its own is multiplied before its backward pass; 1 except with half-precision weights."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
     def step(self, made: bool) -> None:
-        """Take the step if the policy's was made; a gradient that is not finite is dropped either way."""
+        """Take the step if the policy's was made; a gradient that is not finite is dropped either way, head and trunk together."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if made and gradients and math.isfinite(float(sum(g.abs().sum() for g in gradients))):
+        for gradient in gradients:
+            gradient.div_(self.loss_scale)
+        sound = made and bool(gradients) and math.isfinite(float(sum(g.abs().sum() for g in gradients)))
+        if sound and self.optimizer is not None:
+            self.grad_norm, sound = self.optimizer.step(self.config.critic_learning_rate)
+        if sound:
             self.adamw.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients."""
         self.adamw.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.clear()
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by name, for a checkpoint."""
         out = {"weight": self.weight.data, "bias": self.bias.data}
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             out |= {f"{key}.{name}": value for key, value in self.adamw.state[parameter].items()}
+        if self.trunk is not None and self.optimizer is not None:
+            out |= {_OPTIMIZER + name: tensor for name, tensor in self.optimizer.state().items()}
+            out |= {_WEIGHTS + name: p.data for name, p in self._own_masters()}
         return out
 
     @torch.no_grad()
@@ -66,9 +146,71 @@ class Critic:
         """Restore what ``state`` gave. Raises KeyError or ValueError for the state of something else."""
         if state["weight"].shape != self.weight.shape:
             raise ValueError(f"the value head has {len(state['weight'])} inputs, but this model's states have {len(self.weight)}")
+        if (self.trunk is not None) is not any(key.startswith(_OPTIMIZER) for key in state):
+            raise ValueError("one of them has a critic of its own and the other the policy's states")
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             parameter.copy_(state[name])
             moments = {
                 key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state
             }
             self.adamw.state[parameter].update(moments)
+        if self.trunk is not None and self.optimizer is not None:
+            for name, parameter in self._own_masters():
+                parameter.copy_(state[_WEIGHTS + name])
+            start = len(_OPTIMIZER)
+            self.optimizer.load_state({k[start:]: tensor for k, tensor in state.items() if k.startswith(_OPTIMIZER)})
+
+    def _own_masters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The trunk's trained weights that the optimiser keeps no masters of: from masters they can be made again."""
+        assert self.trunk is not None
+        assert self.optimizer is not None
+        kept = self.optimizer.state()
+        return [(name, p) for name, p in self.trunk.named_parameters() if p.requires_grad and f"master.{name}" not in kept]
+
+
+def make_critic(scorer: Scorer, config: Config) -> Critic:
+    """The critic that ``algorithm.critic`` names, beside the policy as it is now. Raises ModelError for one that cannot be loaded."""
+    named = config.algorithm.critic
+    if named == "shared":
+        return Critic(_width(scorer), config.algorithm, scorer.device)
+    trunk = copy_trunk(scorer) if named == "copy" else make_scorer(load_policy(_own_model(config), scorer.device), config.model)
+    freeze_output_head(trunk)
+    own = config.optimizer.model_copy(update={"learning_rate": config.algorithm.critic_learning_rate})
+    return Critic(_width(trunk), config.algorithm, trunk.device, trunk, MasterAdamW(trunk.named_parameters(), own))
+
+
+def check_critic(config: Config, tokenizer: Any, context: int) -> None:
+    """What can be wrong with a critic of another name, found without its weights; ``tokenizer`` and ``context`` are the policy's.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        ConfigError: it reads other tokens than the policy writes, or too few of them.
+    """
+    named = config.algorithm.critic
+    if config.algorithm.baseline != "value" or named in ("shared", "copy"):
+        return
+    model = _own_model(config)
+    check_model(model)
+    own = load_tokenizer(model)
+    known = own.get_vocab()
+    if any(known.get(token) != number for token, number in tokenizer.get_vocab().items()):
+        raise ConfigError(
+            f"algorithm.critic is {named!r}, whose tokenizer is not that of {config.model.name}, but a critic reads the very tokens "
+            "that the policy wrote: name a model of the same family, or 'copy'"
+        )
+    completion = config.rollout.max_completion_tokens
+    longest = min(context, (config.data.max_prompt_tokens or context) + completion)
+    room = context_length(load_model_config(model), own)
+    if room < longest:
+        raise ConfigError(
+            f"algorithm.critic is {named!r} with a context of {room} tokens, but prompt and completion may have {longest}: set "
+            f"data.max_prompt_tokens to {max(1, room - completion)} or less, or name another critic"
+        )
+
+
+def _own_model(config: Config) -> ModelConfig:
+    return config.model.model_copy(update={"name": config.algorithm.critic, "revision": None})
+
+
+def _width(scorer: Scorer) -> int:
+    return int(scorer.module.get_output_embeddings().weight.shape[1])

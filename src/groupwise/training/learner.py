@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss, sampler_correction, value_loss
+from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss, sampler_correction
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
@@ -21,7 +21,7 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
 from groupwise.training.budget import PassBudget
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages
-from groupwise.training.critic import Critic
+from groupwise.training.critic import make_critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.training.reference import Reference
@@ -61,7 +61,7 @@ class Learner:
         self.objective = Objective.from_config(config.algorithm)
         self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer) if optimizer is None else optimizer
         self.moving_reference = Reference(scorer, config.algorithm.reference_mixing) if self.objective.needs_reference else None
-        self.critic = Critic(_width(scorer), config.algorithm, scorer.device) if self.objective.needs_values else None
+        self.critic = make_critic(scorer, config) if self.objective.needs_values else None
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
         self.parts: dict[str, Stateful] = {}
@@ -152,13 +152,16 @@ class Learner:
     def _restart(self, window: Window, notes: dict[str, Tensor]) -> None:
         self.optimizer.clear()
         if self.critic:
-            self.critic.adamw.zero_grad()
+            self.critic.clear()
         window.cut_anew(self._cut(window.groups), notes)
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
         """What falls to this process of the completions that take part, packed; perhaps nothing."""
         own = self._own(groups, self._taking_part(groups))
-        return cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
+        out = cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
+        if self.critic:
+            self.critic.pack(groups, out, self.scorer)
+        return out
 
     def _taking_part(self, groups: Sequence[Group]) -> list[tuple[int, int]]:
         """The completions that the passes are about, by (group, completion)."""
@@ -239,6 +242,8 @@ class Learner:
         norm, made = self.optimizer.step(rate)
         if self.critic:
             self.critic.step(made)
+            if not self._value_on_policy:
+                found["value/grad_norm"] = Max(self.critic.grad_norm)
         self.updates += made
         self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
         if made and self.optimizer.lost is not None:
@@ -285,11 +290,10 @@ class Learner:
         started = time.perf_counter()
         entropies: list[Tensor] = []
         for micro_batch in micro_batches:
-            scored = self._score(micro_batch, entropy=share < 1.0)
+            scored = self._score(micro_batch, entropy=share < 1.0) if self._value_on_policy or share < 1.0 else None
             if self.critic:
-                assert scored.hidden_T is not None
-                micro_batch.values_T = self.critic.values(scored.hidden_T)
-            if scored.entropy_T is not None:
+                micro_batch.values_T = self.critic.value_of(micro_batch, scored)
+            if scored is not None and scored.entropy_T is not None:
                 entropies.append(scored.entropy_T)
         found: dict[str, Metric] = {"time/learn_s": Sum(time.perf_counter() - started)}
         everywhere = [e for part in self.world.gather([e.cpu() for e in entropies]) for e in part]
@@ -321,8 +325,13 @@ class Learner:
 
     def _score(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
         return self.scorer.score(
-            micro_batch.packed, self.config.rollout.temperature, entropy=entropy, keep_hidden=self.critic is not None
+            micro_batch.packed, self.config.rollout.temperature, entropy=entropy, keep_hidden=self._value_on_policy
         )
+
+    @property
+    def _value_on_policy(self) -> bool:
+        """Whether the value reads the policy's own states."""
+        return self.critic is not None and self.critic.trunk is None
 
     def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> dict[str, Metric]:
         """Add one micro-batch's gradient. The first update is on-policy: its ratio is exactly 1, and no old pass is needed."""
@@ -350,12 +359,17 @@ class Learner:
         if scored.entropy_T is not None:
             loss = loss - self._entropy_bonus * scale * (micro_batch.weights_T * scored.entropy_T).sum()
             found["policy/full_entropy"] = Mean(float(scored.entropy_T.detach().sum()), tokens)
-        if self.critic:
-            value_part, of_value = self._value_loss(micro_batch, scored)
+        if self.critic and self._value_on_policy:
+            value_part, of_value = self.critic.loss_of(micro_batch, scored)
             loss, found = loss + scale * value_part, found | of_value
         if torch.is_grad_enabled():
             loss_scale = self.optimizer.loss_scale
             (loss if loss_scale == 1 else loss * loss_scale).backward()
+        if self.critic and not self._value_on_policy:  # only now: the policy's activations are free again
+            value_part, of_value = self.critic.loss_of(micro_batch, None)
+            found |= of_value
+            if torch.is_grad_enabled():
+                (scale * self.critic.loss_scale * value_part).backward()
         return found
 
     def _at_first(self, micro_batch: MicroBatch, taken_T: Tensor) -> dict[str, Metric]:
@@ -377,24 +391,6 @@ class Learner:
             micro_batch.old_T = taken_T
         return found
 
-    def _value_loss(self, micro_batch: MicroBatch, scored: Scored) -> tuple[Tensor, dict[str, Metric]]:
-        assert self.critic
-        assert scored.hidden_T is not None
-        old_T, returns_T, weights_T = micro_batch.values_T, micro_batch.returns_T, micro_batch.value_weights_T
-        assert old_T is not None
-        assert returns_T is not None
-        assert weights_T is not None
-        loss, numbers = value_loss(
-            values_T=self.critic.values(scored.hidden_T), old_values_T=old_T, returns_T=returns_T, weights_T=weights_T,
-            clip=self.objective.value_clip,
-        )  # fmt: skip
-        found = {
-            "value/loss": numbers["value_loss"],
-            "value/error": numbers["value_error"],
-            "value/clip_share": numbers["value_clipped"],
-        }
-        return self.config.algorithm.value_loss_weight * loss, found
-
 
 def _teaches(advantages: Sequence[float]) -> bool:
     return any(abs(a) > 1e-9 for a in advantages)
@@ -402,7 +398,3 @@ def _teaches(advantages: Sequence[float]) -> bool:
 
 def _steps_teach(advantages: list[list[list[float]]] | None, group: int) -> bool:
     return advantages is not None and any(_teaches(tokens) for tokens in advantages[group])
-
-
-def _width(scorer: Scorer) -> int:
-    return int(scorer.module.get_output_embeddings().weight.shape[1])

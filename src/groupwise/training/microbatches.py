@@ -14,10 +14,11 @@ from torch import Tensor
 
 from groupwise.algorithm import BatchCounts, Objective
 from groupwise.batching import Part, cut_batch
+from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer
 from groupwise.types import Group
 
-__all__ = ["MicroBatch", "Share", "cut", "members_of"]
+__all__ = ["MicroBatch", "Share", "cut", "members_of", "pack_for", "packs_alike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class MicroBatch:
     """Weights that make up for the sampler's mismatch, from the first update on."""
     mask_T: Tensor | None = None
     """1 for tokens that take part in the policy's loss, else 0; None for all."""
+    critic_batch: Any = None
+    """The same completions as a critic of another kind than the policy wants them packed; None where ``packed`` will do."""
     values_T: Tensor | None = None
     """What the critic said before the first update."""
     returns_T: Tensor | None = None
@@ -102,3 +105,26 @@ def _pack(groups: Sequence[Group], parts: list[Part], counts: BatchCounts, score
     if objective.needs_values:
         out.value_weights_T = objective.value_weights(packed.lengths_N, packed.sequence_T, counts)
     return out
+
+
+def packs_alike(one: Scorer, other: Scorer) -> bool:
+    """Whether what one of them prepares is fit for the other: both by packed rows, or both by padded ones, of the same token ids."""
+    return isinstance(one, ModuleScorer) is isinstance(other, ModuleScorer) and _embedded(one) == _embedded(other)
+
+
+def pack_for(scorer: Scorer, groups: Sequence[Group], micro_batch: MicroBatch) -> Any:
+    """The micro-batch's completions in the same order, prepared by another scorer than the policy's.
+
+    An id beyond what it embeds is read as its last one: models of one family differ in rows that stand for no token.
+    """
+    last = _embedded(scorer) - 1
+
+    def known(token_ids: Sequence[int]) -> list[int]:
+        return [min(token, last) for token in token_ids]
+
+    chosen = [(groups[p.group], p.members) for p in micro_batch.parts]
+    return scorer.prepare([(known(g.prompt.token_ids), [known(g.completions[m].token_ids) for m in ms]) for g, ms in chosen])
+
+
+def _embedded(scorer: Scorer) -> int:
+    return len(scorer.module.get_input_embeddings().weight)

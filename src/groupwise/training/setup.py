@@ -20,6 +20,7 @@ from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
+from groupwise.training.critic import check_critic
 from groupwise.training.short_memory import memory_note
 from groupwise.types import Problem, Prompt
 
@@ -101,6 +102,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     context = context_length(hf_config, tokenizer)
+    check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:
         return render(problem, tokenizer, config.prompt, system)
