@@ -118,12 +118,12 @@ def _critic(setup: Setup) -> list[Item]:
     algorithm, trained, s = setup.config.algorithm, setup.trained, setup.weight_bytes
     if algorithm.baseline != "value" or algorithm.critic == "shared":
         return []
-    masters = 0 if _own_masters(setup) else 4
-    m, letter = _learnt_bytes(setup), "A" if setup.adapted else "P"
+    masters = 4 * trained if _has_masters(setup) else 0
     own = 4 * trained if setup.adapted else 0
+    learnt = masters + _moments(setup).bytes + _gradients(setup).bytes
     return [
         Item("critic's weights", s * setup.shape.parameters + own, "s P (+ 4 A with an adapter)"),
-        Item("critic's optimiser", (masters + 3 * m) * trained, f"({masters} + 3 x {m}) {letter}: masters, moments, gradients"),
+        Item("critic's optimiser", learnt, "as the policy's: masters, moments, gradients"),
     ]
 
 
