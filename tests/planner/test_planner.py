@@ -308,3 +308,19 @@ def test_reward_models_take_their_weights_beside_the_policy(tmp_path):
     taken, said = planned({"name": str(tmp_path / "nowhere")})
     assert taken == 0
     assert "nowhere, whose config.json cannot be had or read" in said
+
+
+def test_what_is_offloaded_is_off_the_gpu_and_comes_back_for_its_pass():
+    config = load_config("gsm8k-1.5b-8gpu")
+    away = load_config("gsm8k-1.5b-8gpu", ["optimizer.offload=true", "training.offload_reference=true"])
+    near, far = (make_plan(c, HARDWARE["a100-80gb"], prompt_tokens=200) for c in (config, away))
+    weights = near.setup.shape.parameters
+    steps = [next(p for p in made.phases if p.name == "optimiser step") for made in (near, far)]
+    holes = [item([p], "optimiser step", "the allocator's holes") for p in steps]
+    assert (steps[0].bytes - holes[0]) - (steps[1].bytes - holes[1]) == (4 + 8 + 4 + 2) * weights
+    assert item(far.phases, "reference", "reference") == 2 * weights
+    assert item(near.phases, "sampling", "reference") == 2 * weights
+    assert item(far.phases, "sampling", "reference") == 0
+    assert far.cost.optimizer_s > near.cost.optimizer_s
+    on_cpu = make_plan(away, HARDWARE["cpu"], prompt_tokens=200)
+    assert item(on_cpu.phases, "learning", "master weights") == 4 * weights, "no effect there"

@@ -198,3 +198,28 @@ def test_eight_bit_moments_follow_full_ones():
         optimizer.step(1e-3)
     assert torch.equal(small.masters[0], restored.masters[0])
     assert torch.equal(weights[1], weights[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimiser_with_a_home_of_its_own_walks_the_same_path(dtype):
+    """Masters, moments and gradients apart from the weights, as on a GPU with ``offload``: here the other place is the CPU as well, so
+    what is held is that they are apart and that nothing is lost on the way, not the transfer itself."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(40, 8, generator=generator).to(dtype)
+    near, far = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    config = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+    optimizers = [(near, MasterAdamW([("w", near)], config)), (far, MasterAdamW([("w", far)], config, home=torch.device("cpu")))]
+    apart = optimizers[1][1]
+    assert apart.masters[0] is not far
+    assert apart.masters[0].data_ptr() != far.data_ptr()
+    for _ in range(5):
+        gradients = [torch.randn(40, 8, generator=generator) for _ in range(2)]
+        for weight, optimizer in optimizers:
+            for gradient in gradients:
+                backward(weight, gradient)
+            optimizer.step(1e-2)
+            assert weight.grad is None
+        assert torch.equal(near, far)
+    assert "master.w" in apart.state()
+    with pytest.raises(ConfigError, match="precision=masters"):
+        build_config({"optimizer": {"offload": True, "precision": "stochastic"}})

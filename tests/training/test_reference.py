@@ -7,6 +7,7 @@ import pytest
 import torch
 from slow_grpo import config_of, distance, learner_of, make_groups, present_model, slow_gradient, slow_logprobs, watch_gradients
 
+from groupwise.training.reference import Reference
 from groupwise.training.run import Run
 
 REWARDS = [[2.0, 0.0, 1.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.0]]
@@ -152,3 +153,27 @@ def test_kl_in_the_reward_is_measured_from_the_policy_that_sampled(tiny_llama):
     learner, _, _, _ = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
     changed, _ = learner.learn([replace(group, completions=(raised, other))])
     assert changed[0][0] == pytest.approx(plain[0][0] - 0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["tiny_qwen2", "module"])
+@pytest.mark.parametrize("mixing", [1.0, 0.3])
+def test_a_parked_reference_says_the_same_and_is_renewed_where_it_lies(request, tiny_llama, family, mixing):
+    """Here the machine's memory is the device's too, so what is held is the swapping of weights, not the transfer."""
+    model = tiny_llama(seed=3, mlp_bias=True) if family == "module" else request.getfixturevalue(family)(seed=3)
+    learner, _ = learner_of(model, config_of(algorithm={"beta": 0.1}))
+    plain, parked = Reference(learner.scorer, mixing), Reference(learner.scorer, mixing, offload=True)
+    own = {id(p) for _, p in parked.scorer.named_parameters()}
+    assert all(p.numel() == 0 for p in parked.scorer.module.parameters() if id(p) not in own), "no view holds on to the device"
+    batch = learner.scorer.prepare([([5, 6, 7], [[8, 9], [10]])])
+    for _ in range(2):
+        lying = {name: p.data_ptr() for name, p in parked.scorer.named_parameters()}
+        with torch.no_grad(), plain.present() as one, parked.present() as other:
+            assert all(p.data_ptr() != lying[name] for name, p in parked.scorer.named_parameters())
+            assert torch.equal(one.logprobs(batch), other.logprobs(batch))
+        assert all(p.data_ptr() == lying[name] for name, p in parked.scorer.named_parameters())
+        with torch.no_grad():
+            for _, parameter in learner.scorer.named_parameters():
+                parameter.add_(0.1)
+        plain.renew()
+        parked.renew()
+    assert all(torch.equal(a, parked.state()[name]) for name, a in plain.state().items())

@@ -120,6 +120,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, warm = config.optimizer, config.warm_start
+    if config.training.offload_reference and (config.algorithm.beta == 0 or config.model.lora):
+        yield _without_effect("training.offload_reference", True, "this run keeps no copy of the policy as its reference")
     if optimizer.schedule == "constant":
         for name in _chosen(optimizer, "final_fraction"):
             yield _without_effect(f"optimizer.{name}", optimizer.final_fraction, "optimizer.schedule is constant")

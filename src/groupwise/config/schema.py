@@ -181,6 +181,9 @@ class OptimizerConfig(Section):
     `masters-8bit`: the same with 8-bit moments (package bitsandbytes), 12 bytes. `stochastic`: the bf16 weights themselves, rounded
     stochastically so that small updates count on average, bf16 moments, 10 bytes. `pure`: bf16 throughout, 8 bytes, and most
     updates at rates near 1e-6 are rounded away (`optimizer/updates_lost` shows the share)."""
+    offload: bool = False
+    """Keep masters, moments and fp32 gradients in the machine's memory and step there: 16 bytes a weight less on the GPU, for a transfer of
+    gradients and weights at each update. Without effect on CPUs."""
     decay: Literal["all", "matrices"] = "all"
     """What `weight_decay` acts on; `matrices` spares norms and biases."""
 
@@ -208,6 +211,8 @@ class TrainingConfig(Section):
     process_timeout_s: float = Field(default=1800.0, gt=0)
     """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
     sampling of a step takes."""
+    offload_reference: bool = False
+    """Keep the reference in the machine's memory and bring it to the GPU for its pass of each step. Without effect on CPUs."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads; by default as many as there are cores for this process."""
 
@@ -291,6 +296,11 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.precision is {self.optimizer.precision}, but float16 weights cannot hold small updates: use "
                 "optimizer.precision=masters, or model.dtype=bfloat16"
+            )
+        if self.optimizer.offload and self.optimizer.precision in ("stochastic", "pure"):
+            raise ValueError(
+                f"optimizer.offload keeps masters in the machine's memory, but with optimizer.precision={self.optimizer.precision} there "
+                "are none: use optimizer.precision=masters or masters-8bit"
             )
         if self.model.dtype == "float16" and self.algorithm.baseline == "value":
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from groupwise.planner.hardware import Hardware
+from groupwise.planner.hardware import HARDWARE, Hardware
 from groupwise.planner.setup import Setup
 
 __all__ = ["StepCost", "step_cost"]
@@ -49,7 +49,7 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
         learning_flops=learning,
         sampling_s=_sampling_s(setup, arithmetic, bandwidth),
         learning_s=learning / arithmetic,
-        optimizer_s=updates * _optimizer_bytes(setup) / bandwidth,
+        optimizer_s=_update_s(setup, bandwidth) * updates + _reference_transfer_s(setup),
         communication_s=updates * _communication_bytes(setup) / hardware.link_bytes_per_s,
     )
 
@@ -88,6 +88,23 @@ def _sampling_s(setup: Setup, arithmetic: float, bandwidth: float) -> float:
     computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + c / 2)
     prefill = 2.0 * shape.layers * shape.layer_matrices * setup.prompts * setup.prompt
     return prefill / arithmetic + steps * max(read / bandwidth, computed / arithmetic)
+
+
+_BUS_BYTES_PER_S = 20e9
+"""Between a GPU and the machine's memory: most of PCIe 4.0 x16."""
+
+
+def _update_s(setup: Setup, bandwidth: float) -> float:
+    """In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, weights the other."""
+    if not (setup.device == "cuda" and setup.config.optimizer.offload):
+        return _optimizer_bytes(setup) / bandwidth
+    crossing = 2 * setup.weight_bytes * setup.trained / _BUS_BYTES_PER_S
+    return crossing + _optimizer_bytes(setup) / HARDWARE["cpu"].bytes_per_s
+
+
+def _reference_transfer_s(setup: Setup) -> float:
+    parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.config.algorithm.beta > 0
+    return setup.weight_bytes * setup.shape.parameters / _BUS_BYTES_PER_S if parked and not setup.adapted else 0.0
 
 
 def _optimizer_bytes(setup: Setup) -> float:

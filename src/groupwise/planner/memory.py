@@ -57,6 +57,8 @@ def phases(setup: Setup) -> list[Phase]:
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
         passing["evaluation"] = _sampling(setup, setup.config.evaluation.problems or 10**6, 1)
+    if _parked(setup) and setup.config.algorithm.beta > 0 and not setup.adapted:
+        passing["reference"] = _reference_pass(setup)
     passing |= {"learning": _learning(setup), "optimiser step": [_gradients(setup)]}
     found = [_phase(name, [*_state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
     return [p if p.name != "learning" else _with_aligned_blocks(setup, p) for p in found]
@@ -102,10 +104,11 @@ def _state(setup: Setup) -> list[Item]:
     ]
     if setup.adapted:
         items += [Item("adapter", 4 * trained, "4 A, A weights of the adapter"), *_merged_copy(setup)]
-    if _has_masters(setup):
+    if _has_masters(setup) and not _offloaded(setup):
         items.append(Item("master weights", 4 * trained, "4 P"))
-    items.append(_moments(setup))
-    if setup.config.algorithm.beta > 0 and not setup.adapted:
+    if not _offloaded(setup):
+        items.append(_moments(setup))
+    if setup.config.algorithm.beta > 0 and not setup.adapted and not _parked(setup):
         items.append(Item("reference", s * parameters, "s P"))
         if setup.config.algorithm.reference_mixing < 1:
             items.append(Item("reference average", 4 * parameters, "4 P"))
@@ -127,6 +130,24 @@ def _critic(setup: Setup) -> list[Item]:
     ]
 
 
+def _offloaded(setup: Setup) -> bool:
+    return setup.device == "cuda" and setup.config.optimizer.offload
+
+
+def _parked(setup: Setup) -> bool:
+    return setup.device == "cuda" and setup.config.training.offload_reference
+
+
+def _reference_pass(setup: Setup) -> list[Item]:
+    """Of a reference that comes for its pass alone: its weights, one layer, and the head."""
+    batch = setup.largest
+    return [
+        Item("reference", setup.weight_bytes * setup.shape.parameters, "s P, while it is used"),
+        Item("one layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
+        Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"),
+    ]
+
+
 def _moments(setup: Setup) -> Item:
     which = "A" if setup.adapted else "P"
     if setup.config.optimizer.precision == "masters-8bit":
@@ -144,6 +165,8 @@ def _merged_copy(setup: Setup) -> list[Item]:
 
 def _gradients(setup: Setup) -> Item:
     m = setup.weight_bytes if setup.config.optimizer.precision == "pure" and not setup.in_fp32 else 4
+    if _offloaded(setup):
+        return Item("gradients", 0, "in the machine's memory")
     return Item("gradients", m * setup.trained, f"{m} {'A' if setup.adapted else 'P'}")
 
 

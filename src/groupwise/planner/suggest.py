@@ -86,11 +86,8 @@ Change = tuple[dict[str, Any], int, str]
 def _candidates(setup: Setup, limit: int) -> Iterator[Change]:
     """Every combination of one change of what is learned (or none) with changes of speed alone; the budgets that just fit."""
     for learned, rank, effect in _changes_of_result(setup):
-        for recompute in ({}, {"model__gradient_checkpointing": True}):
-            if recompute and setup.config.model.gradient_checkpointing:
-                continue
-            both = {**learned, **recompute}
-            slower = "activations are computed twice" if recompute else ""
+        for slow, slower in _slower(setup.changed(**learned)):
+            both = {**learned, **slow}
             for fewer in _concurrency(setup.changed(**both), limit):
                 changes = {**both, **fewer}
                 words = [effect, slower, "more rounds of sampling" if fewer else ""]
@@ -100,6 +97,25 @@ def _candidates(setup: Setup, limit: int) -> Iterator[Change]:
                 if budget:
                     words.append("smaller passes")
                     yield {**changes, "training__micro_batch_tokens": budget}, rank, "; ".join(w for w in words if w)
+
+
+def _slower(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
+    """Combinations of what costs time alone."""
+    config, on_gpu = setup.config, setup.device == "cuda"
+    recompute: list[tuple[dict[str, Any], str]] = [({}, "")]
+    if not config.model.gradient_checkpointing:
+        recompute.append(({"model__gradient_checkpointing": True}, "activations are computed twice"))
+    away: list[tuple[dict[str, Any], str]] = [({}, "")]
+    reference = on_gpu and config.algorithm.beta > 0 and not setup.adapted and not config.training.offload_reference
+    if reference:
+        away.append(({"training__offload_reference": True}, "the reference is brought for its pass"))
+    if on_gpu and not setup.adapted and not config.optimizer.offload and config.optimizer.precision.startswith("masters"):
+        away.append(({"optimizer__offload": True}, "each update waits for the bus and the CPU"))
+        if reference:
+            away.append(({**away[1][0], **away[2][0]}, f"{away[1][1]}; {away[2][1]}"))
+    for one, words in recompute:
+        for other, more in away:
+            yield {**one, **other}, "; ".join(w for w in (words, more) if w)
 
 
 def _changes_of_result(setup: Setup) -> Iterator[Change]:

@@ -60,7 +60,15 @@ class Learner:
         self.scorer, self.config, self.world = scorer, config, world or World()
         self.objective = Objective.from_config(config.algorithm)
         self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer) if optimizer is None else optimizer
-        self.moving_reference = Reference(scorer, config.algorithm.reference_mixing) if self.objective.needs_reference else None
+        self.moving_reference = (
+            Reference(
+                scorer,
+                config.algorithm.reference_mixing,
+                offload=config.training.offload_reference and scorer.device.type != "cpu",
+            )
+            if self.objective.needs_reference
+            else None
+        )
         self.critic = make_critic(scorer, config) if self.objective.needs_values else None
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
@@ -274,11 +282,12 @@ class Learner:
 
     @torch.no_grad()
     def _score_reference(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
-        if self.reference is None:
+        if self.moving_reference is None:
             return {}
         started = time.perf_counter()
-        for micro_batch in micro_batches:
-            micro_batch.reference_T = self.reference.logprobs(micro_batch.packed, self.config.rollout.temperature)
+        with self.moving_reference.present() as reference:
+            for micro_batch in micro_batches:
+                micro_batch.reference_T = reference.logprobs(micro_batch.packed, self.config.rollout.temperature)
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()

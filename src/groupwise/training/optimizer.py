@@ -47,8 +47,15 @@ class MasterAdamW:
     ``loss_scale`` before each backward pass.
     """
 
-    def __init__(self, parameters: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: list[tuple[str, nn.Parameter]], config: OptimizerConfig, home: torch.device | None = None
+    ) -> None:
+        """``home``: where masters, moments and gradients live, beside the weights; by default the CPU for weights on a GPU if
+        ``config.offload``, else the weights' own place."""
         self.config = config
+        if home is None and config.offload and any(p.device.type != "cpu" for _, p in parameters):
+            home = torch.device("cpu")
+        self.home = home
         self.names = [name for name, p in parameters if p.requires_grad]
         self.parameters = [p for _, p in parameters if p.requires_grad]
         self._scale = LossScale() if any(p.dtype == torch.float16 for _, p in parameters) else None
@@ -114,19 +121,19 @@ class MasterAdamW:
         return adamw
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        if _adds_up_itself(parameter, self.config):
+        if self.home is None and _adds_up_itself(parameter, self.config):
             return parameter
         stochastic = self.config.precision == "stochastic"
-        master = parameter if stochastic else parameter.detach().float()
+        master = parameter if stochastic else parameter.detach().to(self.home or parameter.device, torch.float32, copy=True)
 
         def collect(p: Tensor) -> None:
             assert p.grad is not None
             grad, p.grad = p.grad, None
             found = self._sums.get(master)
             if found is None:  # taken now, when the activations that led here are free again: not at the peak
-                self._sums[master] = grad.float()
+                self._sums[master] = grad.to(master.device, torch.float32)
             else:
-                found.add_(grad)
+                found.add_(grad.to(master.device))
             if not stochastic:
                 master.grad = self._sums[master]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -14,15 +17,40 @@ class Reference:
     """A copy of the policy as it was when this was made, and what has been mixed into it since.
 
     With ``mixing`` a below 1, each renewal makes it (1 - a) reference + a policy (TR-DPO, arXiv 2404.09656). The average is kept in
-    fp32: a bf16 copy would round most of a small share away.
+    fp32: a bf16 copy would round most of a small share away. With ``offload`` its weights lie in the machine's memory except while it
+    is ``present``.
     """
 
-    def __init__(self, scorer: Scorer, mixing: float = 1.0) -> None:
-        self.policy, self.mixing = scorer, mixing
+    def __init__(self, scorer: Scorer, mixing: float = 1.0, *, offload: bool = False) -> None:
+        self.policy, self.mixing, self.offload = scorer, mixing, offload
         self.scorer = make_reference(scorer)
+        if offload:
+            self._park()
         self._average: dict[str, Tensor] = {}
         if mixing < 1:
             self._average = {name: p.detach().float().clone() for name, p in self.scorer.named_parameters()}
+
+    def _park(self) -> None:
+        """Into the machine's memory. The module's own parameters, views of the decoder's, would hold on to the old place: they go."""
+        own = {id(parameter) for _, parameter in self.scorer.named_parameters()}
+        for _, parameter in self.scorer.named_parameters():
+            parameter.data = parameter.data.cpu()
+        if own:
+            for view in self.scorer.module.parameters():
+                if id(view) not in own:
+                    view.data = view.data.new_empty(0)
+
+    @contextmanager
+    def present(self) -> Iterator[Scorer]:
+        """The reference, its weights where its passes are computed."""
+        parked = [(p, p.data) for _, p in self.scorer.named_parameters()] if self.offload else []
+        try:
+            for parameter, weights in parked:
+                parameter.data = weights.to(self.scorer.device, copy=True)
+            yield self.scorer
+        finally:
+            for parameter, weights in parked:
+                parameter.data = weights
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -30,7 +58,8 @@ class Reference:
         policy = dict(self.policy.named_parameters())
         for name, parameter in self.scorer.named_parameters():
             if self._average:
-                self._average[name].lerp_(policy[name].float(), self.mixing)
+                average = self._average[name]
+                average.lerp_(policy[name].to(average.device, torch.float32), self.mixing)
             parameter.copy_(self._average[name] if self._average else policy[name])
 
     def state(self) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def warm_start(
     settings, world = config.warm_start, world or World()
     rates = OptimizerConfig(
         learning_rate=settings.learning_rate, schedule="linear", final_fraction=0.1, warmup_steps=min(3, settings.steps),
-        precision=config.optimizer.precision,
+        precision=config.optimizer.precision, offload=config.optimizer.offload,
     )  # fmt: skip
     optimizer = MasterAdamW(scorer.named_parameters(), rates)
     in_a_row = 0
