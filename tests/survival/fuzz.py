@@ -4,7 +4,7 @@
     python -m tests.survival.fuzz --targets report --cases 500 --seed 3
     python -m tests.survival.fuzz --write                      # and put the table into docs/surviving.md
 
-Cases are drawn by hypothesis, half of them near what is valid; one that fails is made small and printed.
+Cases are drawn by hypothesis, some of them near what is valid; one that fails is made small and printed.
 """
 
 from __future__ import annotations

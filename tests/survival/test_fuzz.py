@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tests.survival import fuzz
+from tests.survival.page import PAGE, section
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +31,11 @@ def test_an_element_that_runs_something_is_found():
         with pytest.raises(AssertionError):
             fuzz.elements(page)
     assert fuzz.elements("<p>&lt;script&gt;</p><script>1</script>") == {"p": 1, "script": 1}
+
+
+def test_the_page_has_every_target_without_a_crash():
+    rows = [
+        row.strip("|").split("|") for row in section("fuzzing", PAGE.read_text(encoding="utf-8")).splitlines() if row[:1] == "|"
+    ]
+    found = {row[0].strip(): row[-1].strip() for row in rows[2:]}
+    assert found == dict.fromkeys(fuzz.TARGETS, "0")
