@@ -42,6 +42,19 @@ CASES = {
     "two rewards": {"reward_weights": [1.0, -0.5], "shuffle_dataset": False},
     "two rewards, normalised first": {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
     "temperature": {"temperature": 0.7, "beta": 0.1},
+    "tokens of high entropy": {"top_entropy_quantile": 0.3, "beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2},
+    "only the one of highest entropy": {"top_entropy_quantile": 0.0, "loss_type": "bnpo"},
+    "entropy bonus": {"entropy_coef": 0.3, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "entropy bonus of high-entropy tokens": {
+        "entropy_coef": 0.3, "top_entropy_quantile": 0.4, "loss_type": "grpo", "mask_truncated_completions": True,
+    },
+    "adaptive entropy": {
+        "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.05, "entropy_coef_max": 0.17, "entropy_target": 5.0,
+        "gradient_accumulation_steps": 2,
+    },
+    "adaptive entropy above its target": {
+        "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.08, "entropy_target": 0.5,
+    },
     "nothing to learn": {"reward_weights": [0.0, 0.0], "weight_decay": 0.1},
 }  # fmt: skip
 NOT_COMPARED = ("entropy", "step_time", "total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second")

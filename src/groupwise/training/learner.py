@@ -22,7 +22,7 @@ from groupwise.models.scorer import Scorer
 from groupwise.training.budget import PassBudget
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages
 from groupwise.training.critic import make_critic
-from groupwise.training.microbatches import MicroBatch, Share, cut, members_of
+from groupwise.training.microbatches import MicroBatch, Share, cut, mask_below, members_of
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
@@ -80,7 +80,8 @@ class Learner:
         """The step before which the reference was renewed last."""
         self.token_advantages: dict[tuple[int, int], list[float]] = {}
         """Of the last batch's first groups (``output.log_tokens``), where tokens of one completion differ in their advantages."""
-        self._entropy_bonus = 0.0
+        self.entropy_bonus: float | None = None
+        """Weight of the entropy that the next passes take off the loss; at None they do not compute it."""
 
     @property
     def reference(self) -> Scorer | None:
@@ -309,11 +310,15 @@ class Learner:
         if everywhere:
             ordered = torch.cat(everywhere).sort(descending=True).values
             threshold = ordered[max(1, math.ceil(share * len(ordered))) - 1].to(self.scorer.device)
-            for micro_batch, entropy_T in zip(micro_batches, entropies, strict=True):
-                micro_batch.mask_T = (entropy_T >= threshold).float()
-            kept = sum(float(m.mask_T.sum()) for m in micro_batches if m.mask_T is not None)
+            kept = mask_below(micro_batches, entropies, threshold)
             found["policy/tokens_kept"] = Mean(kept, sum(len(e) for e in entropies))
         return found
+
+    @torch.no_grad()
+    def entropies(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of each micro-batch's tokens ``[T]``, in nats: of the whole distribution that the policy as it is now gives in their place."""
+        scored = [self._score(micro_batch, entropy=True) for micro_batch in micro_batches]
+        return [one.entropy_T for one in scored if one.entropy_T is not None]
 
     def _choose_bonus(self, groups: Sequence[Group]) -> dict[str, Metric]:
         """The entropy bonus of this batch, by the entropy that its samples show: the same however the batch is cut."""
@@ -321,8 +326,8 @@ class Learner:
         if weight == 0:
             return {}
         shown = Mean.of(-x for group in groups for c in group.completions for x in c.logprobs).value
-        self._entropy_bonus = weight if floor is None or shown < floor else 0.0
-        return {"policy/entropy_bonus": Max(self._entropy_bonus)}
+        self.entropy_bonus = weight if floor is None or shown < floor else None
+        return {"policy/entropy_bonus": Max(self.entropy_bonus or 0.0)}
 
     def _steer(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         if self.kl_control is None:
@@ -344,7 +349,7 @@ class Learner:
 
     def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> dict[str, Metric]:
         """Add one micro-batch's gradient. The first update is on-policy: its ratio is exactly 1, and no old pass is needed."""
-        scored = self._score(micro_batch, entropy=self._entropy_bonus > 0)
+        scored = self._score(micro_batch, entropy=self.entropy_bonus is not None)
         logprobs, tokens = scored.logprobs_T, len(scored.logprobs_T)
         old_T = micro_batch.old_T  # before the first sweep notes it: there the ratio is 1 by definition
         found = self._at_first(micro_batch, logprobs.detach()) if first else {}
@@ -365,8 +370,11 @@ class Learner:
         found |= {f"detail/{name}": numbers[name] for name in _DETAILS if name in numbers}
         if "kl" in numbers:
             found["policy/kl"] = numbers["kl"]
-        if scored.entropy_T is not None:
-            loss = loss - self._entropy_bonus * scale * (micro_batch.weights_T * scored.entropy_T).sum()
+        if scored.entropy_T is not None and self.entropy_bonus is not None:
+            weights_T = micro_batch.weights_T if micro_batch.entropy_weights_T is None else micro_batch.entropy_weights_T
+            weighted = (weights_T * scored.entropy_T).sum()
+            loss = loss - self.entropy_bonus * scale * weighted
+            found["detail/weighted_entropy"] = Sum(float(weighted.detach()))
             found["policy/full_entropy"] = Mean(float(scored.entropy_T.detach().sum()), tokens)
         if self.critic and self._value_on_policy:
             value_part, of_value = self.critic.loss_of(micro_batch, scored)

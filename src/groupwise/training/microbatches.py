@@ -18,7 +18,7 @@ from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer
 from groupwise.types import Group
 
-__all__ = ["MicroBatch", "Share", "cut", "members_of", "pack_for", "packs_alike"]
+__all__ = ["MicroBatch", "Share", "cut", "mask_below", "members_of", "pack_for", "packs_alike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class MicroBatch:
     """Weights that make up for the sampler's mismatch, from the first update on."""
     mask_T: Tensor | None = None
     """1 for tokens that take part in the policy's loss, else 0; None for all."""
+    entropy_weights_T: Tensor | None = None
+    """Weights of the tokens' entropies in the entropy bonus; None for those of the loss."""
     critic_batch: Any = None
     """The same completions as a critic of another kind than the policy wants them packed; None where ``packed`` will do."""
     values_T: Tensor | None = None
@@ -105,6 +107,13 @@ def _pack(groups: Sequence[Group], parts: list[Part], counts: BatchCounts, score
     if objective.needs_values:
         out.value_weights_T = objective.value_weights(packed.lengths_N, packed.sequence_T, counts)
     return out
+
+
+def mask_below(micro_batches: Sequence[MicroBatch], entropies: Sequence[Tensor], threshold: Tensor) -> float:
+    """Leave tokens of less entropy than ``threshold`` out of the policy's loss; how many are left."""
+    for micro_batch, entropy_T in zip(micro_batches, entropies, strict=True):
+        micro_batch.mask_T = (entropy_T >= threshold).float()
+    return sum(float(m.mask_T.sum()) for m in micro_batches if m.mask_T is not None)
 
 
 def packs_alike(one: Scorer, other: Scorer) -> bool:

@@ -208,13 +208,13 @@ mask_truncated_completions | bool | False | h | Completions cut at `max_completi
 sync_ref_model | bool | False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha | float | 0.6 | h | Share of the policy in the new reference.
 ref_model_sync_steps | int | 512 | h | Optimiser steps between two such moves.
-top_entropy_quantile | float | 1.0 | x | Leave it at 1.
-entropy_coef | float | 0.0 | x | Leave it at 0, or raise `epsilon_high` to 0.28, which keeps exploration alive.
-use_adaptive_entropy | bool | False | x | Leave it out, or raise `epsilon_high` to 0.28, which keeps exploration alive.
-entropy_coef_min | float | 0.0 | - | Only matters with `use_adaptive_entropy`.
-entropy_coef_max | float | 1.0 | - | Only matters with `use_adaptive_entropy`.
-entropy_coef_delta | float | 0.005 | - | Only matters with `use_adaptive_entropy`.
-entropy_target | float | 0.2 | - | Only matters with `use_adaptive_entropy`.
+top_entropy_quantile | float | 1.0 | h | Only this share of a sweep's tokens, those of highest entropy, is in the policy's loss.
+entropy_coef | float | 0.0 | h | Weight of the mean entropy of a sweep's tokens, taken off the loss.
+use_adaptive_entropy | bool | False | h | `entropy_coef` goes up or down after each optimiser step, and acts at `entropy_target` or below.
+entropy_coef_min | float | 0.0 | h | Lower end of the adaptive coefficient.
+entropy_coef_max | float | 1.0 | h | Upper end of the adaptive coefficient.
+entropy_coef_delta | float | 0.005 | h | By how much it moves in an optimiser step.
+entropy_target | float | 0.2 | h | Entropy in nats per token below which the adaptive coefficient rises.
 max_tool_calling_iterations | int? | None | - | Only matters with `tools`, which are refused.
 vllm_importance_sampling_correction | bool | True | - | Only matters with `use_vllm`.
 vllm_importance_sampling_mode | str | 'sequence_mask' | - | Only matters with `use_vllm`.

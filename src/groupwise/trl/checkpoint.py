@@ -16,9 +16,11 @@ from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
+from groupwise.trl.entropy import EntropyControl
 
 __all__ = ["find", "restore", "save", "save_policy"]
 
+_ENTROPY = "entropy_ctrl_state.json"
 _OPTIMIZER, _REFERENCE, _SCHEDULER, _STATE = (
     "optimizer.safetensors",
     "reference.safetensors",
@@ -42,7 +44,15 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def save(
-    output: Path, policy: Policy, learner: Learner, scheduler: Any, state: TrainerState, *, only_model: bool, limit: int | None
+    output: Path,
+    policy: Policy,
+    learner: Learner,
+    scheduler: Any,
+    state: TrainerState,
+    *,
+    only_model: bool,
+    limit: int | None,
+    entropy: EntropyControl,
 ) -> Path:
     """Write ``checkpoint-N`` aside, rename it when it is whole, and remove the oldest beyond ``limit``."""
     target, aside = output / f"checkpoint-{state.global_step}", output / f".checkpoint-{state.global_step}.partial"
@@ -51,10 +61,11 @@ def save(
     try:
         if not only_model:
             save_file({n: t.detach().contiguous() for n, t in learner.optimizer.state().items()}, aside / _OPTIMIZER)
-            if learner.reference is not None:
-                reference = {n: p.detach().contiguous() for n, p in learner.reference.named_parameters()}
+            if learner.moving_reference is not None:
+                reference = {n: t.detach().contiguous() for n, t in learner.moving_reference.state().items()}
                 save_file(reference, aside / _REFERENCE)
             (aside / _SCHEDULER).write_text(json.dumps(_plain(scheduler.state_dict())))
+            (aside / _ENTROPY).write_text(json.dumps(entropy.state_dict()))
         state.save_to_json(str(aside / _STATE))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
@@ -81,7 +92,7 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
     return Path(wanted)
 
 
-def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any) -> TrainerState:
+def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, entropy: EntropyControl) -> TrainerState:
     """Weights, optimiser, schedule and reference as they were; returns the trainer's state."""
     try:
         if is_adapted(policy.model):
@@ -89,10 +100,10 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any) 
         else:
             _load_weights(policy.model, checkpoint)
         learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
-        if learner.reference is not None:
-            saved = load_file(checkpoint / _REFERENCE)
-            for name, parameter in learner.reference.named_parameters():
-                parameter.data.copy_(saved[name])
+        if learner.moving_reference is not None:
+            learner.moving_reference.load_state(load_file(checkpoint / _REFERENCE))
+        if (checkpoint / _ENTROPY).is_file():
+            entropy.load_state_dict(json.loads((checkpoint / _ENTROPY).read_text()))
         scheduler.load_state_dict(json.loads((checkpoint / _SCHEDULER).read_text()))
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

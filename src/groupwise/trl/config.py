@@ -140,6 +140,15 @@ def _check_values(args: Any) -> None:
             f"epsilon_high is {args.epsilon_high}, but with loss_type='cispo' it is the largest weight of a token and TRL "
             f"would scale everything down to it: set epsilon_high=5.0, as ScaleRL has it"
         )
+    if not 0 <= args.top_entropy_quantile <= 1:
+        raise ConfigError(
+            f"top_entropy_quantile is {args.top_entropy_quantile}, but it is the share of tokens that are learnt from: give 0 to 1"
+        )
+    if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
+        raise ConfigError(
+            f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "
+            "0 and at most 1, or leave sync_ref_model out"
+        )
     if args.sync_ref_model and args.beta == 0:
         raise ConfigError("sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out")
     if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):

@@ -10,7 +10,7 @@ from groupwise.metrics import Max, Mean, Metric
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.generation import Generation
 
-__all__ = ["generation_numbers", "sweep_numbers"]
+__all__ = ["generation_numbers", "sweep_numbers", "whole_loss"]
 
 
 def generation_numbers(generation: Generation, names: Sequence[str], args: GRPOConfig) -> dict[str, float]:
@@ -55,6 +55,11 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
         "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_least", Max(0.0)).value,
         "clip_ratio/high_max": found.get("detail/clip_high_most", Max(0.0)).value,
     }
+
+
+def whole_loss(found: Mapping[str, Metric]) -> float:
+    """The policy's loss less the entropy bonus; 0 of nothing."""
+    return sum(sign * found[name].value for name, sign in (("policy/loss", 1), ("detail/entropy_bonus", -1)) if name in found)
 
 
 def _still(generation: Generation, args: GRPOConfig) -> float:

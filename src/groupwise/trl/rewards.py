@@ -10,47 +10,43 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from groupwise.algorithm.advantages import group_advantages
-from groupwise.errors import ModelError, RewardError
+from groupwise.errors import RewardError
+from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.calls import CallRaised, call_with_limit
 from groupwise.trl.config import GRPOConfig
 
-__all__ = ["RewardFunctions", "RewardModel", "combine"]
+__all__ = ["Judge", "RewardFunctions", "combine"]
 
 Scores = list[float | None]
 
 
-class RewardModel:
-    """A sequence classifier with one output, read as a score of prompt and completion together."""
+class Judge(RewardModel):
+    """A reward model as TRL asks it: prompt and completion as one text, or by its chat template where the prompt is a conversation, with
+    no special tokens but the template's; the score is read off the last token that is not the tokenizer's padding."""
 
-    def __init__(self, model: Any, tokenizer: Any, batch: int, template_arguments: Mapping[str, Any]) -> None:
-        self.model, self.tokenizer, self.batch = model.eval(), tokenizer, batch
-        self.template_arguments = template_arguments
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        # The classifier reads its score off the last token that is not padding.
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    def __init__(self, model: Any, tokenizer: Any, args: GRPOConfig, device: torch.device) -> None:
+        settings = {"form": "as_prompt", "template_arguments": args.chat_template_kwargs or {}, "device": str(device),
+                    "trust_remote_code": args.trust_remote_code}  # fmt: skip
+        if isinstance(model, str):
+            settings["revision"] = (args.model_init_kwargs or {}).get("revision")
+        super().__init__(model, tokenizer, **settings)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        loaded: Any = self.model
+        loaded.to(device).eval()
+        loaded.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
-    @property
-    def __name__(self) -> str:
-        return str(self.model.config._name_or_path).rstrip("/").split("/")[-1]
-
-    @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
         """One score for each pair."""
-        texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
-        scores: list[float] = []
-        for start in range(0, len(texts), self.batch):
-            part = texts[start : start + self.batch]
-            inputs = self.tokenizer(text=part, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-            scores += self.model(**inputs.to(self.model.device)).logits[:, 0].float().tolist()
+        scores = super().__call__(prompts, completions)
+        self.take_metrics()  # what TRL logs is the scores alone
         return scores
 
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt + str(completion)
-        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_arguments))
+    def _tokenised(self, prompt: Any, completion: Any, **options: Any) -> Any:
+        return self.tokenizer(self.text(prompt, completion), add_special_tokens=False, **options)
 
 
 class RewardFunctions:
@@ -79,15 +75,8 @@ class RewardFunctions:
 
     @staticmethod
     def _function(function: Any, tokenizer: Any, args: GRPOConfig, device: torch.device) -> Callable[..., Any]:
-        if isinstance(function, str):
-            function, tokenizer = _load_classifier(function, tokenizer, args)
-        if isinstance(function, torch.nn.Module):
-            from transformers import AutoTokenizer
-
-            name = function.config._name_or_path  # type: ignore[union-attr]
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-            model = function.to(device)
-            return RewardModel(model, tokenizer, int(args.per_device_train_batch_size), args.chat_template_kwargs or {})
+        if isinstance(function, str | PreTrainedModel):
+            return Judge(function, tokenizer, args, device)
         if not callable(function):
             raise RewardError(f"reward_funcs has a {type(function).__name__}: pass functions, model names or models")
         return function  # type: ignore[no-any-return]
@@ -211,19 +200,3 @@ def _accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
     return {p.name: offered[p.name] for p in parameters if p.name in offered}
-
-
-def _load_classifier(name: str, tokenizer: Any, args: GRPOConfig) -> tuple[Any, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    given = {k: v for k, v in (args.model_init_kwargs or {}).items() if k in ("revision", "attn_implementation")}
-    given["trust_remote_code"] = args.trust_remote_code
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **given)
-        given.pop("attn_implementation", None)
-        return model, tokenizer or AutoTokenizer.from_pretrained(name, **given)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"the reward model {name!r} cannot be loaded ({reason}): name a sequence classifier or its folder"
-        ) from error

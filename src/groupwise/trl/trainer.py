@@ -22,8 +22,9 @@ from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.callbacks import callback_handler
 from groupwise.trl.completions import CompletionLog
 from groupwise.trl.config import GRPOConfig
+from groupwise.trl.entropy import EntropyControl
 from groupwise.trl.generation import Generation, PromptSet, generate
-from groupwise.trl.numbers import generation_numbers, sweep_numbers
+from groupwise.trl.numbers import generation_numbers, sweep_numbers, whole_loss
 from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
 from groupwise.trl.outputs import Outputs, drain
 from groupwise.trl.policy import make_parts, make_policy
@@ -116,6 +117,7 @@ class GRPOTrainer(Outputs):
         own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.learner = Learner(scorer, self.config, own)
         self.optimizer = self.learner.optimizer.adamw
+        self.entropy = EntropyControl(args)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.callback_handler = callback_handler(
@@ -154,7 +156,7 @@ class GRPOTrainer(Outputs):
         if self.lr_scheduler is None:
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
         if checkpoint is not None:
-            self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler)
+            self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy)
         self.engine.refresh(self.learner.updates)
         self.state.max_steps = updates
         self.state.num_train_epochs = math.ceil(updates / self.schedule.updates)
@@ -185,7 +187,7 @@ class GRPOTrainer(Outputs):
             generation = self._generation_of(epoch, stretch.generation)
             shares, left_out = generation.prepared[stretch.sweeps]
             skipped += left_out
-            found += [self.learner.accumulate(share, first=stretch.first_pass, scale=1 / sweeps) for share in shares if share]
+            found += [self.entropy.sweep(self.learner, share, stretch.first_pass, 1 / sweeps) for share in shares if share]
         for _ in range(sweeps - 1):
             self.control = self._event("on_substep_end")
         self.control = self._event("on_pre_optimizer_step")
@@ -198,7 +200,9 @@ class GRPOTrainer(Outputs):
         self._check_dropped()
         merged = merge(found)
         self._count_loss(merged, stepped)
-        for name, number in sweep_numbers(merged, skipped, self.args.loss_type).items():
+        self.entropy.step()
+        numbers = sweep_numbers(merged, skipped, self.args.loss_type) | self.entropy.numbers(merged, sweeps)
+        for name, number in numbers.items():
             self._numbers[name].append(number)
         self._numbers["step_time"].append(time.perf_counter() - started)
         self._recent = {"grad_norm": stepped["optimizer/grad_norm"].value, "learning_rate": rate}
@@ -262,8 +266,10 @@ class GRPOTrainer(Outputs):
         """
         args, where = self.args, flat_index(generation.groups)
         lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in generation.sampled]
-        taught = [bool(n) and (args.beta > 0 or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
-        joined = [(s, s) for s in dealt] if args.loss_type == "bnpo" else [(dealt[0], sorted(i for s in dealt for i in s))]
+        all_count = args.beta > 0 or self.entropy.acts
+        taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
+        apart = args.loss_type == "bnpo" or self.entropy.acts
+        joined = [(s, s) for s in dealt] if apart else [(dealt[0], sorted(i for s in dealt for i in s))]
         shares = [
             Share(
                 [where[i] for i in sorted(members) if taught[i]],
@@ -289,22 +295,15 @@ class GRPOTrainer(Outputs):
             )
 
     def _count_loss(self, found: dict[str, Metric], stepped: dict[str, Metric]) -> None:
-        loss = found["policy/loss"].value if "policy/loss" in found else 0.0
+        loss = whole_loss(found)
         if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
             self._loss += loss
 
-    @torch.no_grad()
     def _synchronise_reference(self) -> None:
         """reference = alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
-        if (
-            not self.args.sync_ref_model
-            or self.state.global_step % self.args.ref_model_sync_steps
-            or self.learner.reference is None
-        ):
+        if not self.args.sync_ref_model or self.state.global_step % self.args.ref_model_sync_steps:
             return
-        pairs = zip(self.learner.scorer.named_parameters(), self.learner.reference.named_parameters(), strict=True)
-        for (_, new), (_, old) in pairs:
-            old.copy_(old.float().lerp(new.float(), self.args.ref_model_mixup_alpha))
+        self.learner.renew_reference()
 
     # Logs, evaluation, checkpoints.
 
@@ -370,15 +369,16 @@ class GRPOTrainer(Outputs):
     def _loss_of(self, generation: Generation, numbers: dict[str, list[float]]) -> float:
         everyone = list(range(len(generation.sampled)))
         shares, skipped = self._shares(generation, [everyone], 1, False)
-        found = merge(self.learner.accumulate(share, first=True) for share in shares if share)
-        for name, number in sweep_numbers(found, skipped, self.args.loss_type).items():
+        found = merge(self.entropy.sweep(self.learner, share, True, 1.0) for share in shares if share)
+        of_entropy = self.entropy.numbers(found, 1, evaluating=True)
+        for name, number in (sweep_numbers(found, skipped, self.args.loss_type) | of_entropy).items():
             numbers[name].append(number)
-        return found["policy/loss"].value if found else 0.0
+        return whole_loss(found)
 
     def _save_checkpoint(self) -> None:
         checkpoints.save(
             Path(self.args.output_dir), self.policy, self.learner, self.lr_scheduler, self.state,
-            only_model=self.args.save_only_model, limit=self.args.save_total_limit,
+            only_model=self.args.save_only_model, limit=self.args.save_total_limit, entropy=self.entropy,
         )  # fmt: skip
 
     def _event(self, name: str) -> TrainerControl:

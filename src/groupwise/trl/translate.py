@@ -62,6 +62,9 @@ def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
         kl_estimator="k3",
         kl_placement="loss",
         kl_correction=args.use_bias_correction_kl,
+        mask_truncated=args.mask_truncated_completions,
+        reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
+        reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
         scale=_SCALE[str(args.scale_rewards)],  # type: ignore[arg-type]
         **clip,
     )
