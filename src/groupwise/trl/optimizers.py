@@ -32,6 +32,16 @@ class GivenOptimizer:
         if not held & known:
             raise ConfigError("the optimiser in optimizers= holds none of the model's parameters: make it of model.parameters()")
 
+    def gradients(self) -> list[Tensor | None]:
+        """Of each of ``masters``."""
+        return [p.grad for p in self.masters]
+
+    def zero_gradient(self, index: int) -> Tensor:
+        """A gradient of 0 for a master that has none."""
+        gradient = torch.zeros_like(self.masters[index])
+        self.masters[index].grad = gradient
+        return gradient
+
     def step(self, learning_rate: float) -> tuple[float, bool]:
         """Clip and step; the rate is the scheduler's, which has set it already."""
         parameters = [p for p in self.masters if p.grad is not None]
