@@ -71,10 +71,10 @@ def test_what_is_too_long_for_it_is_counted_in_every_step(small_config, judge_fo
 
 def test_its_weights_are_there_before_the_policy_is_read_and_only_once(small_config, judge_folder, tmp_path, quiet, monkeypatch):
     from groupwise.models import reward_model
-    from groupwise.training import run
+    from groupwise.training import start
 
     order = []
-    for module, name in ((reward_model, "load_classifier"), (run, "_load")):
+    for module, name in ((reward_model, "load_classifier"), (start, "_load")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: order.append(name) or real(*a))
     prepare(small_config(rewards={"functions": [entry(judge_folder)]}))

@@ -250,7 +250,7 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
     beyond = go(
         "beyond",
         algorithm={
-            "preset": "ppo", "beta": 0.1, "kl_target": 0.1, "entropy_bonus": 1e-3, "top_entropy_share": 0.5,
+            "preset": "ppo", "critic": "copy", "beta": 0.1, "kl_target": 0.1, "entropy_bonus": 1e-3, "top_entropy_share": 0.5,
             "sampler_correction": "token", "updates_per_batch": 2,
         },
         rollout={"refill_rounds": 1},
