@@ -18,7 +18,7 @@ from groupwise.metrics import Mean, Metric
 from groupwise.training.microbatches import MicroBatch, members_of
 from groupwise.types import Group, StepScores
 
-__all__ = ["Advantages", "advantages_by_token", "assign_advantages", "step_advantages"]
+__all__ = ["Advantages", "advantages_by_token", "assign_advantages", "step_advantages", "steps_teach", "teaches"]
 
 Advantages = list[list[float]]
 PerToken = list[list[list[float]]]
@@ -193,3 +193,13 @@ def advantages_by_token(micro_batches: Sequence[MicroBatch], groups: int) -> dic
 
 def _means(numbers: PerToken) -> Advantages:
     return [[sum(tokens) / len(tokens) if tokens else 0.0 for tokens in group] for group in numbers]
+
+
+def teaches(advantages: Sequence[float]) -> bool:
+    """Whether any of a group's advantages moves anything."""
+    return any(abs(a) > 1e-9 for a in advantages)
+
+
+def steps_teach(advantages: list[list[list[float]]] | None, group: int) -> bool:
+    """Whether the advantages of a group's steps, where rewards were given to steps, move anything."""
+    return advantages is not None and any(teaches(tokens) for tokens in advantages[group])

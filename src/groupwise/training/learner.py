@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss, sampler_correction
+from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
 from groupwise.training.budget import PassBudget
-from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages
+from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages, steps_teach, teaches
 from groupwise.training.critic import make_critic
-from groupwise.training.microbatches import MicroBatch, Share, cut, mask_below, members_of
+from groupwise.training.microbatches import MicroBatch, Share, cut, mask_below, members_of, note_first_sweep
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
@@ -178,7 +178,7 @@ class Learner:
         if not self._keeps_all:
             advantages = self.objective.advantages([list(group.outcomes) for group in groups])
             of_steps = step_advantages(groups, self.objective)
-            taught = [i for i in taught if _teaches(advantages[i]) or _steps_teach(of_steps, i)]
+            taught = [i for i in taught if teaches(advantages[i]) or steps_teach(of_steps, i)]
         return [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
 
     def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
@@ -352,7 +352,7 @@ class Learner:
         scored = self._score(micro_batch, entropy=self.entropy_bonus is not None)
         logprobs, tokens = scored.logprobs_T, len(scored.logprobs_T)
         old_T = micro_batch.old_T  # before the first sweep notes it: there the ratio is 1 by definition
-        found = self._at_first(micro_batch, logprobs.detach()) if first else {}
+        found = note_first_sweep(micro_batch, logprobs.detach(), self.config.algorithm) if first else {}
         loss, numbers = policy_loss(
             self.objective,
             logprobs_T=logprobs,
@@ -388,30 +388,3 @@ class Learner:
             if torch.is_grad_enabled():
                 (scale * self.critic.loss_scale * value_part).backward()
         return found
-
-    def _at_first(self, micro_batch: MicroBatch, taken_T: Tensor) -> dict[str, Metric]:
-        """What is measured, and noted for later updates, when a micro-batch is swept for the first time."""
-        algorithm, tokens = self.config.algorithm, len(taken_T)
-        found: dict[str, Metric] = {
-            "policy/sampler_mismatch": Mean(float((taken_T - micro_batch.sampled_T).abs().sum()), tokens),
-            "policy/entropy": Mean(-float(taken_T.sum()), tokens),
-            "speed/learnt_tokens": Sum(tokens),
-        }
-        if algorithm.sampler_correction != "none":
-            old_T = taken_T if micro_batch.old_T is None else micro_batch.old_T
-            micro_batch.correction_T, numbers = sampler_correction(
-                old_T, micro_batch.sampled_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
-                level=algorithm.sampler_correction, mode=algorithm.sampler_correction_mode, high=algorithm.sampler_correction_cap,
-            )  # fmt: skip
-            found |= {f"policy/{name}": number for name, number in numbers.items()}
-        if algorithm.updates_per_batch > 1 and micro_batch.old_T is None:
-            micro_batch.old_T = taken_T
-        return found
-
-
-def _teaches(advantages: Sequence[float]) -> bool:
-    return any(abs(a) > 1e-9 for a in advantages)
-
-
-def _steps_teach(advantages: list[list[list[float]]] | None, group: int) -> bool:
-    return advantages is not None and any(_teaches(tokens) for tokens in advantages[group])

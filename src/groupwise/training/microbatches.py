@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.algorithm import BatchCounts, Objective
+from groupwise.algorithm import BatchCounts, Objective, sampler_correction
 from groupwise.batching import Part, cut_batch
+from groupwise.config.schema import AlgorithmConfig
+from groupwise.metrics import Mean, Metric, Sum
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer
 from groupwise.types import Group
 
-__all__ = ["MicroBatch", "Share", "cut", "mask_below", "members_of", "pack_for", "packs_alike"]
+__all__ = ["MicroBatch", "Share", "cut", "mask_below", "members_of", "note_first_sweep", "pack_for", "packs_alike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +139,26 @@ def pack_for(scorer: Scorer, groups: Sequence[Group], micro_batch: MicroBatch) -
 
 def _embedded(scorer: Scorer) -> int:
     return len(scorer.module.get_input_embeddings().weight)
+
+
+def note_first_sweep(micro_batch: MicroBatch, taken_T: Tensor, algorithm: AlgorithmConfig) -> dict[str, Metric]:
+    """What is measured, and noted for later updates, when a micro-batch is swept for the first time.
+
+    ``taken_T``: the policy's logprobs as they are now, in nats, without a graph.
+    """
+    tokens = len(taken_T)
+    found: dict[str, Metric] = {
+        "policy/sampler_mismatch": Mean(float((taken_T - micro_batch.sampled_T).abs().sum()), tokens),
+        "policy/entropy": Mean(-float(taken_T.sum()), tokens),
+        "speed/learnt_tokens": Sum(tokens),
+    }
+    if algorithm.sampler_correction != "none":
+        old_T = taken_T if micro_batch.old_T is None else micro_batch.old_T
+        micro_batch.correction_T, numbers = sampler_correction(
+            old_T, micro_batch.sampled_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
+            level=algorithm.sampler_correction, mode=algorithm.sampler_correction_mode, high=algorithm.sampler_correction_cap,
+        )  # fmt: skip
+        found |= {f"policy/{name}": number for name, number in numbers.items()}
+    if algorithm.updates_per_batch > 1 and micro_batch.old_T is None:
+        micro_batch.old_T = taken_T
+    return found

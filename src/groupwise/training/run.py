@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from groupwise.config.schema import Config
-from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.engines.dealt import DealtEngine
@@ -20,8 +19,9 @@ from groupwise.memory import peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import Scorer
-from groupwise.rollout import Rollout, collect
+from groupwise.rollout import Rollout
 from groupwise.tracking import Phase, RunFolder, Trackers
+from groupwise.training.batches import Batches
 from groupwise.training.checkpoint import (
     Snapshot,
     latest_checkpoint,
@@ -42,8 +42,6 @@ from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport"]
 
-_REFILL_SEED = 0x5EED
-"""Apart from the run's own order of problems, so that refills do not run ahead of it."""
 _MOST_DROPPED = 5
 """Updates dropped in a row, for gradients that are not finite, after which a run stops."""
 
@@ -85,10 +83,12 @@ class Run:
     """Steps."""
     signals: StopSignals = field(default_factory=StopSignals)
     writer: CheckpointWriter = field(init=False)
+    batches: Batches = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
 
     def __post_init__(self) -> None:
+        self.batches = Batches(self.config, self.prepared, self.world)
         output = self.config.output
         self.writer = CheckpointWriter(
             self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background
@@ -192,25 +192,6 @@ class Run:
         if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
             self.learner.renew_reference(step)
 
-    def prompts(self, step: int) -> list[Prompt]:
-        """The step's problems; a function of seed and step alone."""
-        available = self.prepared.train_prompts
-        indices = problems_for_step(
-            len(available), self.config.rollout.prompts_per_step, step, self.config.training.seed, self.config.data.shuffle
-        )
-        return [available[i] for i in indices]
-
-    def refill_prompts(self, step: int, refill: int, count: int) -> list[Prompt]:
-        """Further problems for a step whose groups have no variance; a function of seed, step and round alone."""
-        available, rounds = self.prepared.train_prompts, self.config.rollout.refill_rounds
-        indices = problems_for_step(
-            len(available),
-            self.config.rollout.prompts_per_step,
-            step * rounds + refill - 1,
-            self.config.training.seed + _REFILL_SEED,
-        )
-        return [available[i] for i in indices[:count]]
-
     def collect(self, step: int, bar: Phase) -> Rollout:
         """Sample and score the step's groups; with dynamic sampling, replace those without variance.
 
@@ -225,7 +206,9 @@ class Run:
         known = self.prepared.rewards.state_dict()
         try:
             with self.signals.abandonable():
-                rollout, sampled = self._collect_and_refill(step, bar)
+                rollout, sampled = self.batches.collect(
+                    self.engine, step, on_progress=lambda finished, _: bar.advance(0, completions=finished)
+                )
         except AbandonStep:
             self.prepared.rewards.load_state_dict(known)
             self.stop()
@@ -235,26 +218,6 @@ class Run:
         if self.config.rollout.refill_rounds:
             self.metrics["groups/sampled"] = Sum(sampled)
         return rollout
-
-    def _collect_and_refill(self, step: int, bar: Phase) -> tuple[Rollout, int]:
-        """The rollout, and how many groups it took."""
-        size, prompts = self.config.rollout.prompts_per_step, self.prompts(step)
-        sampled = len(prompts)
-        rollout = self._collect(prompts, step, 0, bar)
-        for refill in range(1, self.config.rollout.refill_rounds + 1):
-            missing = size - rollout.informative
-            if missing <= 0:
-                break
-            prompts = self.refill_prompts(step, refill, missing)
-            sampled += len(prompts)
-            rollout = rollout.refilled(self._collect(prompts, step, refill, bar), size)
-        return rollout, sampled
-
-    def _collect(self, prompts: Sequence[Prompt], step: int, refill: int, bar: Phase) -> Rollout:
-        return collect(
-            self.engine, prompts, self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
-            refill=refill, on_progress=lambda finished, tokens: bar.advance(0, completions=finished), world=self.world,
-        )  # fmt: skip
 
     def _refuse_to_share_a_window(self) -> None:
         if self.world.size > 1:

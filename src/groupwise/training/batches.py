@@ -1,0 +1,72 @@
+"""A step's batch: which problems it has, their sampled and scored groups, and the refills of dynamic sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from groupwise.config.schema import Config
+from groupwise.data.order import problems_for_step
+from groupwise.distributed import World
+from groupwise.engines import Engine
+from groupwise.rollout import Rollout, collect
+from groupwise.training.setup import Prepared
+from groupwise.types import Prompt
+
+__all__ = ["Batches"]
+
+_REFILL_SEED = 0x5EED
+"""Apart from the run's own order of problems, so that refills do not run ahead of it."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a run. What a step's problems are is a function of seed and step alone, whatever came before."""
+
+    config: Config
+    prepared: Prepared
+    world: World
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """The problems of the step, which counts from 0."""
+        available = self.prepared.train_prompts
+        indices = problems_for_step(
+            len(available), self.config.rollout.prompts_per_step, step, self.config.training.seed, self.config.data.shuffle
+        )
+        return [available[i] for i in indices]
+
+    def refill_prompts(self, step: int, refill: int, count: int) -> list[Prompt]:
+        """Further problems for a step whose groups have no variance; a function of seed, step and round (from 1) alone."""
+        available, rounds = self.prepared.train_prompts, self.config.rollout.refill_rounds
+        indices = problems_for_step(
+            len(available),
+            self.config.rollout.prompts_per_step,
+            step * rounds + refill - 1,
+            self.config.training.seed + _REFILL_SEED,
+        )
+        return [available[i] for i in indices[:count]]
+
+    def collect(self, engine: Engine, step: int, *, on_progress: Callable[[int, int], None]) -> tuple[Rollout, int]:
+        """Sample and score the step's groups, and with dynamic sampling replace those without variance (arXiv 2503.14476).
+
+        Returns the rollout, and how many groups it took.
+        """
+        size, prompts = self.config.rollout.prompts_per_step, self.prompts(step)
+        sampled = len(prompts)
+        rollout = self._collect(engine, prompts, step, 0, on_progress)
+        for refill in range(1, self.config.rollout.refill_rounds + 1):
+            missing = size - rollout.informative
+            if missing <= 0:
+                break
+            prompts = self.refill_prompts(step, refill, missing)
+            sampled += len(prompts)
+            rollout = rollout.refilled(self._collect(engine, prompts, step, refill, on_progress), size)
+        return rollout, sampled
+
+    def _collect(
+        self, engine: Engine, prompts: Sequence[Prompt], step: int, refill: int, on_progress: Callable[[int, int], None]
+    ) -> Rollout:
+        return collect(
+            engine, prompts, self.prepared.rewards, self.config.rollout, seed=self.config.training.seed, step=step,
+            refill=refill, on_progress=on_progress, world=self.world,
+        )  # fmt: skip
