@@ -34,6 +34,7 @@ from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
+from groupwise.training.sharding import Sharding
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -71,6 +72,7 @@ class Run:
     trackers: Trackers
     policy: Policy
     scorer: Scorer
+    sharding: Sharding
     engine: Engine
     started: float
     checkpoint: Path | None = None
@@ -109,7 +111,7 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        with self.stopping(), self.signals.abandonable():
+        with self.stopping(), self.sharding.whole(), self.signals.abandonable():
             results = evaluate_stage(
                 DealtEngine(self.engine, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -144,7 +146,7 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
-                world=self.world,
+                world=self.world, sharding=self.sharding,
             )  # fmt: skip
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
@@ -161,12 +163,12 @@ class Run:
 
         Returns how many steps are done already.
         """
-        self.learner = Learner(self.scorer, self.config, world=self.world)
+        self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding)
         self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
         self.learner.parts["window"] = self.held
-        self._check_replicas()
+        self.sharding.check()
         if self.checkpoint is None:
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
@@ -174,14 +176,10 @@ class Run:
         inside = ", inside the updates of the next" if self.held.found else ""
         self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
-        self._check_replicas()
+        self.sharding.check()
         if done and f"step-{done}" not in stages and not self.held.found:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
-
-    def _check_replicas(self) -> None:
-        if self.world.size > 1:
-            self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
@@ -205,7 +203,7 @@ class Run:
         seed_generators(self.config.training.seed, step)
         known = self.prepared.rewards.state_dict()
         try:
-            with self.signals.abandonable():
+            with self.sharding.whole(), self.signals.abandonable():
                 rollout, sampled = self.batches.collect(
                     self.engine, step, on_progress=lambda finished, _: bar.advance(0, completions=finished)
                 )
@@ -304,10 +302,12 @@ class Run:
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
-        self._check_replicas()
-        return self.world.first_does(lambda: self.writer.write(self._snapshot(done, updates)))
+        self.sharding.check()
+        snapshot = self._snapshot(done, updates)
+        return self.world.first_does(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
+        """For all processes at once; the first one's is whole."""
         assert self.learner is not None
         about = about_run(self.prepared, self.evaluations, None if updates else done)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
@@ -321,9 +321,10 @@ class Run:
         if (
             every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
         ):  # else there is nothing new, and a good one goes
-            self._check_replicas()
+            self.sharding.check()
+            snapshot = self._snapshot(step + 1)
             if self.world.is_first:
-                self.writer.begin(self._snapshot(step + 1))
+                self.writer.begin(snapshot)
         self._tell_of_checkpoints()
 
     def _tell_of_checkpoints(self) -> None:
@@ -353,19 +354,22 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Judge and save the trained model, and write what the run came to."""
         self.evaluate("final")
-        self._check_replicas()
+        self.sharding.check()
         peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
-        return self.world.first_does(lambda: self._write_end(peak))
+        policy = self.sharding.whole_policy(self.policy)
+        return self.world.first_does(lambda: self._write_end(policy, peak))
 
-    def _write_end(self, peak_bytes: float) -> dict[str, Any]:
+    def _write_end(self, policy: Policy, peak_bytes: float) -> dict[str, Any]:
         try:
-            save_model(self.policy, self.folder.final_model)
+            save_model(policy, self.folder.final_model)
         except ModelError as error:
             raise TrainingError(f"{error}; {self.saved()}") from error
         summary = build_summary(
             self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
             folder=self.folder.path, final_model=self.folder.final_model,
-            extra={"peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size},
+            extra={
+                "peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size, "sharding": self.sharding.name,
+            },
         )  # fmt: skip
         self.folder.write_summary(summary)
         self.trackers.show_summary(summary)
