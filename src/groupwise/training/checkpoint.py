@@ -66,6 +66,8 @@ class Snapshot:
 
     def size_bytes(self) -> int:
         """How much memory ``copied`` takes."""
+        if self.is_copy:
+            return 0
         everything = [*self.policy.model.parameters(), *self.policy.model.buffers()]
         everything += [tensor for file in self.tensors.values() for tensor in file.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in everything)

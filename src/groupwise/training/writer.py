@@ -35,7 +35,7 @@ class CheckpointWriter:
     def begin(self, snapshot: Snapshot) -> None:
         """Copy it and go on; without memory for a copy, or with ``in_background`` off, wait for the disk."""
         self.finish()
-        if not self.in_background or (not snapshot.is_copy and self._is_short(snapshot)):
+        if not self.in_background or self._is_short(snapshot):
             self._try(snapshot)
             return
         if self._tokenizer is None:  # not the one in use: its Rust part refuses to be used by two threads at once
