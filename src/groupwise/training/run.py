@@ -170,6 +170,8 @@ class Run:
         self.learner.parts["window"] = self.held
         self.sharding.check()
         if self.checkpoint is None:
+            if self.config.warm_start.steps:  # else there is nothing yet that could be lost
+                self.checkpoint_if_due(-1)
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)

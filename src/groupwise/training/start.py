@@ -132,7 +132,7 @@ class Place:
             state = read_state(checkpoint) if checkpoint else {}
             check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not carried_on)
             if carried_on:
-                cut_back(folder, int(state.get("step", 0)))
+                cut_back(folder, int(state["step"]) if checkpoint else None)
             if not folder.environment.is_file():  # killed right after its settings were written
                 folder.write_start(self.config, self.recipe, None)
         except BaseException:
