@@ -26,6 +26,8 @@ CHOSEN: dict[str, st.SearchStrategy[Any]] = {
     "data.eval_split": st.none(),
     "data.folder": st.none(),
     "data.arithmetic.problems": st.integers(1, 40),
+    "rollout.max_completion_tokens": st.integers(1, 300),
+    "evaluation.max_completion_tokens": st.one_of(st.none(), st.integers(1, 300)),
     "algorithm.critic": st.sampled_from(["shared", "copy", "TINY"]),
     "model.device": st.sampled_from(["auto", "cpu", "cuda:1", "tpu"]),
     "output.trackers": st.lists(st.sampled_from(["jsonl", "tensorboard"]), max_size=2),
@@ -34,7 +36,7 @@ CHOSEN: dict[str, st.SearchStrategy[Any]] = {
 }
 """Where the type says too little: names that exist (TINY and SUMS stand for a model and a file of the case's folder), nothing that
 asks the network, and no run that is far larger than any."""
-FUNCTIONS = ["correctness", "format", "length", "boxed_format", "strict_xml", "nothing_of_that_name"]
+FUNCTIONS = [*["correctness", "format", "length", "boxed_format", "strict_xml"] * 3, "nothing_of_that_name"]
 
 
 def keeping_the_rules() -> st.SearchStrategy[dict[str, Any]]:
@@ -43,7 +45,7 @@ def keeping_the_rules() -> st.SearchStrategy[dict[str, Any]]:
     one = st.sampled_from(fields).flatmap(lambda field: st.tuples(st.just(field[0]), _value(*field)))
     functions = st.lists(_function(), min_size=1, max_size=3).map(lambda entries: ("rewards.functions", entries))
     flat = st.lists(st.one_of(one, one, one, one, functions), max_size=6)
-    home = {"model.name": "TINY", "data.source": "SUMS", "data.holdout": 4}
+    home = {"model.name": "TINY", "data.source": "SUMS", "data.holdout": 4, "rollout.max_completion_tokens": 8}
     return flat.map(lambda pairs: _nested({**home, **dict(pairs)}))
 
 
@@ -55,7 +57,9 @@ def _function() -> st.SearchStrategy[dict[str, Any]]:
             "scope": st.sampled_from(["completion", "group", "batch", None]),
             "normalise": st.sampled_from(["none", "std", "mean_std"]),
             "clip": st.tuples(st.floats(-5, 0), st.floats(0.1, 5)).map(list),
-            "arguments": st.dictionaries(st.sampled_from(["score", "limit", "nonsense"]), st.integers(-3, 300), max_size=1),
+            "arguments": st.one_of(
+                st.just({}), st.dictionaries(st.sampled_from(["score", "target"]), st.integers(-3, 300), max_size=1)
+            ),
         },
     )
 

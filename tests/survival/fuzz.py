@@ -126,7 +126,10 @@ def try_config(case: Case, place: Path) -> str:
         assert made.peak.bytes > 0
         assert made.cost.step_s > 0
         json.dumps(made.to_json(), allow_nan=False)
-        for finding in diagnose_settings(config):
+        generated = (
+            config.data.source == "arithmetic" and config.data.arithmetic.problems > 100
+        )  # takes seconds, and is always the same
+        for finding in [] if generated else diagnose_settings(config):
             assert finding.title.strip()
             assert finding.remedy.strip()
     except GroupwiseError as error:
