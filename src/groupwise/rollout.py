@@ -17,7 +17,15 @@ from groupwise.rewards.compose import RewardFailure, RewardSuite
 from groupwise.rewards.functions.format import strict_xml
 from groupwise.types import Completion, Group, Problem, Prompt
 
-__all__ = ["Rollout", "collect", "rollout_settings"]
+__all__ = ["Rollout", "Sampled", "collect", "deal_prompts", "rollout_scope", "rollout_settings", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What this process sampled of a step: places in the step's prompts, and the completions of each."""
+
+    pairs: list[tuple[int, tuple[Completion, ...]]]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +117,42 @@ def collect(
     world = world or World()
     started = time.perf_counter()
     settings = rollout_settings(config)
-    own = world.mine(sampling_costs(prompts, config.completions_per_prompt, settings))
-    own_prompts = [prompts[i] for i in own]
-    sampled: list[tuple[Completion, ...]] = engine.sample(
-        own_prompts,
+    own = deal_prompts(prompts, config, world)
+    sampled = engine.sample(
+        [prompts[i] for i in own],
         config.completions_per_prompt,
         settings,
         seed=seed,
-        scope=f"rollout/step={step}" + (f"/refill={refill}" if refill else ""),
+        scope=rollout_scope(step, refill),
         on_progress=on_progress,
     )
-    done = time.perf_counter()
-    pairs = list(zip(own, sampled, strict=True))
+    return score(prompts, Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started), rewards, world)
+
+
+def deal_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
+    """Places of the prompts that fall to this process."""
+    return world.mine(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
+
+
+def rollout_scope(step: int, refill: int = 0) -> str:
+    """The part of the samples' names that says for which step, and which round of further problems, they were drawn."""
+    return f"rollout/step={step}" + (f"/refill={refill}" if refill else "")
+
+
+def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, world: World) -> Rollout:
+    """The whole step, scored, from what each process sampled of it.
+
+    Raises RewardError where a reward function fails and the config says to stop.
+    """
     if world.size > 1:
-        return _exchange(world, prompts, pairs, rewards, done - started)
-    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs])
+        return _exchange(world, prompts, sampled.pairs, rewards, sampled.seconds)
+    started = time.perf_counter()
+    scoring = rewards.score_all([(prompts[i], completions) for i, completions in sampled.pairs])
     return Rollout(
         scoring.groups,
         scoring.failures,
-        sampling_s=done - started,
-        scoring_s=time.perf_counter() - done,
+        sampling_s=sampled.seconds,
+        scoring_s=time.perf_counter() - started,
         of_scoring=scoring.metrics,
     )
 

@@ -111,6 +111,12 @@ class AlgorithmConfig(Section):
     """Beyond the cap: hold the weight there, or leave the token (the completion) out."""
     sampler_correction_cap: float = Field(default=2.0, ge=1)
     """Largest weight that the correction gives."""
+    stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
+    """With `rollout.ahead`, what corrects for samples of older weights. `decoupled`: ratio and clip are against the weights before the
+    batch's first update, and each token is weighted by how much likelier those find it than the sampler did, up to
+    `sampler_correction_cap` (arXiv 2110.00641, 2505.24298); `sampler_correction: sequence` weighs whole completions instead.
+    `behaviour`: ratio and clip are against the sampler's own log-probabilities (plain PPO, as in arXiv 2410.18252). `uncorrected`: as if
+    the samples were fresh."""
     kl_target: float | None = Field(default=None, gt=0)
     """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593): it rises while the KL is above and falls while below.
     `beta` is where it starts. 0.05 to 0.1 is a usual band. Null keeps `beta` fixed."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from groupwise.config.problems import shown
-from groupwise.config.schema import AlgorithmConfig, Config
+from groupwise.config.schema import Config
 
 __all__ = ["notes"]
 
@@ -37,7 +37,7 @@ def _without_effect(path: str, value: object, reason: str) -> str:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    for reason, names in _unused_in_the_objective(algorithm):
+    for reason, names in _unused_in_the_objective(config):
         for name in _chosen(algorithm, *names):
             yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), reason)
     if algorithm.beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
@@ -46,8 +46,9 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
 
 
-def _unused_in_the_objective(algorithm: AlgorithmConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _unused_in_the_objective(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Why some settings have no effect, and which."""
+    algorithm = config.algorithm
     if algorithm.beta == 0:
         no_reference = (
             "reference_updates", "reference_every", "reference_mixing", "kl_estimator", "kl_placement", "kl_correction"
@@ -65,14 +66,18 @@ def _unused_in_the_objective(algorithm: AlgorithmConfig) -> Iterator[tuple[str, 
         yield "algorithm.critic is shared, so no second model is learned", ("critic_learning_rate",)
     elif algorithm.baseline == "value":
         yield "algorithm.critic is a model of its own, which the value's error always reaches", ("value_trains_trunk",)
-    if algorithm.sampler_correction == "none":
+    if config.rollout.ahead == 0:
+        yield "rollout.ahead is 0, so every batch is sampled by the newest weights", ("stale_samples",)
+    if config.clips_against_the_sampler:
+        yield "algorithm.stale_samples is behaviour, which has the sampler in its ratio already", ("sampler_correction",)
+    if config.correction_level == "none":
         yield "algorithm.sampler_correction is none", ("sampler_correction_mode", "sampler_correction_cap")
     if algorithm.kl_target is None:
         yield "algorithm.kl_target is not set, so beta stays as it is", ("kl_gain",)
     clipping = ("epsilon", "epsilon_high", "dual_clip", "delta")
     if algorithm.surrogate == "reinforce":
         yield "algorithm.surrogate is reinforce, which has no ratio to clip", ("ratio_level", *clipping)
-    elif algorithm.updates_per_batch == 1:
+    elif algorithm.updates_per_batch == 1 and not config.clips_against_the_sampler:
         yield (
             "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
             "ratio is 1 and nothing is clipped",

@@ -153,6 +153,10 @@ class RolloutConfig(Section):
     refill_rounds: int = Field(default=0, ge=0)
     """Dynamic sampling (DAPO): replace groups whose completions all scored the same by those of further problems, at most this many
     times a step. Every step then has more to learn from and takes longer; `groups/sampled` counts what it took."""
+    ahead: int = Field(default=0, ge=0)
+    """Asynchronous rollouts: while one step is learnt from, the batch of the step so many steps later is sampled, by weights that are as
+    many steps old; `algorithm.stale_samples` corrects for that. Takes a copy of the weights for each. Worth it where sampling and
+    learning use different hardware, or leave each other room. 0 samples with the newest weights, then learns (docs/asynchronous.md)."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
 
@@ -208,10 +212,6 @@ class TrainingConfig(Section):
     """Seed of everything random in the run: problem order, sampling, warm start."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one forward and backward pass. Only memory and speed depend on it: the gradient does not."""
-    sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
-    """With several processes: what each holds. `none` is everything; with `fsdp2` (PyTorch's FSDP2) each holds a part of the weights,
-    the reference, masters, moments and gradients. `zero2` and `zero3` are DeepSpeed's. `auto` is what the configuration of
-    `accelerate launch` asks for, else `none`. The result is the same up to rounding."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
     """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
     sampling of a step takes."""
@@ -326,6 +326,31 @@ class Config(Section):
                 f"({self.training.steps}): an outer iteration needs at least one step"
             )
         return self
+
+    @model_validator(mode="after")
+    def check_ahead(self) -> Config:
+        ahead, algorithm = self.rollout.ahead, self.algorithm
+        if ahead and algorithm.stale_samples == "behaviour" and algorithm.surrogate == "reinforce":
+            raise ValueError(
+                f"rollout.ahead is {ahead} and algorithm.stale_samples is behaviour, but algorithm.surrogate is reinforce, which has no "
+                "ratio to the sampler: set stale_samples to decoupled, or surrogate to clip"
+            )
+        return self
+
+    @property
+    def clips_against_the_sampler(self) -> bool:
+        """Whether the ratio is to the sampler's log-probabilities, rather than to those of the weights before a batch's first update."""
+        return self.rollout.ahead > 0 and self.algorithm.stale_samples == "behaviour"
+
+    @property
+    def correction_level(self) -> str:
+        """What is weighted by pi_old / pi_sampler: ``token``, ``sequence`` or ``none``. Stale samples are, unless the config objects."""
+        chosen = self.algorithm.sampler_correction
+        if self.rollout.ahead == 0 or self.algorithm.stale_samples == "uncorrected":
+            return chosen
+        if self.algorithm.stale_samples == "behaviour":
+            return "none"
+        return "token" if chosen == "none" else chosen
 
     @property
     def completions_per_step(self) -> int:

@@ -25,7 +25,10 @@ class SamplingSettings:
 
 
 class Engine(Protocol):
-    """Samples completions with the policy's present weights."""
+    """Samples completions with the policy's present weights.
+
+    One that has weights of its own, which learning does not touch until ``refresh``, says so by an attribute ``holds_weights``.
+    """
 
     def sample(
         self,

@@ -19,6 +19,8 @@ class MergedEngine(BuiltinEngine):
     and training differ by rounding, which ``policy/sampler_mismatch`` shows.
     """
 
+    holds_weights = True
+
     def __init__(self, adapted: Any, plain: Any, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 256) -> None:
         super().__init__(Decoder(plain, trainable=False), tokenizer, end_token_ids, max_rows=max_rows)
         self.adapted, self.plain = adapted, plain

@@ -51,7 +51,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| between the policy and the one that sampled."),
     "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy, and above about 0.3 steps are too large."),
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens, an estimate of entropy; falling to 0 means collapse."),
-    "policy/sampler_mismatch": ("nats", "Mean |log-probability when sampled - when trained| at the first update; rounding only."),
+    "policy/sampler_mismatch": (
+        "nats",
+        "Mean |log-probability when sampled - when trained| at the first update: rounding, and with rollout.ahead also how far the "
+        "weights have moved.",
+    ),
     "policy/full_entropy": (
         "nats",
         "Mean entropy of the tokens' whole distributions, exact; only with an entropy bonus that acts, or a top-entropy share.",
@@ -60,6 +64,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/tokens_kept": ("share", "Tokens that the top-entropy share lets take part in the policy's loss."),
     "policy/correction": ("ratio", "Mean weight of the correction for the sampler's mismatch; 1 where there is none."),
     "policy/correction_cut": ("share", "Tokens whose correction was beyond the cap."),
+    "rollout/staleness": (
+        "updates",
+        "Mean number of updates that the policy has made since the weights that sampled the step's groups; only with rollout.ahead.",
+    ),
     "policy/beta": ("1", "The KL's coefficient in this step; only with algorithm.kl_target."),
     "value/loss": ("reward^2", "Loss of the learned value: half its mean squared error, clipped if so configured."),
     "value/explained_variance": (
@@ -79,6 +87,10 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "optimizer/loss_scale": ("1", "What the loss is multiplied by before the backward pass; only with model.dtype float16."),
     "time/sample_s": ("s", "Sampling the completions; like every time but the step's, the slowest process's."),
+    "time/wait_s": (
+        "s",
+        "Waiting for completions that are sampled ahead: what sampling adds to the step; only with rollout.ahead.",
+    ),
     "time/score_s": ("s", "Scoring them with the reward functions."),
     "time/learn_s": ("s", "Forward and backward passes."),
     "time/reference_s": ("s", "Log-probabilities of the reference; only with beta above 0."),

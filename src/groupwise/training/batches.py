@@ -9,7 +9,7 @@ from groupwise.config.schema import Config
 from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
 from groupwise.engines import Engine
-from groupwise.rollout import Rollout, collect
+from groupwise.rollout import Rollout, Sampled, collect, score
 from groupwise.training.setup import Prepared
 from groupwise.types import Prompt
 
@@ -46,14 +46,26 @@ class Batches:
         )
         return [available[i] for i in indices[:count]]
 
-    def collect(self, engine: Engine, step: int, *, on_progress: Callable[[int, int], None]) -> tuple[Rollout, int]:
+    def collect(
+        self,
+        engine: Engine,
+        step: int,
+        *,
+        on_progress: Callable[[int, int], None],
+        ready: tuple[Sequence[Prompt], Sampled] | None = None,
+    ) -> tuple[Rollout, int]:
         """Sample and score the step's groups, and with dynamic sampling replace those without variance (arXiv 2503.14476).
 
+        ``ready``: the step's prompts and what this process sampled of them, where that was done ahead; refills are sampled now.
         Returns the rollout, and how many groups it took.
         """
-        size, prompts = self.config.rollout.prompts_per_step, self.prompts(step)
+        size = self.config.rollout.prompts_per_step
+        prompts: Sequence[Prompt] = self.prompts(step) if ready is None else ready[0]
         sampled = len(prompts)
-        rollout = self._collect(engine, prompts, step, 0, on_progress)
+        if ready is None:
+            rollout = self._collect(engine, prompts, step, 0, on_progress)
+        else:
+            rollout = score(prompts, ready[1], self.prepared.rewards, self.world)
         for refill in range(1, self.config.rollout.refill_rounds + 1):
             missing = size - rollout.informative
             if missing <= 0:

@@ -141,10 +141,10 @@ def _embedded(scorer: Scorer) -> int:
     return len(scorer.module.get_input_embeddings().weight)
 
 
-def note_first_sweep(micro_batch: MicroBatch, taken_T: Tensor, algorithm: AlgorithmConfig) -> dict[str, Metric]:
+def note_first_sweep(micro_batch: MicroBatch, taken_T: Tensor, algorithm: AlgorithmConfig, correction: str) -> dict[str, Metric]:
     """What is measured, and noted for later updates, when a micro-batch is swept for the first time.
 
-    ``taken_T``: the policy's logprobs as they are now, in nats, without a graph.
+    ``taken_T``: the policy's logprobs as they are now, in nats, without a graph. ``correction``: ``Config.correction_level``.
     """
     tokens = len(taken_T)
     found: dict[str, Metric] = {
@@ -152,11 +152,11 @@ def note_first_sweep(micro_batch: MicroBatch, taken_T: Tensor, algorithm: Algori
         "policy/entropy": Mean(-float(taken_T.sum()), tokens),
         "speed/learnt_tokens": Sum(tokens),
     }
-    if algorithm.sampler_correction != "none":
+    if correction != "none":
         old_T = taken_T if micro_batch.old_T is None else micro_batch.old_T
         micro_batch.correction_T, numbers = sampler_correction(
             old_T, micro_batch.sampled_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
-            level=algorithm.sampler_correction, mode=algorithm.sampler_correction_mode, high=algorithm.sampler_correction_cap,
+            level=correction, mode=algorithm.sampler_correction_mode, high=algorithm.sampler_correction_cap,
         )  # fmt: skip
         found |= {f"policy/{name}": number for name, number in numbers.items()}
     if algorithm.updates_per_batch > 1 and micro_batch.old_T is None:

@@ -12,7 +12,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
-from groupwise.tracking.secrets import hide_secrets
+from groupwise.tracking.environment import hide_secrets
 from groupwise.training.checkpoint import newest_sound_checkpoint, set_damaged_aside
 from groupwise.training.setup import Prepared
 
@@ -122,8 +122,9 @@ def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Eva
 
 
 def _steps_only_extend(config: Config) -> bool:
-    """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it."""
-    return config.optimizer.schedule == "constant" and config.algorithm.reference_updates == 1
+    """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it, and no batch
+    behind the former end would have been sampled before it."""
+    return config.rollout.ahead == 0 and config.optimizer.schedule == "constant" and config.algorithm.reference_updates == 1
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import Scorer
 from groupwise.rollout import Rollout
 from groupwise.tracking import Phase, RunFolder, Trackers
+from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
 from groupwise.training.checkpoint import (
     Snapshot,
@@ -34,7 +35,6 @@ from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
-from groupwise.training.sharding import Sharding
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -72,7 +72,6 @@ class Run:
     trackers: Trackers
     policy: Policy
     scorer: Scorer
-    sharding: Sharding
     engine: Engine
     started: float
     checkpoint: Path | None = None
@@ -88,6 +87,8 @@ class Run:
     batches: Batches = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
+    ahead: Ahead | None = None
+    """What is sampled for later steps, where the config wants it."""
 
     def __post_init__(self) -> None:
         self.batches = Batches(self.config, self.prepared, self.world)
@@ -97,6 +98,8 @@ class Run:
         )
 
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
         self.writer.finish()
         self._tell_of_checkpoints()
         self.prepared.rewards.close()
@@ -107,13 +110,18 @@ class Run:
     def style(self) -> Any:
         return self.prepared.answer_style
 
+    @property
+    def sampler(self) -> Engine:
+        """The engine with the weights of this moment."""
+        return self.engine if self.ahead is None else self.ahead.free_engine
+
     def evaluate(self, stage: str) -> None:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        with self.stopping(), self.sharding.whole(), self.signals.abandonable():
+        with self.stopping(), self.signals.abandonable():
             results = evaluate_stage(
-                DealtEngine(self.engine, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
+                DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
         self.evaluations.extend(results)
@@ -146,7 +154,7 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
-                world=self.world, sharding=self.sharding,
+                world=self.world,
             )  # fmt: skip
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
@@ -163,25 +171,36 @@ class Run:
 
         Returns how many steps are done already.
         """
-        self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding)
+        self.learner = Learner(self.scorer, self.config, world=self.world)
         self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
         self.learner.parts["window"] = self.held
-        self.sharding.check()
+        if self.config.rollout.ahead:
+            self.ahead = Ahead(self.config, self.world, self.policy, self.engine, self.batches.prompts, self.learner)
+            self.learner.parts["ahead"] = self.ahead
+        self._check_replicas()
         if self.checkpoint is None:
-            if self.config.warm_start.steps:  # else there is nothing yet that could be lost
-                self.checkpoint_if_due(-1)
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.found else ""
         self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
-        self.sharding.check()
+        self._check_replicas()
         if done and f"step-{done}" not in stages and not self.held.found:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
+
+    def _check_replicas(self) -> None:
+        if self.world.size > 1:
+            self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
+
+    def _make_ready(self) -> None:
+        """What all processes do before the first of them writes a checkpoint."""
+        self._check_replicas()
+        if self.ahead is not None:
+            self.ahead.settle()
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
@@ -200,21 +219,28 @@ class Run:
         self.step_started = time.perf_counter()
         if self.held.found:
             self._refuse_to_share_a_window()
+            if self.ahead is not None:
+                self.ahead.go_on(step)
             self.metrics = dict(self.held.rollout_metrics)
             return Rollout(self.held.groups(self._prompt_of), [], 0.0, 0.0)
         seed_generators(self.config.training.seed, step)
         known = self.prepared.rewards.state_dict()
+
+        def progress(finished: int, _: int) -> None:
+            bar.advance(0, completions=finished)
+
         try:
-            with self.sharding.whole(), self.signals.abandonable():
-                rollout, sampled = self.batches.collect(
-                    self.engine, step, on_progress=lambda finished, _: bar.advance(0, completions=finished)
-                )
+            with self.signals.abandonable():
+                ready = None if self.ahead is None else self.ahead.take(step, progress)
+                rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:
             self.prepared.rewards.load_state_dict(known)
             self.stop()
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
         self.metrics = rollout.metrics(self.style)
+        if self.ahead is not None:
+            self.metrics |= self.world.reduce(self.ahead.metrics()) | self.ahead.staleness(rollout.groups)
         if self.config.rollout.refill_rounds:
             self.metrics["groups/sampled"] = Sum(sampled)
         return rollout
@@ -238,6 +264,8 @@ class Run:
     def learn(self, rollout: Rollout) -> Advantages:
         """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume."""
         assert self.learner is not None
+        if self.ahead is not None:
+            self.ahead.learnt(self.done)
         if not rollout.groups:
             return []
         try:
@@ -246,7 +274,8 @@ class Run:
             self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
             self.stop(halfway.window.updates)
         self.metrics |= found
-        self.engine.refresh(self.learner.updates)
+        if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
+            self.engine.refresh(self.learner.updates)
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
@@ -304,12 +333,10 @@ class Run:
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
-        self.sharding.check()
-        snapshot = self._snapshot(done, updates)
-        return self.world.first_does(lambda: self.writer.write(snapshot))
+        self._make_ready()
+        return self.world.first_does(lambda: self.writer.write(self._snapshot(done, updates)))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
-        """For all processes at once; the first one's is whole."""
         assert self.learner is not None
         about = about_run(self.prepared, self.evaluations, None if updates else done)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
@@ -323,10 +350,9 @@ class Run:
         if (
             every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
         ):  # else there is nothing new, and a good one goes
-            self.sharding.check()
-            snapshot = self._snapshot(step + 1)
+            self._make_ready()
             if self.world.is_first:
-                self.writer.begin(snapshot)
+                self.writer.begin(self._snapshot(step + 1))
         self._tell_of_checkpoints()
 
     def _tell_of_checkpoints(self) -> None:
@@ -355,23 +381,22 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Judge and save the trained model, and write what the run came to."""
+        if self.ahead is not None:
+            self.ahead.close()
         self.evaluate("final")
-        self.sharding.check()
+        self._check_replicas()
         peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
-        policy = self.sharding.whole_policy(self.policy)
-        return self.world.first_does(lambda: self._write_end(policy, peak))
+        return self.world.first_does(lambda: self._write_end(peak))
 
-    def _write_end(self, policy: Policy, peak_bytes: float) -> dict[str, Any]:
+    def _write_end(self, peak_bytes: float) -> dict[str, Any]:
         try:
-            save_model(policy, self.folder.final_model)
+            save_model(self.policy, self.folder.final_model)
         except ModelError as error:
             raise TrainingError(f"{error}; {self.saved()}") from error
         summary = build_summary(
             self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
             folder=self.folder.path, final_model=self.folder.final_model,
-            extra={
-                "peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size, "sharding": self.sharding.name,
-            },
+            extra={"peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size},
         )  # fmt: skip
         self.folder.write_summary(summary)
         self.trackers.show_summary(summary)

@@ -1,0 +1,116 @@
+"""Sampling in a thread of its own, beside what the main thread does.
+
+PyTorch and the native kernels let go of the interpreter while they compute, so that sampling and learning share the machine's cores,
+or its GPU, whose own stream the thread has. Orders are served one after another, in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.types import Completion, Prompt
+
+__all__ = ["Order", "SamplingThread"]
+
+_LOOK_EVERY_S = 0.1
+_LAST_TOKEN_S = 20.0
+"""How long a sampler that was told to stop may take to notice."""
+
+
+class _Stopped(Exception):
+    """Raised inside an engine when nobody wants its samples any more."""
+
+
+@dataclass
+class Order:
+    """One call of ``Engine.sample``, to be made by the thread, and what came of it."""
+
+    engine: Engine
+    prompts: Sequence[Prompt]
+    samples_per_prompt: int
+    settings: SamplingSettings
+    seed: int
+    scope: str
+    progress: tuple[int, int] = (0, 0)
+    """Completions that are finished, and tokens."""
+    completions: list[tuple[Completion, ...]] = field(default_factory=list)
+    error: BaseException | None = None
+    seconds: float = 0.0
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class SamplingThread:
+    """Serves orders. The thread begins with the first one, and no order outlives ``close``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unwanted = False
+
+    def put(self, order: Order) -> None:
+        """Have it sampled after those before it. The engine's weights must stay as they are until it is over."""
+        if self._thread is None:
+            # A daemon: where an engine never comes back, the process can still end.
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="groupwise-sampling")
+            self._thread.start()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the weights were written on another stream than the thread's
+        self._orders.put(order)
+
+    def wait(self, order: Order, on_progress: Callable[[int, int], None] | None = None) -> list[tuple[Completion, ...]]:
+        """Its completions; what the engine raised is raised here."""
+        while not order.over.wait(_LOOK_EVERY_S):  # short waits, so that a signal, or another process's failure, gets through
+            if on_progress is not None:
+                on_progress(*order.progress)
+            if self._thread is None or not self._thread.is_alive():
+                raise RuntimeError("the sampling thread is gone")
+        if order.error is not None:
+            raise order.error
+        return order.completions
+
+    def close(self) -> None:
+        """Drop what is not sampled yet. An engine is stopped where it next tells of its progress."""
+        self._unwanted = True
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join(_LAST_TOKEN_S)
+            self._thread = None
+
+    def _serve(self) -> None:
+        with _own_stream(self.device):
+            while (order := self._orders.get()) is not None:
+                started = time.perf_counter()
+                try:
+                    order.completions = self._sample(order)
+                except BaseException as error:  # it is raised where the samples are waited for
+                    order.error = error
+                order.seconds = time.perf_counter() - started
+                order.over.set()
+
+    def _sample(self, order: Order) -> list[tuple[Completion, ...]]:
+        def note(finished: int, tokens: int) -> None:
+            order.progress = (finished, tokens)
+            if self._unwanted:
+                raise _Stopped
+
+        if self._unwanted:
+            raise _Stopped
+        if not order.prompts:
+            return []
+        return order.engine.sample(
+            order.prompts, order.samples_per_prompt, order.settings, seed=order.seed, scope=order.scope, on_progress=note
+        )
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

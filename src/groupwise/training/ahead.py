@@ -1,0 +1,308 @@
+"""Asynchronous rollouts: the batch of a later step is sampled while this one is learnt from.
+
+With ``rollout.ahead: k`` the batch of step t is sampled with the weights as they were before step t - k (the first k + 1 batches with
+the first weights). That is a fixed schedule, never "whatever is ready": a run can be repeated, and carried on, bit for bit. A batch is
+scored when its step begins, in the main thread, so that rewards and their state keep their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.config.schema import Config
+from groupwise.distributed import World
+from groupwise.engines import Engine, SamplingSettings, make_engine
+from groupwise.engines.beside import Order, SamplingThread
+from groupwise.errors import CheckpointError
+from groupwise.metrics import Mean, Metric, Sum
+from groupwise.models.copies import PolicyCopy
+from groupwise.models.load import Policy
+from groupwise.rollout import Sampled, deal_prompts, rollout_scope, rollout_settings
+from groupwise.training.learner import Learner
+from groupwise.types import Completion, Group, Prompt
+
+__all__ = ["Ahead"]
+
+Pairs = list[tuple[int, tuple[Completion, ...]]]
+
+
+@dataclass
+class _Batch:
+    """The batch of one step, on its way or waiting for its step."""
+
+    step: int
+    weights_of: int
+    """The step before which the weights were taken."""
+    version: int
+    prompts: Sequence[Prompt]
+    own: list[int]
+    """Places of the prompts that this process samples."""
+    order: Order | None
+    """None for one that came with a checkpoint."""
+    pairs: Pairs = field(default_factory=list)
+    """What came with the checkpoint, or was gathered for one: of all processes."""
+    seconds: float = 0.0
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.order is None or (self.order.over.is_set() and self.order.error is None)
+
+    def sampled(self) -> Sampled:
+        if self.order is None:
+            known = dict(self.pairs)
+            return Sampled([(place, known[place]) for place in self.own], self.seconds)
+        return Sampled(list(zip(self.own, self.order.completions, strict=True)), self.order.seconds)
+
+
+@dataclass
+class _Place:
+    """An engine with weights that stay as they are while it samples."""
+
+    engine: Engine
+    copy: PolicyCopy | None
+    """None where the engine has weights of its own anyway."""
+
+    def take_weights(self, version: int) -> None:
+        if self.copy is not None:
+            self.copy.follow()
+        self.engine.refresh(version)
+
+
+class Ahead:
+    """The batches that are sampled ahead, and the weights they are sampled with.
+
+    One copy of the weights for each of the ``rollout.ahead`` steps; at 1, an engine that has its own copy needs no other.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        policy: Policy,
+        engine: Engine,
+        prompts_of: Callable[[int], list[Prompt]],
+        learner: Learner,
+    ) -> None:
+        """``engine``: the run's, over ``policy``. ``prompts_of(step)`` renders a step's prompts. ``learner`` counts the updates."""
+        self.config, self.world, self.steps = config, world, config.rollout.ahead
+        self.engine, self.prompts_of, self.learner = engine, prompts_of, learner
+        self.borrows = self.steps == 1 and bool(getattr(engine, "holds_weights", False))
+        """Whether the run's own engine does the sampling ahead."""
+        self._places = [_Place(engine, None)] if self.borrows else [self._own_place(policy) for _ in range(self.steps)]
+        self._thread = SamplingThread(policy.model.device)
+        self._batches: dict[int, _Batch] = {}
+        self._restored: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self._waited_s = 0.0
+        self.free_engine: Engine = _Patient(self) if self.borrows else engine
+        """The run's engine with the weights as they are now, for other things than the steps' batches."""
+
+    def _own_place(self, policy: Policy) -> _Place:
+        copied = PolicyCopy(policy)
+        return _Place(make_engine(copied.policy, self.config.rollout), copied)
+
+    def take(self, step: int, on_progress: Callable[[int, int], None] | None = None) -> tuple[Sequence[Prompt], Sampled]:
+        """The step's prompts and what was sampled of them, once it is there. The batch ``ahead`` steps later is begun, with the weights
+        as they are now."""
+        self._bring_back()
+        for learnt in [s for s in self._batches if s < step]:
+            del self._batches[learnt]
+        if step not in self._batches:
+            self._begin(step, step)
+        started = time.perf_counter()
+        batch = self._batches[step]
+        if batch.order is not None:
+            self._thread.wait(batch.order, on_progress)
+        self._waited_s = time.perf_counter() - started
+        self._begin(step + 1, step)
+        return batch.prompts, batch.sampled()
+
+    def go_on(self, step: int) -> None:
+        """As ``take``, where the step's batch is in hand already: a run carries on inside its updates."""
+        self._bring_back()
+        self._waited_s = 0.0
+        self._begin(step + 1, step)
+
+    def learnt(self, step: int) -> None:
+        """The step's batch is in other hands: no checkpoint needs it any more."""
+        self._batches.pop(step, None)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the last ``take``, on this process."""
+        return {"time/wait_s": Sum(self._waited_s)}
+
+    def staleness(self, groups: Sequence[Group]) -> dict[str, Metric]:
+        """How many updates the policy has made since the weights that sampled ``groups``; those of refills are fresh."""
+        now = self.learner.updates
+        return {"rollout/staleness": Mean.of(now - c.policy_version for group in groups for c in group.completions)}
+
+    def settle(self) -> None:
+        """Before a checkpoint: what cannot be sampled again from what it holds is waited for, and brought together. For all at once."""
+        if self.borrows or self.world.size > 1:
+            self.wait_for_all()
+        if self.world.size > 1:
+            for batch in self._batches.values():
+                if batch.order is not None:
+                    sampled = batch.sampled()
+                    parts = self.world.gather(sampled.pairs)
+                    batch.pairs, batch.seconds = sorted((p for part in parts for p in part), key=lambda p: p[0]), sampled.seconds
+                    batch.order = None
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._thread.close()
+        self._batches.clear()
+
+    def wait_for_all(self) -> None:
+        """Until nothing is being sampled."""
+        for batch in self._batches.values():
+            if batch.order is not None:
+                self._thread.wait(batch.order)
+
+    def _begin(self, first: int, step: int) -> None:
+        """Start those batches from ``first`` to ``ahead`` steps after ``step`` that are not there, with the weights before ``step``."""
+        last = min(step + self.steps, self.config.training.steps - 1)
+        missing = [s for s in range(first, last + 1) if s not in self._batches]
+        if not missing:
+            return
+        place = self._places[step % len(self._places)]
+        version = self.learner.updates
+        place.take_weights(version)  # nobody samples here: the last batch that did was that of ``step``, at the latest
+        for later in missing:
+            self._batches[later] = self._order(later, step, version)
+
+    def _order(self, step: int, weights_of: int, version: int) -> _Batch:
+        rollout, prompts = self.config.rollout, self.prompts_of(step)
+        own = deal_prompts(prompts, rollout, self.world)
+        order = Order(
+            self._places[weights_of % len(self._places)].engine,
+            [prompts[i] for i in own],
+            rollout.completions_per_prompt,
+            rollout_settings(rollout),
+            self.config.training.seed,
+            rollout_scope(step),
+        )
+        self._thread.put(order)
+        return _Batch(step, weights_of, version, prompts, own, order)
+
+    # What a checkpoint holds: finished batches as they are; of others, the weights from which they are sampled again.
+
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See ``Stateful``."""
+        tensors: dict[str, Tensor] = {}
+        rows: list[dict[str, Any]] = []
+        for batch in self._batches.values():
+            row: dict[str, Any] = {"step": batch.step, "weights_of": batch.weights_of, "version": batch.version}
+            if batch.is_sampled:
+                pairs = batch.pairs if batch.order is None else batch.sampled().pairs
+                row |= {
+                    "problems": [p.problem.id for p in batch.prompts],
+                    "seconds": batch.sampled().seconds,
+                    "places": _texts(pairs),
+                }
+                tensors |= {f"batch.{batch.step}.{name}": tensor for name, tensor in _numbers(pairs).items()}
+            else:
+                copied = self._places[batch.weights_of % len(self._places)].copy
+                assert copied is not None, "an engine with weights of its own was not settled"
+                tensors |= {f"weights.{batch.weights_of}.{name}": tensor for name, tensor in copied.state().items()}
+            rows.append(row)
+        return tensors, {"ahead": self.steps, "batches": rows}
+
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """See ``Stateful``."""
+        self._restored = (tensors, values) if values else None
+
+    def _bring_back(self) -> None:
+        """What came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones."""
+        if self._restored is None:
+            return
+        (tensors, values), self._restored = self._restored, None
+        loaded: set[int] = set()
+        for row in values["batches"]:
+            step, weights_of = int(row["step"]), int(row["weights_of"])
+            if "places" in row:
+                self._batches[step] = self._sampled_before(row, tensors)
+            elif values["ahead"] == self.steps and not self.borrows:
+                place = self._places[weights_of % len(self._places)]
+                assert place.copy is not None
+                if weights_of not in loaded:
+                    prefix = f"weights.{weights_of}."
+                    place.copy.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+                    place.engine.refresh(int(row["version"]))
+                    loaded.add(weights_of)
+                self._batches[step] = self._order(step, weights_of, int(row["version"]))
+
+    def _sampled_before(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Batch:
+        step = int(row["step"])
+        prompts = self.prompts_of(step)
+        if [p.problem.id for p in prompts] != row["problems"]:
+            raise CheckpointError(
+                f"the checkpoint holds completions for step {step + 1} of other problems than the data now has for it: use the same "
+                "data, or an earlier checkpoint"
+            )
+        pairs = _pairs(row["places"], tensors[f"batch.{step}.tokens"], tensors[f"batch.{step}.logprobs"])
+        own = deal_prompts(prompts, self.config.rollout, self.world)
+        return _Batch(step, int(row["weights_of"]), int(row["version"]), prompts, own, None, pairs, float(row["seconds"]))
+
+
+class _Patient:
+    """Implements ``Engine`` over one that also samples ahead: it waits until that is done, and brings the newest weights."""
+
+    def __init__(self, ahead: Ahead) -> None:
+        self.ahead = ahead
+
+    def _free(self) -> Engine:
+        self.ahead.wait_for_all()
+        self.ahead.engine.refresh(self.ahead.learner.updates)
+        return self.ahead.engine
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        *,
+        seed: int,
+        scope: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[tuple[Completion, ...]]:
+        """See ``Engine.sample``."""
+        return self._free().sample(prompts, samples_per_prompt, settings, seed=seed, scope=scope, on_progress=on_progress)
+
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """See ``Engine.stream``."""
+        return self._free().stream(prompt, settings, seed=seed, on_text=on_text)
+
+    def refresh(self, policy_version: int) -> None:
+        """Nothing: every sample does."""
+
+
+def _texts(pairs: Pairs) -> list[list[Any]]:
+    """All but the numbers, by place; and how many tokens each completion has."""
+    return [
+        [place, [[c.text, c.finish_reason, c.sample, c.policy_version, len(c.token_ids)] for c in completions]]
+        for place, completions in pairs
+    ]
+
+
+def _numbers(pairs: Pairs) -> dict[str, Tensor]:
+    everything = [c for _, completions in pairs for c in completions]
+    return {
+        "tokens": torch.tensor([t for c in everything for t in c.token_ids], dtype=torch.int64),
+        "logprobs": torch.tensor([x for c in everything for x in c.logprobs], dtype=torch.float64),
+    }
+
+
+def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) -> Pairs:
+    flat_tokens, flat_logprobs = iter(tokens.tolist()), iter(logprobs.tolist())
+
+    def completion(text: str, finish_reason: Any, sample: int, version: int, size: int) -> Completion:
+        ids = tuple(next(flat_tokens) for _ in range(size))
+        return Completion(text, ids, tuple(next(flat_logprobs) for _ in range(size)), finish_reason, sample, version)
+
+    return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]

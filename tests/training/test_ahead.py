@@ -1,0 +1,243 @@
+"""Asynchronous rollouts: which weights sample which batch, that nothing depends on who is faster, and how such a run ends."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from groupwise import load_config, train
+from groupwise.engines import make_engine
+from groupwise.engines.beside import SamplingThread
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError
+from groupwise.models.load import load_policy
+from groupwise.rollout import rollout_scope, rollout_settings
+from groupwise.training import ahead as ahead_module
+from groupwise.training.learner import Learner
+from tests.survival.kills import differences
+
+LOG_ALL = {"log_completions": 100, "checkpoint_every": 1, "keep_checkpoints": 10}
+
+
+@pytest.fixture
+def go(small_config, letters, quiet, tmp_path):
+    """``go("name", rollout={...}, ...)``: a run of five steps in a folder of that name; returns the folder."""
+
+    def run(name, *, functions=letters, resume=False, resume_from=None, on_step=None, **sections):
+        sections = {
+            "training": {"steps": 5, **sections.pop("training", {})},
+            "output": {**LOG_ALL, **sections.pop("output", {})},
+            **sections,
+        }
+        return train(
+            small_config(**sections), rewards=functions, console=quiet, run_folder=tmp_path / name, resume=resume,
+            resume_from=resume_from, on_step=on_step,
+        ).folder  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "groupwise-sampling"]
+
+
+def rows(folder, name="metrics"):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def same_run(one, other):
+    return not differences(one, other)
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 4])
+def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config, steps_ahead):
+    """Completions are sampled anew, by an engine over the checkpoint that the schedule names."""
+    reports = []
+    folder = go("run", rollout={"ahead": steps_ahead}, on_step=reports.append)
+    config = load_config(folder / "config.yaml")
+    for step, report in enumerate(reports):
+        behind = max(0, step - steps_ahead)
+        assert {c.policy_version for g in report.groups for c in g.completions} == {behind}
+        assert report.metrics["rollout/staleness"] == step - behind
+        if behind == 0:
+            continue
+        name = str(folder / "checkpoints" / f"step-{behind}" / "model")
+        policy = load_policy(config.model.model_copy(update={"name": name}))
+        again = make_engine(policy, config.rollout).sample(
+            [g.prompt for g in report.groups], config.rollout.completions_per_prompt, rollout_settings(config.rollout),
+            seed=config.training.seed, scope=rollout_scope(step),
+        )  # fmt: skip
+        for group, completions in zip(report.groups, again, strict=True):
+            assert [c.token_ids for c in group.completions] == [c.token_ids for c in completions]
+            assert [c.logprobs for c in group.completions] == [pytest.approx(c.logprobs, abs=1e-5) for c in completions]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"ahead": 1}},
+        {"rollout": {"ahead": 3}, "algorithm": {"updates_per_batch": 2, "beta": 0.1}, "rewards": {"normalise": "mean_std"}},
+        {"rollout": {"ahead": 2, "engine": "transformers"}},
+        {"rollout": {"ahead": 1, "refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
+        {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}, "evaluation": {"every": 1}},
+        {"rollout": {"ahead": 2}, "model": {"lora": {"rank": 2, "alpha": 4}}, "evaluation": {"every": 2}},
+    ],
+    ids=["one", "three, mu 2, running statistics", "module", "refills", "lora", "lora, two"],
+)
+def test_who_is_faster_does_not_matter(go, monkeypatch, sections):
+    """With a sampler that is done before learning begins, one that dawdles, and one that waits for its turn: the same run."""
+    slow = go("slow", **_with_delay(monkeypatch, 0.05, sections))
+    monkeypatch.undo()
+    put = SamplingThread.put
+
+    def at_once(thread, order):
+        put(thread, order)
+        thread.wait(order)
+
+    monkeypatch.setattr(SamplingThread, "put", at_once)
+    assert same_run(slow, go("at once", **sections))
+
+
+def _with_delay(monkeypatch, seconds, sections):
+    serve = SamplingThread._sample
+
+    def dawdle(thread, order):
+        time.sleep(seconds)
+        return serve(thread, order)
+
+    monkeypatch.setattr(SamplingThread, "_sample", dawdle)
+    return sections
+
+
+def test_a_learning_rate_of_almost_nothing_gives_the_synchronous_run(go):
+    """Weights that do not move: then no sample is stale, and both runs have the same completions and rewards."""
+    alike = {"optimizer": {"learning_rate": 1e-30}}
+    one, other = (rows(go(str(k), rollout={"ahead": k}, **alike), "completions") for k in (0, 2))
+    text = [(r["step"], r["problem"], r["completion"], r["reward"]) for r in one]
+    assert text == [(r["step"], r["problem"], r["completion"], r["reward"]) for r in other]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15], ids=["batches are there", "batches are under way"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"ahead": 1}},
+        {"rollout": {"ahead": 2}, "rewards": {"normalise": "mean_std"}, "algorithm": {"updates_per_batch": 2}},
+        {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}},
+        {"rollout": {"ahead": 2}, "model": {"lora": {"rank": 2, "alpha": 4}}},
+    ],
+    ids=["one", "two", "lora", "lora, two"],
+)
+def test_a_checkpoint_has_the_batches_under_way(go, monkeypatch, sections, delay):
+    whole = go("whole", **_with_delay(monkeypatch, delay, sections))
+    parts = [load_file(p) for p in sorted((whole / "checkpoints").glob("step-2/part-ahead.safetensors"))]
+    kept = {name.split(".")[0] for part in parts for name in part}
+    assert kept == ({"weights"} if delay and not ("model" in sections and sections["rollout"]["ahead"] == 1) else {"batch"})
+    monkeypatch.undo()
+    for done in (1, 2, 4):
+        resumed = go(f"from {done}", resume_from=whole / "checkpoints" / f"step-{done}", **sections)
+        assert rows(resumed)[0]["step"] == done + 1
+        one, other = (load_file(f / "checkpoints" / "step-5" / "optimizer.safetensors") for f in (whole, resumed))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+@pytest.mark.parametrize("where", ["waiting", "learning", "between updates"])
+def test_a_signal_ends_the_run_and_it_carries_on(go, monkeypatch, where, steps_ahead):
+    sections = {"rollout": {"ahead": steps_ahead}, "algorithm": {"updates_per_batch": 3}, "output": {"checkpoint_every": 0}}
+    whole = go("whole", **sections)
+    calls = []
+
+    def once(at):
+        calls.append(at)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if where == "waiting":
+        wait = SamplingThread.wait
+        monkeypatch.setattr(SamplingThread, "wait", lambda t, o, p=None: (once(0), wait(t, o, p))[1])
+    else:
+        name = "learn" if where == "learning" else "step"
+        original = getattr(Learner, name)
+        monkeypatch.setattr(Learner, name, lambda self, *a, **k: (once(0), original(self, *a, **k))[1])
+    started = time.monotonic()
+    with pytest.raises(StoppedError, match="saved"):
+        go("run", **_with_delay(monkeypatch, 0.2, sections))
+    assert time.monotonic() - started < 10
+    monkeypatch.undo()
+    assert same_run(whole, go("run", resume=True, **sections))
+
+
+def test_what_the_engine_raises_in_the_thread_ends_the_run(go, monkeypatch):
+    sample = BuiltinEngine.sample
+
+    def fail(engine, prompts, *rest, scope, **more):
+        if scope == "rollout/step=2":
+            raise MemoryError("no room")
+        return sample(engine, prompts, *rest, scope=scope, **more)
+
+    monkeypatch.setattr(BuiltinEngine, "sample", fail)
+    with pytest.raises(Exception, match=r"no room|memory"):
+        go("run", rollout={"ahead": 1})
+    monkeypatch.undo()
+    assert same_run(go("whole", rollout={"ahead": 1}), go("run", rollout={"ahead": 1}, resume=True))
+
+
+def test_a_reward_that_fails_ends_the_run_while_a_batch_is_sampled(go, monkeypatch):
+    def letters(completions, **columns):
+        raise ValueError("out of luck")
+
+    with pytest.raises(RewardError, match="out of luck"):
+        go("run", functions={"letters": letters}, **_with_delay(monkeypatch, 0.1, {"rollout": {"ahead": 2}}))
+
+
+def test_a_callback_that_ends_the_run_leaves_nothing_running(go, monkeypatch):
+    folder = go("run", on_step=lambda report: False, **_with_delay(monkeypatch, 0.1, {"rollout": {"ahead": 2}}))
+    assert len(rows(folder)) == 1
+    assert (folder / "final_model").is_dir()
+
+
+def test_refills_are_fresh(go):
+    """The batch is a step old, what is sampled in place of groups without variance is not."""
+    found = rows(go("run", rollout={"ahead": 1, "refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}))
+    refilled = [row for row in found[1:] if row["groups/sampled"] > 3]
+    assert all(0 <= row["rollout/staleness"] <= 1 for row in refilled)
+    assert any(row["rollout/staleness"] < 1 for row in refilled)
+
+
+def test_the_two_ways_of_an_adapter_are_one(go, monkeypatch):
+    """Over the merged copy that the engine has anyway, and over a copy of the policy with an engine of its own."""
+    sections = {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}}
+    borrowed = go("borrowed", **sections)
+    monkeypatch.setattr(ahead_module, "getattr", lambda *a: False, raising=False)
+    assert same_run(borrowed, go("own", **sections))
+
+
+def test_another_number_of_steps_ahead_may_carry_on(go, small_config, letters, quiet, tmp_path):
+    whole = go("whole", rollout={"ahead": 2})
+    for steps_ahead in (0, 1, 3):
+        config = small_config(rollout={"ahead": steps_ahead}, training={"steps": 5}, output=LOG_ALL)
+        found = train(
+            config, rewards=letters, console=quiet, run_folder=tmp_path / f"on {steps_ahead}", accept_changes=True,
+            resume_from=whole / "checkpoints/step-2",
+        ).folder  # fmt: skip
+        assert [row["step"] for row in rows(found)] == [3, 4, 5]
+
+
+def test_a_longer_run_is_another_run(go):
+    """Behind its end nothing was sampled, so what comes next would be fresher than in a run that was long from the start."""
+    go("run", rollout={"ahead": 1})
+    with pytest.raises(CheckpointError, match=r"training\.steps: 5 -> 6"):
+        go("run", rollout={"ahead": 1}, training={"steps": 6}, resume=True)
+
+
+def test_a_ratio_to_the_sampler_wants_a_ratio():
+    with pytest.raises(ConfigError, match="which has no ratio to the sampler: set stale_samples to decoupled"):
+        load_config(None, ["rollout.ahead=1", "algorithm.stale_samples=behaviour", "algorithm.surrogate=reinforce"])
