@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import attach, peft_config_of
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
-from groupwise.planner import HARDWARE, KNOWN_SHAPES, ModelShape, Setup, find_shape, make_plan, parse_bytes, phases
+from groupwise.planner import HARDWARE, KNOWN_SHAPES, ModelShape, Setup, find_shape, hardware, make_plan, parse_bytes, phases
 from groupwise.planner.activations import kept_bytes
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import find_hardware
+from groupwise.planner.plan import training_problems
 from groupwise.planner.shape import shape_of_config
 from groupwise.training.optimizer import MasterAdamW
 
@@ -324,3 +326,68 @@ def test_what_is_offloaded_is_off_the_gpu_and_comes_back_for_its_pass():
     assert far.cost.optimizer_s > near.cost.optimizer_s
     on_cpu = make_plan(away, HARDWARE["cpu"], prompt_tokens=200)
     assert item(on_cpu.phases, "learning", "master weights") == 4 * weights, "no effect there"
+
+
+def test_gradients_are_exchanged_in_runs_of_the_size_that_the_world_makes():
+    from groupwise.distributed.world import _buckets
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(
+                vocab_size=151936, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
+                tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+        sizes = [torch.empty(p.shape) for p in model.parameters()]
+    largest = max(sum(g.numel() for g in bucket) for bucket in _buckets(sizes))
+    made = make_plan(load_config("gsm8k-1.5b-8gpu"), HARDWARE["a100-80gb"], world_size=8)
+    assert item(made.phases, "optimiser step", "communication buffers") == 4 * made.setup.shape.head
+    tiny = dataclasses.replace(made.setup, shape=shape_of(model))
+    assert item(phases(tiny), "optimiser step", "communication buffers") == pytest.approx(4 * largest, rel=0.01)
+    assert item(phases(dataclasses.replace(tiny, world_size=1)), "optimiser step", "communication buffers") == 0
+
+
+def test_a_critic_of_its_own_counts_as_the_model_that_it_is():
+    settings = ["algorithm.preset=ppo", "algorithm.beta=0", "model.name=Qwen/Qwen2.5-7B"]
+
+    def found(critic):
+        made = make_plan(load_config(None, [*settings, f"algorithm.critic={critic}"]), HARDWARE["h200"])
+        names = ("critic's weights", "critic's optimiser", "critic's gradients")
+        return [item(made.phases, "optimiser step", name) for name in names], made
+
+    assert found("shared")[0] == [0, 0, 0]
+    seven, small = KNOWN_SHAPES["Qwen/Qwen2.5-7B"], KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"]
+    learning = seven.parameters - seven.head  # its output head gives no value, and learns nothing
+    assert found("copy")[0] == [2 * seven.parameters, 12 * learning, 4 * learning]
+    assert found("Qwen/Qwen2.5-0.5B")[0] == [2 * small.parameters, 12 * small.parameters, 4 * small.parameters]
+    sampling = next(p for p in found("copy")[1].phases if p.name == "sampling")
+    assert "critic's gradients" not in {i.name for i in sampling.items}
+
+
+def test_an_hour_and_an_epoch_are_those_of_the_step():
+    made = make_plan(load_config("polaris-3b"), HARDWARE["a100-40gb"])
+    found = made.to_json()
+    assert found["prompts_per_hour"] == pytest.approx(8 * 3600 / found["step"]["step_s"])
+    assert found["completions_per_hour"] == pytest.approx(4 * found["prompts_per_hour"])
+    assert found["epoch_hours"] == pytest.approx((53291 - 500) / found["prompts_per_hour"])
+    counts = {"gsm8k-0.5b": 7473, "quickstart": 20000}
+    assert {name: training_problems(load_config(name)) for name in counts} == counts
+    assert training_problems(load_config("gsm8k-0.5b", ["data.limit=100"])) == 100
+    assert training_problems(load_config("gsm8k-0.5b", ["data.source=mine.jsonl"])) is None
+
+
+def test_this_machine_can_be_measured(monkeypatch):
+    monkeypatch.setattr(hardware, "_fastest", lambda action, wait: action() is None or 0.25)
+    found = hardware.measure("cpu", 64, 128)
+    assert found.name == "cpu"
+    assert found.flops_per_s == 2 * 1024 * 64 * 256 / 0.25
+    assert found.bytes_per_s == 2 * 4 * 2**25 / 0.25
+    assert str(torch.get_num_threads()) in found.source
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="there is none here"):
+            hardware.measure("cuda")
+
+
+def test_the_fastest_call_counts():
+    durations = iter([0.0, 0.03, 0.0, *[0.02] * 100])
+    assert hardware._fastest(lambda: time.sleep(next(durations)), lambda: None, seconds=0.04) < 0.02

@@ -421,16 +421,21 @@ def memory_foreseen(place: Place) -> Outcome:
     return Outcome("said before any weights are loaded, by `--dry-run` too, with what to lower", 0, "nothing was there to keep")
 
 
-@fault("secrets: in the environment, in a setting and in the command")
+@fault("secrets: in the environment, in a setting, in a URL and in the command")
 def secrets(place: Place) -> Outcome:
     values = {name: f"{name.lower()}-5f0c77aa91" for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "MY_PASSWORD")}
     named = "sk-settingsettingsetting0123456789"
     function = {"function": f"{place.rewards}:letters", "arguments": {"api_key": named}}
     place.write(rewards={"functions": [function]})
-    ended = place.run(f"prompt.system=Be brief. {values['MY_PASSWORD']}", environment=values)
+    typed, in_url = "typed-5f0c77aa91", "url-5f0c77aa91"
+    ended = place.run(
+        f"prompt.system=Be brief. {values['MY_PASSWORD']} See https://host/page?api_key={in_url}",
+        f"rewards.functions=[{{function: '{place.rewards}:letters', arguments: {{api_key: {typed}}}}}]",
+        environment=values,
+    )
     assert ended.exit_code == 0, ended.said
     files = [path for path in place.folder.rglob("*") if path.is_file()]
-    found = [path for path in files for value in [*values.values(), named] if value.encode() in path.read_bytes()]
+    found = [path for path in files for value in [*values.values(), named, typed, in_url] if value.encode() in path.read_bytes()]
     assert found == [], found
     return Outcome(f"none of them stands in any of the {len(files)} files of the run's folder", 0, "everything")
 

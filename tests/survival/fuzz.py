@@ -10,6 +10,8 @@ Cases are drawn by hypothesis, some of them near what is valid; one that fails i
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import logging
 import math
@@ -32,9 +34,13 @@ from groupwise.config.fields import field_paths
 from groupwise.config.schema import Config, DataConfig
 from groupwise.data.answers import answers_equal, extract_answer, extract_last_number, extract_reference, grade, numeric_value
 from groupwise.data.sources import load_problems
+from groupwise.doctor import diagnose_settings
 from groupwise.errors import AnswerError, ConfigError, DataError, GroupwiseError
+from groupwise.planner import HARDWARE, make_plan
 from groupwise.report.write import write_report
+from tests.survival.drawn_settings import keeping_the_rules
 from tests.survival.page import stamp, write_section
+from tests.tiny import write_sums, write_tiny_llama
 
 __all__ = ["TARGETS", "fuzz", "main"]
 
@@ -84,9 +90,9 @@ def nested(flat: Case) -> Case:
 
 CONFIGS = st.fixed_dictionaries(
     {
-        "settings": SETTINGS,
-        "text": st.one_of(st.none(), st.text(max_size=80), st.binary(max_size=80)),
-        "overrides": st.lists(
+        "settings": st.one_of(SETTINGS.map(nested), keeping_the_rules(), keeping_the_rules(), keeping_the_rules()),
+        "text": st.one_of([*[st.none()] * 6, st.text(max_size=80), st.binary(max_size=80)]),
+        "overrides": st.one_of([*[st.just([])] * 3, st.lists(
             st.one_of(
                 TEXT,
                 st.builds(
@@ -96,15 +102,16 @@ CONFIGS = st.fixed_dictionaries(
                 ),
             ),
             max_size=2,
-        ),
+        )]),
     }
 )  # fmt: skip
 
 
 def try_config(case: Case, place: Path) -> str:
+    """Read, written out and read again, planned, and gone through by the doctor with data, prompts, rewards and tokenizer."""
     try:
         if case["text"] is None:
-            config = build_config(nested(case["settings"]), case["overrides"])
+            config = build_config(placed(case["settings"], place), case["overrides"])
         else:
             path = place / "settings.yaml"
             text = case["text"]
@@ -114,7 +121,33 @@ def try_config(case: Case, place: Path) -> str:
         return sentence(error)
     assert isinstance(config, Config)
     assert build_config(yaml.safe_load(dump_config(config))) == config, "written out, it is another config"
+    try:
+        made = make_plan(config, HARDWARE["cpu"])
+        assert made.peak.bytes > 0
+        assert made.cost.step_s > 0
+        json.dumps(made.to_json(), allow_nan=False)
+        generated = (
+            config.data.source == "arithmetic" and config.data.arithmetic.problems > 100
+        )  # takes seconds, and is always the same
+        for finding in [] if generated else diagnose_settings(config):
+            assert finding.title.strip()
+            assert finding.remedy.strip()
+    except GroupwiseError as error:
+        sentence(error)
+        return "read, then refused"
     return "read"
+
+
+def placed(settings: Any, place: Path) -> Any:
+    """TINY and SUMS as a model and a file in ``place``."""
+    if isinstance(settings, dict):
+        return {key: placed(value, place) for key, value in settings.items()}
+    if settings not in ("TINY", "SUMS"):
+        return settings
+    path = place / settings.lower() if settings == "TINY" else place / "sums.jsonl"
+    if not path.exists():
+        (write_tiny_llama if settings == "TINY" else write_sums)(path)
+    return str(path)
 
 
 # --- data files ---------------------------------------------------------------------------------------------------------
@@ -131,6 +164,8 @@ DATA = st.fixed_dictionaries(
             st.text(max_size=120),
             st.lists(st.one_of(ROW, GOOD_ROW), max_size=6),
             st.lists(GOOD_ROW, min_size=2, max_size=6),
+            st.lists(GOOD_ROW, min_size=4, max_size=9),
+            st.lists(GOOD_ROW, min_size=4, max_size=9),
         ),
         "format": st.sampled_from(["auto", "gsm8k", "boxed", "xml", "plain"]),
         "holdout": st.integers(0, 3),
@@ -143,11 +178,25 @@ def file_bytes(content: Any, suffix: str) -> bytes:
     if isinstance(content, bytes):
         return content
     if isinstance(content, list) and suffix in (".csv", ".tsv"):
-        mark = "," if suffix == ".csv" else "\t"
-        content = "\n".join([mark.join(["question", "answer"]), *(mark.join(str(v) for v in row.values()) for row in content)])
+        out = io.StringIO()
+        table = csv.writer(out, delimiter="," if suffix == ".csv" else "\t")
+        table.writerows([["question", "answer"], *([str(value) for value in row.values()] for row in content)])
+        content = out.getvalue()
+    elif isinstance(content, list) and suffix == ".parquet" and all(type(v) is str for row in content for v in row.values()):
+        return parquet_bytes(content)
     elif isinstance(content, list):
         content = json.dumps(content) if suffix == ".json" else "\n".join(json.dumps(row) for row in content)
     return content.encode("utf-8", errors="surrogatepass")
+
+
+def parquet_bytes(rows: list[Case]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    kept = [{key: value.encode("utf-8", "replace").decode() for key, value in row.items()} for row in rows]
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), out)
+    return out.getvalue()
 
 
 def try_data(case: Case, place: Path) -> str:
@@ -217,6 +266,15 @@ LINE = st.fixed_dictionaries(
         "strict": JSON, "extracted": JSON, "question": TEXT,
     },
 )  # fmt: skip
+GOOD_LINE = st.fixed_dictionaries(
+    {
+        "step": st.integers(1, 3), "problem": TEXT, "sample": st.integers(0, 3), "prompt": TEXT, "completion": TEXT, "response": TEXT,
+        "expected": TEXT, "reward": st.floats(-2, 2), "components": st.dictionaries(TEXT, st.floats(-2, 2), max_size=2),
+        "advantage": st.floats(-2, 2), "finish_reason": st.sampled_from(["stop", "length"]), "tokens": st.integers(0, 9),
+        "strict": st.booleans(), "lenient": st.booleans(), "extracted": TEXT, "question": TEXT,
+    }
+)  # fmt: skip
+"""As a run writes them, with anything for a text."""
 FILES = [
     "metrics.jsonl", "completions.jsonl", "evaluations/base-greedy.jsonl", "evaluations/final-greedy.jsonl", "summary.json",
     "environment.json",
@@ -224,7 +282,12 @@ FILES = [
 RUN = st.fixed_dictionaries(
     {
         "config.yaml": st.one_of(SETTINGS.map(nested), st.text(max_size=60), st.binary(max_size=60), JSON),
-        **{name: st.one_of(st.lists(st.one_of(STEP, LINE), max_size=5), JSON, st.binary(max_size=80)) for name in FILES},
+        **{
+            name: st.one_of(
+                st.lists(st.one_of(STEP, LINE, GOOD_LINE), max_size=5), st.lists(GOOD_LINE, max_size=5), JSON, st.binary(max_size=80)
+            )
+            for name in FILES
+        },
     }
 )  # fmt: skip
 
@@ -323,10 +386,13 @@ def fuzz(target: str, cases: int, number: int = 0) -> Counter[str]:
 
 
 def table(rows: dict[str, tuple[Counter[str], float]]) -> str:
-    lines = ["| what was read | cases | read | refused in a sentence | crashes |", "|---|---|---|---|---|"]
+    lines = [
+        "| what was read | cases | read | read, and refused later | refused in a sentence | crashes |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, (outcomes, _) in rows.items():
-        total, read = sum(outcomes.values()), outcomes["read"]
-        lines.append(f"| {name} | {total:,} | {read:,} | {total - read:,} | 0 |")
+        total, read, later = sum(outcomes.values()), outcomes["read"], outcomes["read, then refused"]
+        lines.append(f"| {name} | {total:,} | {read:,} | {later:,} | {total - read - later:,} | 0 |")
     return "\n".join(lines)
 
 

@@ -6,14 +6,14 @@
 
 The same means: weights, masters and moments bit for bit, every number of ``metrics.jsonl`` but times and memory, every line of
 ``completions.jsonl``, and the evaluations. Runs are forked from a process that has everything imported, so that a kill costs a
-second. Every third stop is a SIGTERM instead, which the run may answer; it is counted by itself.
+second. Every third stop is a SIGTERM instead, which the run may answer; it is counted by itself. Of a run of two processes the
+SIGKILL meets one of them, whichever, or both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import sys
@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.config.schema import Config
-from groupwise.errors import StoppedError
+from tests.survival.forked import begin
 from tests.survival.page import stamp, write_section
-from tests.tiny import lower_case_share, tiny_config, write_sums, write_tiny_llama
+from tests.tiny import tiny_config, write_sums, write_tiny_llama
 
 __all__ = ["KINDS", "Tally", "differences", "kill_and_compare", "main"]
 
@@ -66,8 +64,16 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "a step ahead, lora": {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}},
     "epoch boundaries": {"data": {"limit": 11, "holdout": 4}, "optimizer": {"schedule": "cosine", "warmup_steps": 3}},
     "rewards normalised by running statistics": {"rewards": {"normalise": "mean_std"}},
+    "two processes": {},
+    "two processes, mu 3, micro-batches": {"algorithm": {"beta": 0.1, **MU}, "training": {"micro_batch_tokens": 60}},
+    "two processes, lora with dropout": {"model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "algorithm": {"beta": 0.1}},
+    "two processes, renewed reference, epochs": {
+        "data": {"limit": 11, "holdout": 4},
+        "algorithm": {"beta": 0.1, "reference_updates": 3},
+    },
     "warm start, evaluations": {
         "warm_start": {"steps": 3, "examples_per_step": 4},
+        "algorithm": {"beta": 0.1},
         "evaluation": {"at_start": True, "every": 3},
         "output": {"checkpoint_every": 3},
     },
@@ -93,57 +99,21 @@ def config_of(kind: str, model: Path, data: Path) -> Config:
     return tiny_config(model, data, **sections)
 
 
-def begin(config: Config, folder: Path) -> int:
-    """Start the run, or carry it on, in a forked process of its own; returns its id. What it says goes beside the folder."""
-    sys.stdout.flush()
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        train(config, rewards={"letters": lower_case_share}, console=Console(quiet=True), run_folder=folder, resume=True)
-        code = 0
-    except StoppedError as stopped:
-        code = stopped.exit_code
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def ended(process: int) -> int:
-    """Wait for the end; its exit code, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def stop_after(process: int, delay_s: float, number: signal.Signals) -> int:
-    """Send the signal after ``delay_s`` unless the run has ended by then; how it ended, as in ``ended``."""
-    until = time.monotonic() + delay_s
-    while (left := until - time.monotonic()) > 0:
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(min(0.002, left))
-    os.kill(process, number)
-    return ended(process)
+def processes_of(kind: str) -> int:
+    return 2 if kind.startswith("two processes") else 1
 
 
 def differences(one: Path, other: Path) -> list[str]:
     """What differs between the ends of two runs, a sentence each; nothing where no bit does."""
     out = []
-    last = f"checkpoints/step-{STEPS}"
-    for name in ("final_model/model.safetensors", f"{last}/optimizer.safetensors", f"{last}/reference.safetensors"):
-        paths = one / name, other / name
-        if paths[0].exists() and paths[1].exists():
-            first, second = map(load_file, paths)
-            same = first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-            out += [] if same else [f"{name} differs"]
+    states = [path.relative_to(one) for path in sorted((one / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))]
+    for name in (Path("final_model/model.safetensors"), *states):
+        if not (other / name).exists():
+            out.append(f"{name} is missing")
+            continue
+        first, second = load_file(one / name), load_file(other / name)
+        same = first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+        out += [] if same else [f"{name} differs"]
     if numbers_of(one) != numbers_of(other):
         out.append("metrics.jsonl differs")
     files = sorted(path.relative_to(one).as_posix() for path in [one / "completions.jsonl", *(one / "evaluations").iterdir()])
@@ -166,7 +136,7 @@ def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
     config, tally, chance = config_of(kind, model, data), Tally(kind), random.Random(f"{kind}/{seed}")
     whole = place / "whole"
     started = time.monotonic()
-    code = ended(begin(config, whole))
+    code = begin(config, whole, processes_of(kind)).end(60)
     longest = time.monotonic() - started
     if code != 0:
         tally.losses.append(f"the run that was left alone ended with {code}: {told(whole)}")
@@ -187,7 +157,7 @@ def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Ran
     for attempt in range(200):
         number = signal.SIGTERM if (tally.killed + tally.terminated) % 3 == 2 else signal.SIGKILL
         delay_s = chance.uniform(0, longest_s) if attempt < 12 else 10 * longest_s
-        code = stop_after(begin(config, folder), delay_s, number)
+        code = begin(config, folder, processes_of(tally.kind)).stop_after(delay_s, number, chance)
         if code == 0:
             return
         if code == -signal.SIGKILL:
@@ -201,8 +171,8 @@ def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Ran
 
 
 def told(folder: Path) -> str:
-    lines = folder.with_suffix(".log").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "nothing was said"
+    said = [path.read_text(errors="replace").strip().splitlines() for path in sorted(folder.parent.glob(f"{folder.name}.*.log"))]
+    return " / ".join(lines[-1] for lines in said if lines) or "nothing was said"
 
 
 def table(tallies: Sequence[Tally]) -> str:

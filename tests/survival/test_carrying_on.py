@@ -153,6 +153,21 @@ def test_a_signal_in_an_evaluation_abandons_it_and_it_is_made_up_for(
         assert [{**row, "seconds": 0} for row in first[name]] == [{**row, "seconds": 0} for row in second[name]]
 
 
+def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config, letters, quiet, tmp_path):
+    config = small_config(training={"steps": 2}, evaluation={"at_start": True}, warm_start={"steps": 2, "examples_per_step": 4})
+    whole = go(config, letters, quiet, tmp_path / "whole").folder
+
+    def stopping(completions, **columns):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return letters["letters"](completions)
+
+    with pytest.raises(StoppedError, match="after step 0, which is saved"):
+        go(config, {"letters": stopping}, quiet, tmp_path / "run")
+    result = go(config, letters, quiet, tmp_path / "run", resume=True)
+    assert [row["stage"] for row in result.summary["evaluations"]] == ["base", "warm_start", "final"]
+    assert differences(whole, result.folder) == []
+
+
 def test_a_folder_whose_run_was_killed_before_its_settings_were_written_is_used(small_config, letters, quiet, tmp_path):
     for name in ("new", "resumed"):
         (tmp_path / name / "evaluations").mkdir(parents=True)

@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.files import json_line, write_json, write_json_lines, write_text
+from groupwise.tracking.secrets import hide_secrets
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
@@ -77,4 +77,5 @@ def test_what_stands_in_secret_environment_variables_is_not_written(tmp_path, mo
     monkeypatch.setenv("SHORT_TOKEN", "a1")
     write_json(tmp_path / "a.json", {"prompt": ['use quo"ted\\ké-1234 in production, a1']})
     assert json.loads((tmp_path / "a.json").read_text()) == {"prompt": ["use <hidden> in production, a1"]}
+    assert "api_key=abc" not in json_line({"prompt": ["see https://h/x?api_key=abc"]}).decode()
     assert hide_secrets({"any": 'quo"ted\\ké-1234'}) == {"any": "<hidden>"}

@@ -11,7 +11,8 @@ import yaml
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
-from groupwise.tracking.environment import code_revision, hide_secrets, hide_secrets_in_command
+from groupwise.tracking.environment import code_revision
+from groupwise.tracking.secrets import hide_secrets, hide_secrets_in_command
 
 
 def test_it_holds_the_resolved_config_and_the_environment(tmp_path):
@@ -101,6 +102,13 @@ TOKEN = "hf_" + "Ab1" * 10
         (["https://me:pw@host/x?a=b"], ["https://<hidden>@host/x?a=b"]),
         (["data.max_prompt_tokens=100", "training.steps=3"], ["data.max_prompt_tokens=100", "training.steps=3"]),
         (["--dry-run", "tokenizer"], ["--dry-run", "tokenizer"]),
+        (
+            ["f=[{a: b, arguments: {api_key: abc, 'token': \"x y\"}}]"],
+            ["f=[{a: b, arguments: {api_key: <hidden>, 'token': <hidden>}}]"],
+        ),
+        (["rewards.functions=[correctness, {function: a.py:f}]"], ["rewards.functions=[correctness, {function: a.py:f}]"]),
+        (["data.source=https://h/x?api_key=abc&b=2#c"], ["data.source=https://h/x?api_key=<hidden>&b=2#c"]),
+        (["x=Bearer abcdef1234"], ["x=Bearer <hidden>"]),
     ],
 )
 def test_a_command_keeps_no_secret(word, shown):
@@ -113,6 +121,30 @@ def test_a_reward_functions_key_is_in_no_file_of_the_folder(tmp_path):
     folder = RunFolder.create(config, tmp_path, "x", command=["groupwise", "rewards.functions.0.arguments.api_key=topsecret"])
     assert all("topsecret" not in path.read_text() for path in folder.path.rglob("*") if path.is_file())
     assert yaml.safe_load(folder.config.read_text())["rewards"]["functions"][0]["arguments"]["k"] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["Authorization", "apiKey", "judgeApiKey", "openai_key", "API_KEYS", "hf_token_2", "password", "cookie"]
+)
+def test_a_name_of_a_secret_hides_whatever_it_holds(name):
+    assert hide_secrets({name: "a", "b": {name: ["c", {"d": "e", "n": 1}]}}) == {
+        name: "<hidden>",
+        "b": {name: ["<hidden>", {"d": "<hidden>", "n": 1}]},
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["answer_key", "tokenizer", "max_tokens", "keyword", "monkey", "author", "compass", "secretary", "pwd"]
+)
+def test_other_names_hide_nothing(name):
+    assert hide_secrets({name: "abc"}) == {name: "abc"}
+
+
+@pytest.mark.parametrize("text", ["AIza" + "a1" * 16, "xoxb-1234567890-ab", "eyJhbGciOiJI.eyJzdWIi.sig-_1", "gsk_" + "a1" * 10])
+def test_what_is_shaped_like_a_secret_is_hidden_anywhere(text):
+    assert hide_secrets(["use " + text]) == ["use <hidden>"]
+    assert "abc" not in hide_secrets("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\n")
+    assert hide_secrets("POST https://hooks.slack.com/services/T0/B0/XX now") == "POST https://hooks.slack.com/<hidden> now"
 
 
 def test_numbers_are_no_secrets():

@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_told_in_one_sentence(small_config, letters, qui
 def test_a_checkpoint_that_is_not_there_is_told_before_any_weights_are_loaded(
     small_config, letters, quiet, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("groupwise.training.start.load_policy", lambda config: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("groupwise.training.start.load_policy", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume_from=tmp_path / "gone")
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,8 @@ from groupwise.cli.options import AsJson, Overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from groupwise.planner import Plan
+    from groupwise.config.schema import Config
+    from groupwise.planner import Hardware, Plan
 
 __all__ = ["plan"]
 
@@ -61,7 +62,7 @@ def plan(
 
     config = load_config(source, overrides or ())
     limit = parse_bytes(gpu_memory) if gpu_memory else None
-    device = choose_hardware(config.model.device, hardware, limit, measure)
+    device = _measured(config, hardware) if measure else choose_hardware(config.model.device, hardware, limit)
     made = make_plan(
         config,
         device,
@@ -76,6 +77,18 @@ def plan(
         _print(made, console(), formulas)
     if not made.fits:
         raise typer.Exit(1)
+
+
+def _measured(config: Config, hardware: str | None) -> Hardware:
+    from groupwise.errors import ConfigError
+    from groupwise.planner import find_shape
+    from groupwise.planner.hardware import measure
+
+    if hardware not in (None, "cpu"):
+        raise ConfigError(f"--measure looks at this machine and --hardware {hardware} at another: leave one of them out")
+    shape = find_shape(config.model)
+    device = hardware or config.model.device.partition(":")[0]
+    return measure(device, shape.width, shape.feed_forward, config.training.threads)
 
 
 def _print(made: Plan, out: Console, formulas: bool) -> None:
@@ -111,7 +124,7 @@ def _print(made: Plan, out: Console, formulas: bool) -> None:
         f"a step: about {cost.step_s:.1f} s (sampling {cost.sampling_s:.1f}, learning {cost.learning_s:.1f}, optimiser "
         f"{cost.optimizer_s:.2f}, communication {cost.communication_s:.2f}); "
         f"{cost.sampling_flops / 1e12:,.1f} + {cost.learning_flops / 1e12:,.1f} TFLOP; "
-        f"{setup.config.rollout.prompts_per_step * 3600 / cost.step_s:,.0f} prompts an hour"
+        f"{made.prompts_per_hour:,.0f} prompts an hour{_epoch(made)}"
     )
     for line in made.assumptions:
         say(f"assumed: {line}", "dim")
@@ -120,6 +133,14 @@ def _print(made: Plan, out: Console, formulas: bool) -> None:
     if formulas:
         out.print(table(["part", "GiB", "bytes ="], [(i.name, _gib(i.bytes), i.formula) for i in made.formulas()]))
         say("; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))
+
+
+def _epoch(made: Plan) -> str:
+    from groupwise.planner.plan import training_problems
+
+    if made.epoch_hours is None:
+        return ""
+    return f"; once over {training_problems(made.setup.config):,} problems: {made.epoch_hours:,.1f} hours"
 
 
 def _gib(count: int) -> str:

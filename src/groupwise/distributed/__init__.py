@@ -2,6 +2,7 @@
 
 from groupwise.distributed.deal import deal
 from groupwise.distributed.open import is_first_process, open_world
+from groupwise.distributed.sharding import Sharding
 from groupwise.distributed.world import World
 
-__all__ = ["World", "deal", "is_first_process", "open_world"]
+__all__ = ["Sharding", "World", "deal", "is_first_process", "open_world"]

@@ -9,12 +9,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from groupwise.errors import GroupwiseError, RankError
 
-__all__ = ["Board", "Failure", "LostTouch", "RankLost", "Watch", "as_error"]
+__all__ = ["Board", "Failure", "LostTouch", "RankLost", "Watch", "as_error", "exchanging"]
 
 _KEY = "failure"
 _LOOK_EVERY_S = 0.5
@@ -26,6 +27,21 @@ _WAIT_FOR_WORD_S = 5.0
 
 class LostTouch(RuntimeError):
     """A message to or from another process failed, or waited too long."""
+
+
+_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out waiting")
+"""In what torch says when another process does not answer."""
+
+
+@contextlib.contextmanager
+def exchanging() -> Iterator[None]:
+    """Around computation that talks to other processes on its way: raises LostTouch where that is what failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__.startswith("Dist") or any(sign.lower() in str(error).lower() for sign in _SIGNS):
+            raise LostTouch(str(error)) from error
+        raise
 
 
 class RankLost(BaseException):

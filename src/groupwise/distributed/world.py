@@ -97,6 +97,11 @@ class World:
         for bucket in _buckets([make_zero(i) if gradient is None else gradient for i, gradient in found]):
             self._sum(bucket)
 
+    def add_up(self, tensor: Tensor) -> None:
+        """For all at once: the sum over processes, in place."""
+        if self.size > 1:
+            self._add_up(tensor)
+
     def _add_up(self, tensor: Tensor, group: Any = None) -> None:
         with _in_touch():
             dist.all_reduce(tensor, group=group)

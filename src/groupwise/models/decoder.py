@@ -9,6 +9,7 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,22 +18,23 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from groupwise.models.attention import default_implementation, plan_attention
-from groupwise.models.layer import Layer, Shape, layer_forward
+from groupwise.models.blocks import Blocks, hollow
+from groupwise.models.layer import Layer, Shape
 from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.ops import rms_norm
 
-__all__ = ["Decoder", "why_unsupported"]
+__all__ = ["FAMILIES", "Decoder", "why_unsupported"]
 
-_FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def why_unsupported(model: Any) -> str | None:
     """``None`` if the lean decoder computes what ``model`` (a transformers causal LM) computes, else the reason in a few words."""
     config = model.config
-    if config.model_type not in _FAMILIES:
-        return f"architecture {config.model_type!r} is not one of {', '.join(_FAMILIES)}"
+    if config.model_type not in FAMILIES:
+        return f"architecture {config.model_type!r} is not one of {', '.join(FAMILIES)}"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act!r} is not silu"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
@@ -50,17 +52,6 @@ def why_unsupported(model: Any) -> str | None:
     return None
 
 
-def _fuse(sources: list[nn.Parameter], trainable: bool) -> nn.Parameter:
-    """Concatenate along the output axis into one parameter, and make the sources views of it."""
-    fused = nn.Parameter(torch.cat([s.data for s in sources]), requires_grad=trainable)
-    start = 0
-    for source in sources:
-        source.requires_grad_(False)
-        source.data = fused.data[start : start + len(source)]
-        start += len(source)
-    return fused
-
-
 class Decoder:
     """The policy (or a reference) as functions of packed rows.
 
@@ -69,11 +60,13 @@ class Decoder:
         trainable: whether the tensors require gradients.
         gradient_checkpointing: recompute each layer in the backward pass. Sampling is not affected.
         attention: ``blocked``, ``sdpa`` or ``auto`` (see ``models/attention.py``).
+        device: where it will compute, if its weights are still elsewhere.
     """
 
     def __init__(
-        self, model: Any, *, trainable: bool = True, gradient_checkpointing: bool = False, attention: str = "auto"
-    ) -> None:
+        self, model: Any, *, trainable: bool = True, gradient_checkpointing: bool = False, attention: str = "auto",
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         reason = why_unsupported(model)
         assert reason is None, reason
         config, trunk = model.config, model.model
@@ -85,34 +78,80 @@ class Decoder:
         self.shape = Shape(self.heads, self.kv_heads, self.head_width, self.epsilon)
         self.vocabulary: int = config.vocab_size
         self.gradient_checkpointing = gradient_checkpointing
-        self.device: torch.device = trunk.embed_tokens.weight.device
+        self.device: torch.device = device or trunk.embed_tokens.weight.device
         self.dtype: torch.dtype = trunk.embed_tokens.weight.dtype
         self.attention = default_implementation(self.device) if attention == "auto" else attention
-        self.embedding = _fuse([trunk.embed_tokens.weight], trainable)
+        self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
         tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or config.tie_word_embeddings
         if tied:
             model.lm_head.weight = trunk.embed_tokens.weight
-        self.head = self.embedding if tied else _fuse([model.lm_head.weight], trainable)
-        self.layers = [self._adopt(layer, trainable) for layer in trunk.layers]
-        self.final_norm = _fuse([trunk.norm.weight], trainable)
-        self._rotary = trunk.rotary_emb
+        self.head = self.embedding if tied else self._fuse([model.lm_head.weight], trainable)
+        self.layers: Sequence[Any] = [self._adopt(layer, trainable) for layer in trunk.layers]
+        self.final_norm = self._fuse([trunk.norm.weight], trainable)
+        self._rotary = trunk.rotary_emb.to(self.device)
         self._cos, self._sin = torch.empty(0), torch.empty(0)
+        self.blocks: Blocks | None = None
+        """The tensors' home once ``as_blocks`` has been called."""
+        self.inside: Callable[..., Any] | None = None
+        """Runs a computation where the weights of ``blocks`` are gathered as they are needed; None while they are simply there."""
+
+    def _fuse(self, sources: list[nn.Parameter], trainable: bool) -> nn.Parameter:
+        """Concatenate along the output axis into one parameter, and make the sources views of it."""
+        fused = nn.Parameter(torch.cat([s.data for s in sources]), requires_grad=trainable)
+        start = 0
+        for source in sources:
+            source.requires_grad_(False)
+            source.data = fused.data[start : start + len(source)]
+            start += len(source)
+        self._fused.append((fused, sources))
+        return fused
+
+    def as_blocks(self) -> Blocks:
+        """Move the tensors into modules, and read them from there from now on. The transformers module is hollow afterwards."""
+        names = {id(tensor): name for name, tensor in self.named_parameters()}
+        self.views = {names[id(fused)]: sources for fused, sources in self._fused}
+        tied = self.head is self.embedding
+        hollow(self.views, self.device)
+        self._settle(Blocks(self.embedding, self.layers, self.final_norm, None if tied else self.head))
+        self._fused = []
+        assert self.blocks is not None
+        return self.blocks
+
+    def frozen_twin(self) -> Decoder:
+        """Another decoder of this shape, its blocks without weights (on the meta device), to be filled; for one with blocks."""
+        assert self.blocks is not None
+        twin = copy.copy(self)
+        twin.inside = None
+        twin._settle(self.blocks.without_weights(self.dtype))
+        return twin
+
+    def _settle(self, blocks: Blocks) -> None:
+        self.blocks, self.layers = blocks, list(blocks.layers)
+        for name in ("embedding", "final_norm", "head"):
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Tensors that live in ``blocks``: another object whenever they are gathered."""
+        if name in ("embedding", "final_norm", "head") and (blocks := self.__dict__.get("blocks")) is not None:
+            return blocks.embedding if name == "head" and blocks.head is None else getattr(blocks, name)
+        raise AttributeError(name)
 
     def _adopt(self, layer: Any, trainable: bool) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         has_bias, has_head_norm = projections[0].bias is not None, hasattr(attention, "q_norm")
         return Layer(
-            input_norm=_fuse([layer.input_layernorm.weight], trainable),
-            qkv=_fuse([p.weight for p in projections], trainable),
-            qkv_bias=_fuse([p.bias for p in projections], trainable) if has_bias else None,
-            q_norm=_fuse([attention.q_norm.weight], trainable) if has_head_norm else None,
-            k_norm=_fuse([attention.k_norm.weight], trainable) if has_head_norm else None,
-            output=_fuse([attention.o_proj.weight], trainable),
-            output_bias=_fuse([attention.o_proj.bias], trainable) if attention.o_proj.bias is not None else None,
-            post_norm=_fuse([layer.post_attention_layernorm.weight], trainable),
-            gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight], trainable),
-            down=_fuse([mlp.down_proj.weight], trainable),
+            input_norm=self._fuse([layer.input_layernorm.weight], trainable),
+            qkv=self._fuse([p.weight for p in projections], trainable),
+            qkv_bias=self._fuse([p.bias for p in projections], trainable) if has_bias else None,
+            q_norm=self._fuse([attention.q_norm.weight], trainable) if has_head_norm else None,
+            k_norm=self._fuse([attention.k_norm.weight], trainable) if has_head_norm else None,
+            output=self._fuse([attention.o_proj.weight], trainable),
+            output_bias=self._fuse([attention.o_proj.bias], trainable) if attention.o_proj.bias is not None else None,
+            post_norm=self._fuse([layer.post_attention_layernorm.weight], trainable),
+            gate_up=self._fuse([mlp.gate_proj.weight, mlp.up_proj.weight], trainable),
+            down=self._fuse([mlp.down_proj.weight], trainable),
         )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -148,7 +187,8 @@ class Decoder:
         plan = plan_attention(packed, *self.rope(packed.positions_R), self.attention)
         x = embedding(packed.token_ids_R, self.embedding)
         for index, layer in enumerate(self.layers):
-            x, keys_values = layer_forward(layer, x, plan, self.shape, self.gradient_checkpointing)
+            run = layer.forward if self.inside is None else layer
+            x, keys_values = run(x, plan, self.shape, self.gradient_checkpointing)
             if keep_kv is not None:
                 keep_kv(index, keys_values)
         return x
@@ -159,6 +199,9 @@ class Decoder:
 
     def states(self, packed: Packed) -> Tensor:
         """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""
+        return self._states(packed) if self.inside is None else self.inside(self._states, packed)  # type: ignore[no-any-return]
+
+    def _states(self, packed: Packed) -> Tensor:
         return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, self.epsilon)
 
     def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
@@ -167,6 +210,10 @@ class Decoder:
 
     def score(self, packed: Packed, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
-        return score_tokens(
-            self.states(packed), self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden
-        )
+        arguments = (packed, temperature, entropy, keep_hidden)
+        return Scored(*(self._score(*arguments) if self.inside is None else self.inside(self._score, *arguments)))
+
+    def _score(self, packed: Packed, temperature: float, entropy: bool, keep_hidden: bool) -> tuple[Tensor | None, ...]:
+        states = self._states(packed)
+        found = score_tokens(states, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
+        return found.logprobs_T, found.entropy_T, found.hidden_T

@@ -53,6 +53,10 @@ class Layer:
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, name) for name in self.__slots__]
 
+    def forward(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """``layer_forward`` of this layer."""
+        return layer_forward(self, x, plan, shape, recompute)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

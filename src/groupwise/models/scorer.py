@@ -45,14 +45,17 @@ class Scorer(Protocol):
         ...
 
 
-def make_scorer(policy: Policy, config: ModelConfig) -> Trunk:
-    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself, as with an adapter."""
+def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None = None) -> Trunk:
+    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself, as with an adapter.
+
+    ``device``: where it will compute, if its weights are still elsewhere; they are to be moved there.
+    """
     if is_adapted(policy.model):
         return AdapterScorer(policy.model)
     if why_unsupported(policy.model) is not None:
         return ModuleScorer(policy.model)
     attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
-    return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention)
+    return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention, device=device)
 
 
 def make_reference(scorer: Scorer) -> Scorer:

@@ -14,7 +14,7 @@ from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
 from groupwise.planner.suggest import Suggestion, suggest
 
-__all__ = ["LEGEND", "Plan", "make_plan"]
+__all__ = ["LEGEND", "Plan", "make_plan", "training_problems"]
 
 LEGEND = {
     "P": "weights of the model", "A": "weights of the adapter", "s": "bytes of a weight (model.dtype)", "L": "layers", "D": "model width",
@@ -49,6 +49,16 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.peak.bytes <= self.limit_bytes
+
+    @property
+    def prompts_per_hour(self) -> float:
+        return self.setup.config.rollout.prompts_per_step * 3600 / self.cost.step_s
+
+    @property
+    def epoch_hours(self) -> float | None:
+        """Once over the training problems, evaluations and checkpoints not counted; None where their number is not known beforehand."""
+        problems = training_problems(self.setup.config)
+        return None if problems is None else problems / self.prompts_per_hour
 
     @property
     def assumptions(self) -> list[str]:
@@ -88,7 +98,9 @@ class Plan:
             "phases": [{"name": p.name, "bytes": p.bytes, "items": [asdict(item) for item in p.items]} for p in self.phases],
             "suggestions": [one.to_json() for one in self.suggestions],
             "step": self.cost.to_json(),
-            "prompts_per_hour": setup.config.rollout.prompts_per_step * 3600 / self.cost.step_s,
+            "prompts_per_hour": self.prompts_per_hour,
+            "completions_per_hour": self.prompts_per_hour * setup.config.rollout.completions_per_prompt,
+            "epoch_hours": self.epoch_hours,
             "hardware": asdict(self.hardware),
             "assumptions": self.assumptions,
             "not_built_yet": list(NOT_BUILT),
@@ -101,6 +113,22 @@ class Plan:
             if item.name not in found or found[item.name].bytes < item.bytes:
                 found[item.name] = item
         return list(found.values())
+
+
+_PROBLEMS = {"gsm8k": 7473, "svamp": 700, "polaris": 53291}
+"""Of the training splits of data sets that have a name (``data/named.py``)."""
+
+
+def training_problems(config: Config) -> int | None:
+    """How many there are to train on, before any is dropped; None for data that would have to be read first."""
+    data = config.data
+    if data.source == "arithmetic":
+        return data.limit or data.arithmetic.problems  # held-out ones are generated beside them
+    rows = _PROBLEMS.get(data.source)
+    if rows is None:
+        return None
+    rows = rows if data.limit is None else min(rows, data.limit)
+    return max(1, rows - (0 if data.eval_source or data.eval_split else data.holdout))
 
 
 def make_plan(

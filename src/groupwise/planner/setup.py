@@ -56,6 +56,8 @@ class Setup:
     """Longest prompt; 0 takes ``data.max_prompt_tokens``, or a typical length."""
     mean_completion_tokens: int = 0
     """Expected length, for time only; 0 takes the limit. Memory is planned for completions that all reach the limit."""
+    untrained: int = 0
+    """Weights of the model that never learn, of one that is trained whole: a critic's output head."""
 
     def changed(self, **changes: Any) -> Setup:
         """With some settings changed, named ``section__field``."""
@@ -106,7 +108,24 @@ class Setup:
     def trained(self) -> int:
         """Weights that learn."""
         lora = self.config.model.lora
-        return self.shape.parameters if lora is None else self.shape.adapter(lora.rank, lora.target_modules)
+        if lora is None:
+            return self.shape.parameters - self.untrained
+        return self.shape.adapter(lora.rank, lora.target_modules)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a second model is kept for the KL: an adapter's reference is its base."""
+        return self.config.algorithm.beta > 0 and not self.adapted
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether masters, moments and gradients lie in the machine's memory."""
+        return self.device == "cuda" and self.config.optimizer.offload
+
+    @property
+    def parked(self) -> bool:
+        """Whether the reference comes to the device for its pass alone."""
+        return self.device == "cuda" and self.config.training.offload_reference
 
     @cached_property
     def judges(self) -> int:

@@ -5,65 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from groupwise.models.native.build import kernels
+from groupwise.tracking.secrets import hide_secrets_in_command
 
-__all__ = ["code_revision", "describe_environment", "hide_environment_secrets", "hide_secrets", "hide_secrets_in_command"]
+__all__ = ["code_revision", "describe_environment", "installed_version"]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pydantic", "accelerate", "peft", "vllm")
-
-HIDDEN = "<hidden>"
-SECRET_NAME = re.compile(r"(?i)(^|[._-])(api[_-]?key|access[_-]?key|auth|token|secret|password|passwd|credentials?)$")
-SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{16})\b"
-)
-URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-
-
-def hide_secrets(value: Any, name: str = "") -> Any:
-    """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: hide_secrets(item, str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [hide_secrets(item, name) for item in value]
-    if isinstance(value, str):
-        hidden = hide_environment_secrets(URL_LOGIN.sub(f"{HIDDEN}@", SECRET_VALUE.sub(HIDDEN, value)))
-        return HIDDEN if SECRET_NAME.search(name) else hidden
-    return value
-
-
-def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
-    """``text`` without what stands in environment variables that are named like credentials, such as ``HF_TOKEN``.
-
-    ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
-    """
-    for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 8 and not value.isalpha() and written(value) in text:
-            text = text.replace(written(value), HIDDEN)
-    return text
-
-
-def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
-    """A command line with its secrets hidden: ``key=value``, ``--key=value``, and ``--key value``."""
-    shown: list[str] = []
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        before = words[i - 1] if i else ""
-        if equals and "://" not in name:
-            shown.append(f"{name}={hide_secrets(value, name)}")
-        elif before.startswith("-") and "=" not in before and not word.startswith("-"):
-            shown.append(hide_secrets(word, before))
-        else:
-            shown.append(hide_secrets(word))
-    return shown
 
 
 def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.tracking.environment import hide_environment_secrets
+from groupwise.tracking.secrets import hide_environment_secrets, hide_shaped_secrets
 
 __all__ = ["LineFile", "json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
 
@@ -19,14 +19,16 @@ LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 
 
 def finite(value: Any) -> Any:
-    """``value`` with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
+    """``value`` without secrets, and with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    if isinstance(value, (str, int, bool)) or value is None:
+    if isinstance(value, str):
+        return hide_shaped_secrets(value)
+    if isinstance(value, (int, bool)) or value is None:
         return value
     number = getattr(value, "item", None)  # numpy and torch scalars, without importing either
     return finite(number()) if callable(number) and getattr(value, "ndim", 1) == 0 else str(value)

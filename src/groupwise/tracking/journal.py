@@ -13,17 +13,18 @@ from groupwise.tracking.run_folder import RunFolder
 __all__ = ["cut_back"]
 
 
-def cut_back(folder: RunFolder, step: int) -> None:
-    """Leave what the run had written when ``step`` steps were done; with 0, only what it had before its first step.
+def cut_back(folder: RunFolder, step: int | None) -> None:
+    """Leave what the run had written when ``step`` steps were done; None where it begins again, from before its first evaluation.
 
     Lines of later steps go, as does a line that a kill left half; so do evaluations of later stages, the summary and the final model.
     """
+    done = step or 0
     for path in (folder.metrics, folder.completions):
         if path.is_file():
-            cut_lines(path, step)
+            cut_lines(path, done)
     for path in folder.evaluations.glob("*.jsonl"):
         found = re.match(r"step-(\d+)-", path.name)
-        if path.name.startswith("final-") or (found and int(found[1]) > step) or step == 0:
+        if path.name.startswith("final-") or (found and int(found[1]) > done) or step is None:
             path.unlink()
     folder.summary.unlink(missing_ok=True)
     shutil.rmtree(folder.final_model, ignore_errors=True)

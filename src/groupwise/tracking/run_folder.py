@@ -17,8 +17,9 @@ import yaml
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.tracking.environment import describe_environment, hide_secrets
+from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
+from groupwise.tracking.secrets import hide_secrets
 
 __all__ = ["RunFolder"]
 

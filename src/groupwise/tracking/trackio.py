@@ -9,9 +9,9 @@ from typing import Any
 
 from groupwise.config.schema import Config
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
-from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.secrets import hide_secrets
 from groupwise.types import Group
 
 __all__ = ["TrackioTracker"]

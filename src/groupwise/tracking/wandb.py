@@ -8,9 +8,9 @@ from typing import Any
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
-from groupwise.tracking.environment import hide_secrets
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.secrets import hide_secrets
 from groupwise.types import Group
 
 __all__ = ["WandbTracker"]
@@ -29,7 +29,10 @@ class WandbTracker:
         import wandb
 
         self.last_step = done
-        settings = wandb.Settings(init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True)
+        # Its metadata would hold the command as it was typed, with whatever keys stand in it; environment.json has it without them.
+        settings = wandb.Settings(
+            init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True, x_disable_meta=True
+        )
         try:
             self.run: Any = wandb.init(
                 project=config.output.project,

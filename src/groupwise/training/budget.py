@@ -21,8 +21,9 @@ class PassBudget:
     The gradient does not depend on it, so a step that is done again has the same numbers.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: int, *, fixed: bool = False) -> None:
+        """``fixed``: never halve it. Where passes speak to other processes, one alone cannot do them again."""
+        self.tokens, self.fixed = tokens, fixed
         self.halvings = 0
         """Since the run began."""
         self.tell: Callable[[str], object] = lambda sentence: None
@@ -43,7 +44,7 @@ class PassBudget:
                 return action()
             except torch.OutOfMemoryError:
                 largest = _halvable(micro_batches())
-                if largest is None:
+                if largest is None or self.fixed:
                     raise
             # Only now, since the error's frames hold on to the tensors of the failed pass.
             gc.collect()

@@ -61,27 +61,37 @@ class Snapshot:
     """By file; as long as nothing was copied, those that learning changes."""
     state: str
     """The text of ``state.json``."""
+    is_copy: bool = False
+    """Whether learning does not touch any of it, so that it need not be copied."""
 
     def size_bytes(self) -> int:
         """How much memory ``copied`` takes."""
+        if self.is_copy:
+            return 0
         everything = [*self.policy.model.parameters(), *self.policy.model.buffers()]
         everything += [tensor for file in self.tensors.values() for tensor in file.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in everything)
 
     def copied(self, tokenizer: Any) -> Snapshot:
         """The same in memory of its own, on the CPU, which learning does not touch; ``tokenizer`` takes the place of the one in use."""
+        if self.is_copy:
+            return replace(self, policy=replace(self.policy, tokenizer=tokenizer))
         policy = replace(self.policy, model=copy_to_cpu(self.policy.model), tokenizer=tokenizer)
         tensors = {file: {name: _copy(t) for name, t in of_file.items()} for file, of_file in self.tensors.items()}
-        return replace(self, policy=policy, tensors=tensors)
+        return replace(self, policy=policy, tensors=tensors, is_copy=True)
 
 
 def take_snapshot(
     step: int, policy: Policy, learner: Learner, *, about: Mapping[str, Any] | None = None, updates: int = 0
 ) -> Snapshot:
-    """The state after ``step`` steps, and ``updates`` updates of the next one. Arguments as for ``save_checkpoint``."""
-    tensors: dict[str, Mapping[str, Tensor]] = {_OPTIMIZER: learner.optimizer.state()}
+    """The state after ``step`` steps, and ``updates`` updates of the next one. Arguments as for ``save_checkpoint``.
+
+    Where processes divide the weights, for all of them at once: the first one's is whole, and no other can be written.
+    """
+    sharding = learner.sharding
+    tensors: dict[str, Mapping[str, Tensor]] = {_OPTIMIZER: sharding.whole_state(learner.optimizer.state())}
     if learner.moving_reference is not None:
-        tensors[_REFERENCE] = learner.moving_reference.state()
+        tensors[_REFERENCE] = sharding.whole_state(learner.moving_reference.state())
     if learner.critic is not None:
         tensors[_CRITIC] = learner.critic.state()
     parts = {}
@@ -94,7 +104,8 @@ def take_snapshot(
         "renewed_before": learner.renewed_before, "parts": parts,
         "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **(about or {}),
     }  # fmt: skip
-    return Snapshot(f"step-{step}-update-{updates}" if updates else f"step-{step}", policy, tensors, json.dumps(state))
+    name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
+    return Snapshot(name, sharding.whole_policy(policy), tensors, json.dumps(state), is_copy=sharding.divides_weights)
 
 
 def save_checkpoint(
@@ -256,9 +267,9 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
     verify_checkpoint(checkpoint)
     state = read_state(checkpoint)
     try:
-        learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
+        learner.optimizer.load_state(learner.sharding.read_state(checkpoint / _OPTIMIZER))
         if learner.moving_reference is not None:
-            learner.moving_reference.load_state(load_file(checkpoint / _REFERENCE))
+            learner.moving_reference.load_state(learner.sharding.read_state(checkpoint / _REFERENCE))
         if learner.critic is not None:
             learner.critic.load_state(load_file(checkpoint / _CRITIC))
         if learner.kl_control is not None and state.get("kl_control"):

@@ -23,9 +23,10 @@ from groupwise.training.budget import PassBudget
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages, steps_teach, teaches
 from groupwise.training.critic import make_critic
 from groupwise.training.microbatches import MicroBatch, Share, cut, mask_below, members_of, note_first_sweep
-from groupwise.training.optimizer import MasterAdamW, learning_rate_at
+from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
+from groupwise.training.sharding import Replicas, Sharding
 from groupwise.training.window import Window, WindowOpenError
 from groupwise.types import Group
 
@@ -52,19 +53,23 @@ class Stateful(Protocol):
 class Learner:
     """Holds what learning needs beside the policy: optimiser, reference, critic, and the count of updates."""
 
-    def __init__(self, scorer: Scorer, config: Config, optimizer: Any = None, world: World | None = None) -> None:
+    def __init__(
+        self, scorer: Scorer, config: Config, optimizer: Any = None, world: World | None = None, sharding: Sharding | None = None
+    ) -> None:
         """``optimizer``: another one than AdamW with masters, with the same methods, over the scorer's parameters.
 
-        ``world``: the processes that divide the passes among them; each makes the same updates.
+        ``world``: the processes that divide the passes among them; each makes the same updates. ``sharding``: what else they divide.
         """
         self.scorer, self.config, self.world = scorer, config, world or World()
         self.objective = Objective.from_config(config.algorithm)
-        self.optimizer = MasterAdamW(scorer.named_parameters(), config.optimizer) if optimizer is None else optimizer
+        self.sharding = sharding or Replicas(scorer, self.world)
+        self.optimizer = self.sharding.make_optimizer(config.optimizer) if optimizer is None else optimizer
         self.moving_reference = (
             Reference(
                 scorer,
                 config.algorithm.reference_mixing,
                 offload=config.training.offload_reference and scorer.device.type != "cpu",
+                copied=self.sharding.make_reference,
             )
             if self.objective.needs_reference
             else None
@@ -73,7 +78,7 @@ class Learner:
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
         self.parts: dict[str, Stateful] = {}
-        self.budget = PassBudget(config.training.micro_batch_tokens)
+        self.budget = PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
         self.updates = 0
         self.dropped_in_a_row = 0
         self.renewed_before = 0
@@ -238,7 +243,8 @@ class Learner:
         (``torch.no_grad``) only the numbers are computed. Names that begin with ``detail/`` are for callers, not for the records.
         """
         started = time.perf_counter()
-        found = merge(self._backward(micro_batch, first, scale) for micro_batch in micro_batches)
+        found = merge([self._backward(micro_batch, first, scale) for micro_batch in micro_batches])
+        self.sharding.even_out(self.scorer, len(micro_batches))
         return found | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     def step(self, rate: float | None = None) -> dict[str, Metric]:
@@ -268,7 +274,7 @@ class Learner:
 
     def _exchange_gradients(self) -> dict[str, Metric]:
         started = time.perf_counter()
-        self.world.sum_gradients(self.optimizer.gradients(), self.optimizer.zero_gradient)
+        self.sharding.sum_gradients(self.optimizer)
         if self.critic:
             self.world.sum_gradients(self.critic.gradients(), self.critic.zero_gradient)
         return {"time/exchange_s": Sum(time.perf_counter() - started)}
@@ -291,6 +297,7 @@ class Learner:
         with self.moving_reference.present() as reference:
             for micro_batch in micro_batches:
                 micro_batch.reference_T = reference.logprobs(micro_batch.packed, self.config.rollout.temperature)
+            self.sharding.even_out(reference, len(micro_batches))
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()
@@ -307,6 +314,8 @@ class Learner:
                 micro_batch.values_T = self.critic.value_of(micro_batch, scored)
             if scored is not None and scored.entropy_T is not None:
                 entropies.append(scored.entropy_T)
+        if self._value_on_policy or share < 1.0:
+            self.sharding.even_out(self.scorer, len(micro_batches))
         found: dict[str, Metric] = {"time/learn_s": Sum(time.perf_counter() - started)}
         everywhere = [e for part in self.world.gather([e.cpu() for e in entropies]) for e in part]
         if everywhere:
@@ -386,7 +395,7 @@ class Learner:
             loss, found = loss + scale * value_part, found | of_value
         if torch.is_grad_enabled():
             loss_scale = self.optimizer.loss_scale
-            (loss if loss_scale == 1 else loss * loss_scale).backward()
+            self.sharding.backward(loss if loss_scale == 1 else loss * loss_scale)
         if self.critic and not self._value_on_policy:  # only now: the policy's activations are free again
             value_part, of_value = self.critic.loss_of(micro_batch, None)
             found |= of_value

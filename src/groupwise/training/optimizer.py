@@ -19,7 +19,7 @@ from groupwise.training.eight_bit import eight_bit_adamw
 from groupwise.training.loss_scale import LossScale
 from groupwise.training.rounding import StochasticAdamW
 
-__all__ = ["MasterAdamW", "learning_rate_at"]
+__all__ = ["MasterAdamW", "adds_up_itself", "learning_rate_at"]
 
 _TABLES = ("qmap1", "qmap2")
 """Of 8-bit moments: what the codes stand for, the same for every run."""
@@ -86,7 +86,7 @@ class MasterAdamW:
     def zero_gradient(self, index: int) -> Tensor:
         """A gradient of 0 for a master that has none: other processes may have one."""
         master, parameter = self.masters[index], self.parameters[index]
-        if _adds_up_itself(parameter, self.config):
+        if adds_up_itself(parameter, self.config):
             parameter.grad = torch.zeros_like(parameter)
             return parameter.grad
         self._sums[master] = torch.zeros_like(master, dtype=torch.float32)
@@ -121,7 +121,7 @@ class MasterAdamW:
         return adamw
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
-        if self.home is None and _adds_up_itself(parameter, self.config):
+        if self.home is None and adds_up_itself(parameter, self.config):
             return parameter
         stochastic = self.config.precision == "stochastic"
         master = parameter if stochastic else parameter.detach().to(self.home or parameter.device, torch.float32, copy=True)
@@ -150,8 +150,7 @@ class MasterAdamW:
         grads = list(gradients.values())
         if self._scale is not None:
             torch._foreach_mul_(grads, 1 / self._scale.value)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))  # type: ignore[arg-type]
-        value = float(norm)
+        value = float(self.norm(grads))
         finite = math.isfinite(value)
         if self._scale is not None:
             self._scale.update(finite)
@@ -162,6 +161,10 @@ class MasterAdamW:
             self._update(gradients, learning_rate)
         self.clear()
         return value, finite
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The Euclidean norm over all of them."""
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[arg-type]
 
     def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float) -> None:
         for group in self.adamw.param_groups:
@@ -237,14 +240,14 @@ class MasterAdamW:
                 raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(value.shape)}")
 
 
-def _adds_up_itself(parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+def adds_up_itself(parameter: nn.Parameter, config: OptimizerConfig) -> bool:
     """Whether torch's own sum of gradients will do."""
     return parameter.dtype == torch.float32 or config.precision == "pure"
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """Some numbers of it, evenly spread: a view."""
-    return tensor.detach().view(-1)[:: -(-tensor.numel() // _WATCHED)]
+    return tensor.detach().view(-1)[:: max(1, -(-tensor.numel() // _WATCHED))]
 
 
 def _lost(before: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor]) -> Mean | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from groupwise.distributed.shards import local
 from groupwise.models.scorer import Scorer, make_reference
 
 __all__ = ["Reference"]
@@ -21,14 +22,17 @@ class Reference:
     is ``present``.
     """
 
-    def __init__(self, scorer: Scorer, mixing: float = 1.0, *, offload: bool = False) -> None:
+    def __init__(
+        self, scorer: Scorer, mixing: float = 1.0, *, offload: bool = False, copied: Callable[[Scorer], Scorer] = make_reference
+    ) -> None:
+        """``copied`` makes the frozen copy; where processes hold parts of the policy, each has the same parts of it."""
         self.policy, self.mixing, self.offload = scorer, mixing, offload
-        self.scorer = make_reference(scorer)
+        self.scorer = copied(scorer)
         if offload:
             self._park()
         self._average: dict[str, Tensor] = {}
         if mixing < 1:
-            self._average = {name: p.detach().float().clone() for name, p in self.scorer.named_parameters()}
+            self._average = {name: local(p).float().clone() for name, p in self.scorer.named_parameters()}
 
     def _park(self) -> None:
         """Into the machine's memory. The module's own parameters, views of the decoder's, would hold on to the old place: they go."""
@@ -55,20 +59,20 @@ class Reference:
     @torch.no_grad()
     def renew(self) -> None:
         """Move to the policy as it is now, or the share ``mixing`` of the way."""
-        policy = dict(self.policy.named_parameters())
+        policy = {name: local(p) for name, p in self.policy.named_parameters()}
         for name, parameter in self.scorer.named_parameters():
             if self._average:
                 average = self._average[name]
                 average.lerp_(policy[name].to(average.device, torch.float32), self.mixing)
-            parameter.copy_(self._average[name] if self._average else policy[name])
+            local(parameter).copy_(self._average[name] if self._average else policy[name])
 
     def state(self) -> dict[str, Tensor]:
         """Weights by name, in fp32 where they are averages; for a checkpoint."""
-        return self._average or {name: p.data for name, p in self.scorer.named_parameters()}
+        return self._average or {name: local(p) for name, p in self.scorer.named_parameters()}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
         for name, parameter in self.scorer.named_parameters():
             if self._average:
                 self._average[name].copy_(state[name])
-            parameter.copy_(state[name])
+            local(parameter).copy_(state[name])

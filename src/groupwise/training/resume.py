@@ -12,7 +12,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
-from groupwise.tracking.environment import hide_secrets
+from groupwise.tracking.secrets import hide_secrets
 from groupwise.training.checkpoint import newest_sound_checkpoint, set_damaged_aside
 from groupwise.training.setup import Prepared
 

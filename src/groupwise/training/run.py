@@ -35,6 +35,7 @@ from groupwise.training.learner import Advantages, Learner
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
+from groupwise.training.sharding import Sharding
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -72,6 +73,7 @@ class Run:
     trackers: Trackers
     policy: Policy
     scorer: Scorer
+    sharding: Sharding
     engine: Engine
     started: float
     checkpoint: Path | None = None
@@ -119,7 +121,7 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        with self.stopping(), self.signals.abandonable():
+        with self.stopping(), self.sharding.whole(), self.signals.abandonable():
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -154,7 +156,7 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
-                world=self.world,
+                world=self.world, sharding=self.sharding,
             )  # fmt: skip
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
@@ -171,7 +173,7 @@ class Run:
 
         Returns how many steps are done already.
         """
-        self.learner = Learner(self.scorer, self.config, world=self.world)
+        self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding)
         self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
@@ -179,26 +181,24 @@ class Run:
         if self.config.rollout.ahead:
             self.ahead = Ahead(self.config, self.world, self.policy, self.engine, self.batches.prompts, self.learner)
             self.learner.parts["ahead"] = self.ahead
-        self._check_replicas()
+        self.sharding.check()
         if self.checkpoint is None:
+            if self.config.warm_start.steps:  # else there is nothing yet that could be lost
+                self.checkpoint_if_due(-1)
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.found else ""
         self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
-        self._check_replicas()
+        self.sharding.check()
         if done and f"step-{done}" not in stages and not self.held.found:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
 
-    def _check_replicas(self) -> None:
-        if self.world.size > 1:
-            self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
-
     def _make_ready(self) -> None:
-        """What all processes do before the first of them writes a checkpoint."""
-        self._check_replicas()
+        """What all processes do before a checkpoint is taken."""
+        self.sharding.check()
         if self.ahead is not None:
             self.ahead.settle()
 
@@ -230,7 +230,7 @@ class Run:
             bar.advance(0, completions=finished)
 
         try:
-            with self.signals.abandonable():
+            with self.sharding.whole(), self.signals.abandonable():
                 ready = None if self.ahead is None else self.ahead.take(step, progress)
                 rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:
@@ -334,9 +334,11 @@ class Run:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
         assert self.learner is not None
         self._make_ready()
-        return self.world.first_does(lambda: self.writer.write(self._snapshot(done, updates)))
+        snapshot = self._snapshot(done, updates)
+        return self.world.first_does(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
+        """For all processes at once; the first one's is whole."""
         assert self.learner is not None
         about = about_run(self.prepared, self.evaluations, None if updates else done)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
@@ -351,8 +353,9 @@ class Run:
             every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
         ):  # else there is nothing new, and a good one goes
             self._make_ready()
+            snapshot = self._snapshot(step + 1)
             if self.world.is_first:
-                self.writer.begin(self._snapshot(step + 1))
+                self.writer.begin(snapshot)
         self._tell_of_checkpoints()
 
     def _tell_of_checkpoints(self) -> None:
@@ -384,19 +387,22 @@ class Run:
         if self.ahead is not None:
             self.ahead.close()
         self.evaluate("final")
-        self._check_replicas()
+        self.sharding.check()
         peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
-        return self.world.first_does(lambda: self._write_end(peak))
+        policy = self.sharding.whole_policy(self.policy)
+        return self.world.first_does(lambda: self._write_end(policy, peak))
 
-    def _write_end(self, peak_bytes: float) -> dict[str, Any]:
+    def _write_end(self, policy: Policy, peak_bytes: float) -> dict[str, Any]:
         try:
-            save_model(self.policy, self.folder.final_model)
+            save_model(policy, self.folder.final_model)
         except ModelError as error:
             raise TrainingError(f"{error}; {self.saved()}") from error
         summary = build_summary(
             self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
             folder=self.folder.path, final_model=self.folder.final_model,
-            extra={"peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size},
+            extra={
+                "peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size, "sharding": self.sharding.name,
+            },
         )  # fmt: skip
         self.folder.write_summary(summary)
         self.trackers.show_summary(summary)

@@ -21,6 +21,7 @@ from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
+from groupwise.training.sharding import check_sharding
 from groupwise.training.short_memory import memory_note
 from groupwise.types import Problem, Prompt
 
@@ -87,7 +88,8 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
         ModelError: the model cannot be loaded (a folder without weights, an unknown name).
         RewardError: a reward function cannot be loaded, or needs a column that the data lacks.
         DataError, AnswerError: the data is missing, empty or unreadable, or a prompt does not fit the context.
-        ConfigError: no prompt at all could fit beside the completion, or a tracker's package is not installed.
+        ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, or the processes cannot
+            divide the model as they are asked to.
     """
     check_model(config.model)
     check_trackers(config)
@@ -101,6 +103,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    check_sharding(config, hf_config)
     context = context_length(hf_config, tokenizer)
     check_critic(config, tokenizer, context)
 

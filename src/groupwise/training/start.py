@@ -15,7 +15,7 @@ from groupwise.engines import make_engine
 from groupwise.evaluation import Evaluation
 from groupwise.memory import keep_freed_memory, release_freed_memory
 from groupwise.models.adapters import load_adapter
-from groupwise.models.load import Policy, load_policy
+from groupwise.models.load import Policy, load_policy, resolve_device
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.tracking import RunFolder, Trackers, make_trackers
@@ -24,6 +24,7 @@ from groupwise.training.checkpoint import MODEL, find_checkpoint, read_state
 from groupwise.training.resume import check_drift, continue_in, earlier_evaluations
 from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
+from groupwise.training.sharding import loading_device, make_sharding
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import StopSignals
 
@@ -68,8 +69,10 @@ def start(
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
-            policy = _load(config.model, checkpoint)
-            scorer = make_scorer(policy, config.model)
+            aside = loading_device(config, world)
+            policy = _load(config.model, checkpoint, aside)
+            scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
+            sharding = make_sharding(config, world, scorer)
             engine = make_engine(policy, config.rollout, scorer)
         release_freed_memory()
     except BaseException:
@@ -86,6 +89,7 @@ def start(
         trackers,
         policy,
         scorer,
+        sharding,
         engine,
         started,
         checkpoint,
@@ -94,14 +98,14 @@ def start(
     )
 
 
-def _load(config: ModelConfig, checkpoint: Path | None) -> Policy:
+def _load(config: ModelConfig, checkpoint: Path | None, device: torch.device | None = None) -> Policy:
     """The policy as the run begins with it. A checkpoint's adapter goes on the model that it was trained on."""
     if checkpoint is None or config.lora is not None:
-        policy = load_policy(config)
+        policy = load_policy(config, device)
         if checkpoint is not None:
             load_adapter(policy.model, checkpoint / MODEL / "adapter")
         return policy
-    return replace(load_policy(config.model_copy(update={"name": str(checkpoint / MODEL)})), name=config.name)
+    return replace(load_policy(config.model_copy(update={"name": str(checkpoint / MODEL)}), device), name=config.name)
 
 
 @dataclass
@@ -128,7 +132,7 @@ class Place:
             state = read_state(checkpoint) if checkpoint else {}
             check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not carried_on)
             if carried_on:
-                cut_back(folder, int(state.get("step", 0)))
+                cut_back(folder, int(state["step"]) if checkpoint else None)
             if not folder.environment.is_file():  # killed right after its settings were written
                 folder.write_start(self.config, self.recipe, None)
         except BaseException:

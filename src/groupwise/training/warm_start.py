@@ -16,7 +16,8 @@ from groupwise.data.order import problems_for_step
 from groupwise.data.prompts import worked_completion
 from groupwise.distributed import World
 from groupwise.models.scorer import Scorer
-from groupwise.training.optimizer import MasterAdamW, learning_rate_at
+from groupwise.training.optimizer import learning_rate_at
+from groupwise.training.sharding import Replicas, Sharding
 from groupwise.types import Prompt
 
 __all__ = ["warm_start", "worked_tokens"]
@@ -40,6 +41,7 @@ def warm_start(
     on_step: Callable[[int, float], None] | None = None,
     on_dropped: Callable[[int, int], None] | None = None,
     world: World | None = None,
+    sharding: Sharding | None = None,
 ) -> None:
     """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own; divided among ``world``.
 
@@ -51,13 +53,14 @@ def warm_start(
         learning_rate=settings.learning_rate, schedule="linear", final_fraction=0.1, warmup_steps=min(3, settings.steps),
         precision=config.optimizer.precision, offload=config.optimizer.offload,
     )  # fmt: skip
-    optimizer = MasterAdamW(scorer.named_parameters(), rates)
+    sharding = sharding or Replicas(scorer, world)
+    optimizer = sharding.make_optimizer(rates)
     in_a_row = 0
     for step in range(settings.steps):
         indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
         examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
-        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale, world)
-        world.sum_gradients(optimizer.gradients(), optimizer.zero_gradient)
+        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale, world, sharding)
+        sharding.sum_gradients(optimizer)
         _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
         in_a_row = 0 if made or optimizer.can_recover else in_a_row + 1
         if not made and on_dropped:
@@ -68,15 +71,22 @@ def warm_start(
 
 
 def _backward(
-    scorer: Scorer, examples: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int, scale: float, world: World
+    scorer: Scorer,
+    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+    budget: int,
+    scale: float,
+    world: World,
+    sharding: Sharding,
 ) -> float:
     """The loss of all ``examples``; this process's part of its gradient."""
     tokens = sum(len(target) for _, target in examples)
     examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
     total = 0.0
-    for parts in cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget):
+    passes = list(cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget))
+    for parts in passes:
         batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
         loss = -scorer.logprobs(batch).sum() / tokens
-        (loss if scale == 1 else loss * scale).backward()  # type: ignore[no-untyped-call]
+        sharding.backward(loss if scale == 1 else loss * scale)
         total += float(loss.detach())
+    sharding.even_out(scorer, len(passes))
     return sum(world.gather(total))

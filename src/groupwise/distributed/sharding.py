@@ -1,0 +1,118 @@
+"""How the weights and the optimiser's state are divided among the processes: who decides it, and what a way of dividing has to offer.
+
+The ways themselves are in ``training/sharding``. Training calls the methods below wherever it would otherwise touch weights, gradients
+or state; with whole replicas most of them do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from groupwise.errors import ConfigError
+
+__all__ = ["Sharding", "chosen_sharding", "sharding_of_launcher"]
+
+
+class Sharding(Protocol):
+    """One way of dividing. Every process must call each method, in one order, but for those that say otherwise."""
+
+    name: str
+    divides_weights: bool
+    """Whether a process holds only a part of the weights; then passes speak to the other processes."""
+
+    def make_optimizer(self, config: Any) -> Any:
+        """For the policy, with the methods of ``MasterAdamW``; ``config`` is an ``OptimizerConfig``."""
+        ...
+
+    def make_reference(self, scorer: Any) -> Any:
+        """A frozen copy of the policy as it is now, divided likewise."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The policy's weights, as they are now, whole where the engine reads them: around sampling."""
+        ...
+
+    def even_out(self, scorer: Any, passes: int) -> None:
+        """After ``passes`` passes of ``scorer`` here: as many more that compute nothing of use, until all processes made equally many.
+
+        Each with a backward pass where gradients are switched on.
+        """
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Not a meeting of its own: what the backward pass exchanges is matched by ``even_out``."""
+        ...
+
+    def sum_gradients(self, optimizer: Any) -> None:
+        """What has added up in ``optimizer`` becomes the whole batch's, before its step."""
+        ...
+
+    def check(self) -> None:
+        """Raise RankError where the processes no longer train one model."""
+        ...
+
+    def whole_policy(self, policy: Any) -> Any:
+        """``policy`` with whole weights, for the first process; None in others that hold only a part."""
+        ...
+
+    def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole tensors from each process's pieces, for the first process; keys end with the parameter's name."""
+        ...
+
+    def read_state(self, path: Path) -> dict[str, Tensor]:
+        """This process's pieces of a file of whole tensors. Not a meeting."""
+        ...
+
+
+def sharding_of_launcher(environment: Mapping[str, str] | None = None) -> str | None:
+    """What ``accelerate launch``'s configuration asks for, or None. Raises ConfigError for what groupwise cannot do."""
+    found = os.environ if environment is None else environment
+    if found.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        return _fsdp(found)
+    if found.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
+        stage = found.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if stage not in ("2", "3"):
+            raise ConfigError(
+                f"the configuration of accelerate launch asks for DeepSpeed's ZeRO stage {stage}: groupwise knows 2 and 3, so set "
+                "zero_stage to one of them"
+            )
+        return f"zero{stage}"
+    return None
+
+
+def _fsdp(environment: Mapping[str, str]) -> str:
+    if environment.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            "the configuration of accelerate launch asks for FSDP version 1, and groupwise works with version 2: set fsdp_version: 2 "
+            "in its fsdp_config (launch/fsdp2-8gpu.yaml is one that works)"
+        )
+    for name, setting, remedy in (
+        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "set it to false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "fsdp_activation_checkpointing", "use model.gradient_checkpointing=true instead"),
+    ):
+        if environment.get(name, "false").lower() == "true":
+            raise ConfigError(
+                f"the configuration of accelerate launch sets {setting}, which groupwise does not take from there: {remedy}"
+            )
+    return "fsdp2"
+
+
+def chosen_sharding(setting: str, processes: int, environment: Mapping[str, str] | None = None) -> str:
+    """``none``, ``fsdp2``, ``zero2`` or ``zero3``, from ``training.sharding`` and the launcher's configuration.
+
+    A world of one divides nothing. Raises ConfigError where the two contradict each other.
+    """
+    launched = sharding_of_launcher(environment)
+    if setting != "auto" and launched is not None and launched != setting:
+        raise ConfigError(
+            f"training.sharding is {setting}, but the configuration of accelerate launch asks for {launched}: change one of them, or "
+            "leave training.sharding at auto"
+        )
+    wanted = (launched or "none") if setting == "auto" else setting
+    return wanted if processes > 1 else "none"

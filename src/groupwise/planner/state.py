@@ -1,0 +1,119 @@
+"""What a run holds from phase to phase: weights, reference, masters, moments, a critic of its own; and the gradients, which come and go.
+
+Bytes on one device. Symbols as in ``plan.LEGEND``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import ModelError
+from groupwise.planner.item import Item
+from groupwise.planner.setup import Setup
+from groupwise.planner.shape import ModelShape, find_shape
+
+__all__ = ["critic_of", "gradients", "state", "uses_own_critic"]
+
+_MIB = 2**20
+_PROCESS = {"cpu": 405 * _MIB, "cuda": 600 * _MIB}
+"""Python, torch, transformers and the tokenizer before any weights (measured); on a GPU the driver's context and cuBLAS (assumed)."""
+_PEFT = 45 * _MIB
+
+
+def state(setup: Setup) -> list[Item]:
+    """Everything that lives in every phase."""
+    process = _PROCESS[setup.device] + (_PEFT if setup.adapted else 0)
+    items = [
+        Item("process", process, "what runs before any weights are loaded"),
+        Item("weights", setup.weight_bytes * setup.shape.parameters, "s P"),
+        Item("reward models", setup.judges, "their weights, 2 bytes each or as their dtype says"),
+        *_adapter(setup),
+        *_optimiser(setup),
+        *_reference(setup),
+    ]
+    critic = critic_of(setup)
+    return items if critic is None else [*items, *_critic(critic)]
+
+
+def gradients(setup: Setup) -> Item:
+    """What has added up over the micro-batches."""
+    if setup.offloaded:
+        return Item("gradients", 0, "in the machine's memory")
+    size = setup.weight_bytes if setup.config.optimizer.precision == "pure" and not setup.in_fp32 else 4
+    return Item("gradients", size * setup.trained, f"{size} {_learning(setup)}")
+
+
+def uses_own_critic(setup: Setup) -> bool:
+    """Whether PPO's value is learned by a second model."""
+    algorithm = setup.config.algorithm
+    return algorithm.baseline == "value" and algorithm.critic != "shared"
+
+
+def critic_of(setup: Setup) -> Setup | None:
+    """The critic as a run of its own shape; None without one. One whose config.json cannot be had counts as the policy's copy."""
+    if not uses_own_critic(setup):
+        return None
+    name = setup.config.algorithm.critic
+    shape = setup.shape if name == "copy" else _shape_of(name) or setup.shape
+    return replace(setup, shape=shape, untrained=0 if shape.tied or setup.adapted else shape.head)
+
+
+@lru_cache(maxsize=8)
+def _shape_of(name: str) -> ModelShape | None:
+    try:
+        return find_shape(ModelConfig(name=name))
+    except ModelError:
+        return None
+
+
+def _learning(setup: Setup) -> str:
+    return "A" if setup.adapted else "P"
+
+
+def _adapter(setup: Setup) -> list[Item]:
+    if not setup.adapted:
+        return []
+    own = Item("adapter", 4 * setup.trained, "4 A, A weights of the adapter")
+    if not setup.shape.lean or setup.config.rollout.engine == "transformers":
+        return [own]
+    return [own, Item("merged weights", setup.weight_bytes * setup.shape.parameters, "s P, the sampler's copy")]
+
+
+def _optimiser(setup: Setup) -> list[Item]:
+    if setup.offloaded:
+        return []
+    masters = [Item("master weights", 4 * setup.trained, f"4 {_learning(setup)}")] if _has_masters(setup) else []
+    return [*masters, _moments(setup)]
+
+
+def _has_masters(setup: Setup) -> bool:
+    """Whether there are fp32 copies of what is trained: not of fp32 weights, as peft's adapters are too."""
+    return not setup.in_fp32 and setup.config.optimizer.precision in ("masters", "masters-8bit")
+
+
+def _moments(setup: Setup) -> Item:
+    which = _learning(setup)
+    if setup.config.optimizer.precision == "masters-8bit":
+        return Item("moments", int(2 * setup.trained * (1 + 4 / 256)), f"2 {which} + one fp32 for 256")
+    m = 4 if setup.in_fp32 or setup.config.optimizer.precision == "masters" else setup.weight_bytes
+    return Item("moments", 2 * m * setup.trained, f"2 x {m} {which}")
+
+
+def _reference(setup: Setup) -> list[Item]:
+    if not setup.has_reference or setup.parked:
+        return []
+    parameters = setup.shape.parameters
+    average = [Item("reference average", 4 * parameters, "4 P")] if setup.config.algorithm.reference_mixing < 1 else []
+    return [Item("reference", setup.weight_bytes * parameters, "s P"), *average]
+
+
+def _critic(critic: Setup) -> list[Item]:
+    """Its weights and its optimiser; gradients belong to the phases in which there are some."""
+    weights = critic.weight_bytes * critic.shape.parameters + (4 * critic.trained if critic.adapted else 0)
+    learnt = sum(item.bytes for item in _optimiser(critic))
+    return [
+        Item("critic's weights", weights, "s P of the critic (+ 4 A with an adapter)"),
+        Item("critic's optimiser", learnt, "as the policy's: masters and moments"),
+    ]

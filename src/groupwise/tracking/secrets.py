@@ -1,0 +1,98 @@
+"""What is named or shaped like a credential is written nowhere: settings, the command, and records are gone through on their way to a file.
+
+By name (``api_key``, ``WANDB_API_KEY``, ``Authorization``), by shape (``hf_...``, ``Bearer ...``), by place (a login or ``?token=`` in
+a URL), and by what environment variables with such names hold. Patterns find what they know: a key should still come from the
+environment, where a function reads it by itself, and not from the settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "HIDDEN", "hide_environment_secrets", "hide_secrets", "hide_secrets_in_command", "hide_secrets_in_text", "hide_shaped_secrets",
+]  # fmt: skip
+
+HIDDEN = "<hidden>"
+_OWNERS = (
+    "api|access|secret|private|auth|account|subscription|service|master|signing|ssh|encryption|"
+    "openai|anthropic|azure|gemini|google|mistral|cohere|together|groq|deepseek|openrouter|fireworks|replicate|wandb|hf|huggingface"
+)
+_NAME = (
+    rf"(?:(?:{_OWNERS})[_-]?keys?|auth|authorization|bearer|token|(?:api|auth|access|hf|hub)[_-]?tokens|secrets?|passwords?|passwd|"
+    r"passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
+)
+SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$")
+"""As a whole, or as the last words of a name: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``."""
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
+    r"AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}|(?:gsk|r8)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|pplx-[\w-]{16,}|"
+    r"eyJ[\w-]{8,}\.eyJ[\w-]{4,}\.[\w-]+)|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+    re.DOTALL,
+)
+AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+URL_SECRET = re.compile(
+    r"(?i)([?&][^=&#\s]*(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^=&#\s]*=)[^&#\s\"'\]},]+"
+)
+HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
+PAIR = re.compile(rf"""(?i)((?<![\w])(?:[\w.-]*[._-])?{_NAME}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}\]"']+)""")
+"""``api_key: abc`` inside a word of the command, as in YAML."""
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth. Numbers stay."""
+    if isinstance(value, Mapping):
+        inherited = name if SECRET_NAME.search(name) else None
+        return {key: hide_secrets(item, inherited or str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_secrets(item, name) for item in value]
+    if isinstance(value, str):
+        return HIDDEN if SECRET_NAME.search(name) else hide_secrets_in_text(value)
+    return value
+
+
+def hide_secrets_in_text(text: str) -> str:
+    """``text`` without what is shaped like a credential, stands where one does in a URL, or is one of the environment's."""
+    return hide_environment_secrets(hide_shaped_secrets(text))
+
+
+def hide_shaped_secrets(text: str) -> str:
+    """``text`` without what is shaped like a credential, or stands where one does in a URL; quick enough for every completion."""
+    text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", SECRET_VALUE.sub(HIDDEN, text))
+    if "://" not in text:
+        return text
+    return HOOK.sub(rf"\1{HIDDEN}", URL_SECRET.sub(rf"\1{HIDDEN}", URL_LOGIN.sub(f"{HIDDEN}@", text)))
+
+
+def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
+    """``text`` without what stands in environment variables that are named like credentials, such as ``HF_TOKEN``.
+
+    ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
+    """
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= 8 and not value.isalpha() and written(value) in text:
+            text = text.replace(written(value), HIDDEN)
+    return text
+
+
+def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
+    """A command line with its secrets hidden: ``key=value``, ``--key=value``, ``--key value``, and pairs inside a word, as in YAML."""
+    shown: list[str] = []
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        before = words[i - 1] if i else ""
+        if equals and "://" not in name:
+            shown.append(f"{name}={_without_pairs(hide_secrets(value, name))}")
+        elif before.startswith("-") and "=" not in before and not word.startswith("-"):
+            shown.append(_without_pairs(hide_secrets(word, before)))
+        else:
+            shown.append(_without_pairs(hide_secrets(word)))
+    return shown
+
+
+def _without_pairs(word: str) -> str:
+    return PAIR.sub(lambda found: found[0] if found[2].startswith(("<", "{", "[")) else f"{found[1]}{HIDDEN}", word)

@@ -1,0 +1,53 @@
+"""The ways of dividing weights and the optimiser's state among processes; ``distributed.sharding`` says what each has to offer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from groupwise.config.schema import Config
+from groupwise.distributed import World
+from groupwise.distributed.open import world_size
+from groupwise.distributed.sharding import Sharding, chosen_sharding
+from groupwise.errors import ConfigError
+from groupwise.models.load import resolve_device
+from groupwise.models.scorer import Scorer
+from groupwise.training.sharding.replicas import Replicas
+
+__all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding"]
+
+
+def check_sharding(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError for a run that cannot be divided as it is asked to be; before any weights are read."""
+    chosen = chosen_sharding(config.training.sharding, world_size())
+    if chosen != "none" and config.rollout.ahead:
+        raise ConfigError(
+            f"rollout.ahead is {config.rollout.ahead}, which needs a whole copy of the weights on each process, but training.sharding "
+            f"({chosen}) is there because none has room for it: set rollout.ahead to 0, or training.sharding to none"
+        )
+    if chosen == "fsdp2":
+        from groupwise.training.sharding.fsdp2 import check_fsdp2
+
+        check_fsdp2(config, hf_config)
+    elif chosen != "none":
+        raise ConfigError(f"training.sharding is {chosen}, which is not there yet: use fsdp2 or none")
+
+
+def loading_device(config: Config, world: World) -> torch.device | None:
+    """Where the weights are read to: not the GPU, where each process shall only hold a part. None: where they are used."""
+    divided = chosen_sharding(config.training.sharding, world.size) == "fsdp2"
+    return torch.device("cpu") if divided else None
+
+
+def make_sharding(config: Config, world: World, scorer: Scorer) -> Sharding:
+    """The way that the settings, or the launcher's configuration, ask for; the policy's weights are divided by it here and now.
+
+    For all processes at once.
+    """
+    chosen = chosen_sharding(config.training.sharding, world.size)
+    if chosen == "fsdp2":
+        from groupwise.training.sharding.fsdp2 import FSDP2
+
+        return FSDP2(scorer, world, config, resolve_device(config.model.device).type)
+    return Replicas(scorer, world)

@@ -1,0 +1,290 @@
+"""FSDP2 (torch's ``fully_shard``; Zhao et al., arXiv 2304.11277): each process holds some rows of every tensor.
+
+A layer's weights are gathered when the layer is computed, forward and backward, and let go of again; its gradient is added up over the
+processes, in fp32, and each keeps its rows. With ``optimizer.precision`` ``masters`` the rows are the fp32 masters themselves, and what
+is gathered is their copy rounded to the weights' dtype: so a process holds 16 bytes a parameter divided by the number of processes
+(masters, gradients, two moments), and the whole weights only while it samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.config.schema import Config, OptimizerConfig
+from groupwise.distributed import World
+from groupwise.distributed.failures import exchanging
+from groupwise.distributed.shards import Rows, local, read_rows, rows_of
+from groupwise.errors import ConfigError
+from groupwise.metrics import Mean
+from groupwise.models.blocks import Blocks, copy_filled
+from groupwise.models.decoder import FAMILIES, Decoder
+from groupwise.models.load import Policy
+from groupwise.models.scorer import Scorer
+from groupwise.training.loss_scale import LossScale
+from groupwise.training.optimizer import MasterAdamW, adds_up_itself
+
+__all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
+
+_IDLE = ([0], [[0]])
+"""What a pass that computes nothing of use is about: a prompt of one token, and a completion of one."""
+
+
+def check_fsdp2(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError for what FSDP2 does not go with."""
+    value = config.algorithm.baseline == "value"
+    for reason, remedy in (
+        (not _torch_fits() and f"torch {torch.__version__}, which is too old", "install torch 2.8 or newer"),
+        (config.model.lora is not None and "model.lora", "an adapter's states are small: use training.sharding=none"),
+        (hf_config.model_type not in FAMILIES and f"the architecture {hf_config.model_type!r}",
+         f"it divides models of the kinds {', '.join(FAMILIES)}: use training.sharding=none"),
+        (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
+        (config.optimizer.precision == "masters-8bit" and "optimizer.precision=masters-8bit",
+         "use masters, which are divided, or training.sharding=none"),
+        (config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
+        (config.training.offload_reference and "training.offload_reference", "the reference is divided like the policy: leave it out"),
+        (value and config.algorithm.critic != "shared" and f"algorithm.critic={config.algorithm.critic}",
+         "use a shared one, or training.sharding=none"),
+    ):  # fmt: skip
+        if reason:
+            raise ConfigError(f"training.sharding is fsdp2, which does not go with {reason}: {remedy}")
+
+
+def _torch_fits() -> bool:
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        return False
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
+
+class FSDP2:
+    """Implements ``distributed.sharding.Sharding`` for the lean decoder."""
+
+    name = "fsdp2"
+    divides_weights = True
+
+    def __init__(self, scorer: Scorer, world: World, config: Config, device_type: str) -> None:
+        """Divides the policy's weights."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not isinstance(scorer, Decoder):
+            raise ConfigError(
+                f"training.sharding is fsdp2, which needs the lean decoder, and that does not cover {config.model.name}: use "
+                "training.sharding=none"
+            )
+        self.scorer, self.world, self.config = scorer, world, config
+        self.mesh = init_device_mesh(device_type, (world.size,))
+        self.dtype = scorer.dtype
+        self._optimizer: ShardedAdamW | None = None
+        masters = config.optimizer.precision == "masters"
+        blocks = scorer.as_blocks()
+        self._divide(blocks, scorer.device, torch.float32 if masters else self.dtype)
+        scorer.inside = _inside(blocks)
+        self._idle = scorer.prepare([_IDLE])
+        with torch.no_grad():  # torch settles the order of its modules in their first pass
+            scorer.logprobs(self._idle)
+
+    def _divide(self, blocks: Blocks, device: torch.device, kept: torch.dtype) -> None:
+        """Rows in dtype ``kept``, gathered as the policy's; each layer is moved, divided and let go of before the next."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        gathered = None if kept == self.dtype else self.dtype
+        policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in (*blocks.layers, blocks):
+            for parameter in module.parameters(recurse=False):
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(device, kept)
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True if module is not blocks else None)
+            divided: Any = module
+            divided.set_gradient_divide_factor(1.0)  # added up, not averaged: weights of tokens are shares of the whole batch
+            divided.set_force_sum_reduction_for_comms(True)
+
+    def make_optimizer(self, config: OptimizerConfig) -> ShardedAdamW:
+        self._optimizer = ShardedAdamW(self.scorer.named_parameters(), config, self.dtype, self.world)
+        return self._optimizer
+
+    def make_reference(self, scorer: Scorer) -> Scorer:
+        assert isinstance(scorer, Decoder)
+        twin = scorer.frozen_twin()
+        blocks = twin.blocks
+        assert blocks is not None
+        self._divide(blocks, scorer.device, self.dtype)
+        blocks.to_empty(device=scorer.device)
+        with torch.no_grad():
+            for (_, mine), (_, policys) in zip(twin.named_parameters(), scorer.named_parameters(), strict=True):
+                local(mine).copy_(local(policys))
+        twin.inside = _inside(blocks)
+        return twin
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        modules, inside = _modules(self.scorer), self.scorer.inside
+        with exchanging():
+            for module in modules:
+                module.unshard()
+        self.scorer.inside = None
+        try:
+            yield
+        finally:
+            self.scorer.inside = inside
+            for module in modules:
+                module.reshard()
+
+    def even_out(self, scorer: Scorer, passes: int) -> None:
+        for _ in range(max(self.world.gather(passes)) - passes):
+            found = scorer.logprobs(self._idle)
+            if torch.is_grad_enabled():
+                self.backward(found.sum() * 0.0)
+
+    def backward(self, loss: Tensor) -> None:
+        with exchanging():
+            loss.backward()  # type: ignore[no-untyped-call]
+        if self._optimizer is not None:
+            self._optimizer.collect()
+
+    def sum_gradients(self, optimizer: Any) -> None:
+        """The backward passes have done it."""
+
+    def check(self) -> None:
+        """Every module's gathered weights are the same bits on all processes, and as many on each: raises RankError otherwise."""
+        for module in _modules(self.scorer):
+            with exchanging():
+                module.unshard()
+            self.world.check_equal("the gathered weights", [p.detach() for p in module.parameters(recurse=False)])
+            module.reshard()
+
+    def whole_policy(self, policy: Policy) -> Policy | None:
+        weights = self._gather({name: local(p).to(self.dtype) for name, p in self.scorer.named_parameters()})
+        if not self.world.is_first:
+            return None
+        return replace(policy, model=copy_filled(policy.model, self.scorer.views, weights))
+
+    def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._gather(pieces)
+
+    def _gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the first process's CPU; what is no piece of a parameter stays as it is. Nothing on the others."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        shapes, found = self._shapes(), {}
+        for name, piece in pieces.items():
+            shape = _of(shapes, name)
+            tensor = piece
+            if shape is not None and self._is_piece(piece, shape):
+                strides = torch.empty(shape, device="meta").stride()
+                with exchanging():
+                    divided = DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
+                    tensor = divided.full_tensor()
+            if self.world.is_first:
+                found[name] = tensor.detach().to("cpu", copy=True)
+        return found
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in self.scorer.named_parameters()}
+
+    def _is_piece(self, piece: Tensor, shape: torch.Size) -> bool:
+        first, end = self._rows(shape)
+        return piece.shape == torch.Size([end - first, *shape[1:]])
+
+    def _rows(self, shape: torch.Size) -> Rows:
+        return rows_of(shape[0], self.world.rank, self.world.size)
+
+    def read_state(self, path: Path) -> dict[str, Tensor]:
+        return read_rows(path, {name: (shape, self._rows(shape)) for name, shape in self._shapes().items()})
+
+
+def _of(shapes: Mapping[str, torch.Size], name: str) -> torch.Size | None:
+    """Of the parameter that ``name`` is about: its own name, or one with the kind before it (``exp_avg.embedding``)."""
+    return shapes.get(name, shapes.get(name.partition(".")[2]))
+
+
+def _modules(scorer: Decoder) -> list[Any]:
+    assert scorer.blocks is not None
+    return [scorer.blocks, *scorer.blocks.layers]
+
+
+def _inside(blocks: Blocks) -> Callable[..., Any]:
+    """Runs a computation as the forward pass of ``blocks``."""
+    root: Any = blocks
+
+    def run(compute: Callable[..., Any], *arguments: Any) -> Any:
+        with exchanging():
+            found = root(compute, *arguments)
+        if not torch.is_grad_enabled():  # no backward pass will let go of what the outermost module gathered
+            root.reshard()
+        return found
+
+    return run
+
+
+class ShardedAdamW(MasterAdamW):
+    """``MasterAdamW`` over this process's rows. Clipping goes by the norm over all of them."""
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig, dtype: torch.dtype, world: World
+    ) -> None:
+        """``dtype``: of the weights that compute, whatever the rows are kept in."""
+        self.divided = [p for _, p in parameters if p.requires_grad]
+        self.dtype, self.world = dtype, world
+        super().__init__([(name, nn.Parameter(local(p))) for name, p in parameters if p.requires_grad], config)
+        self._scale = LossScale() if dtype == torch.float16 else None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """After a backward pass. FSDP2 adds gradients up itself, in the rows' dtype; in fp32 it is done here where that is not."""
+        for master, parameter in zip(self.masters, self.divided, strict=True):
+            if parameter.grad is None:
+                continue
+            if adds_up_itself(parameter, self.config):
+                master.grad = local(parameter.grad)
+                continue
+            found, parameter.grad = local(parameter.grad), None
+            known = self._sums.get(master)
+            self._sums[master] = found.float() if known is None else known.add_(found)
+
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        found = super().step(learning_rate)
+        parts = self.world.gather(None if self.lost is None else (self.lost.total, self.lost.count))
+        known = [part for part in parts if part is not None]
+        self.lost = Mean(sum(total for total, _ in known), sum(count for _, count in known)) if known else None
+        return found
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        total = super().norm(gradients).float().square()
+        self.world.add_up(total)
+        return total.sqrt()
+
+    def clear(self) -> None:
+        super().clear()
+        for parameter in self.divided:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """What comes after begins with the weights that compute, as it does where masters are apart from them."""
+        super().close()
+        for parameter in self.parameters:
+            parameter.copy_(parameter.to(self.dtype))
+
+    @property
+    def _names_masters(self) -> bool:
+        """Whether one process would have masters apart from its weights: then checkpoints hold them."""
+        return self.dtype != torch.float32 and self.config.precision == "masters"
+
+    def state(self) -> dict[str, Tensor]:
+        masters = dict(zip(self.names, self.masters, strict=True)) if self._names_masters else {}
+        return {f"master.{name}": master for name, master in masters.items()} | super().state()
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        super().load_state(state)
+        if self._names_masters:
+            for name, master in zip(self.names, self.masters, strict=True):
+                master.copy_(state[f"master.{name}"])

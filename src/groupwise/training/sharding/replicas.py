@@ -1,0 +1,61 @@
+"""Whole replicas: every process holds everything, and only the work is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from groupwise.config.schema import OptimizerConfig
+from groupwise.distributed import World
+from groupwise.models.load import Policy
+from groupwise.models.scorer import Scorer, make_reference
+from groupwise.training.optimizer import MasterAdamW
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """Implements ``distributed.sharding.Sharding``: gradients are added up once, at an update's end, and all make the same update."""
+
+    name = "none"
+    divides_weights = False
+
+    def __init__(self, scorer: Scorer, world: World) -> None:
+        self.scorer, self.world = scorer, world
+
+    def make_optimizer(self, config: OptimizerConfig) -> Any:
+        return MasterAdamW(self.scorer.named_parameters(), config)
+
+    def make_reference(self, scorer: Scorer) -> Scorer:
+        return make_reference(scorer)
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def even_out(self, scorer: Scorer, passes: int) -> None:
+        """Passes are each process's own."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def sum_gradients(self, optimizer: Any) -> None:
+        self.world.sum_gradients(optimizer.gradients(), optimizer.zero_gradient)
+
+    def check(self) -> None:
+        """Raises RankError where replicas have drifted apart."""
+        if self.world.size > 1:
+            self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
+
+    def whole_policy(self, policy: Policy) -> Policy:
+        return policy
+
+    def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return pieces
+
+    def read_state(self, path: Path) -> dict[str, Tensor]:
+        return load_file(path)

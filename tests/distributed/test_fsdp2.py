@@ -1,0 +1,74 @@
+"""FSDP2 over two real processes: the numbers of one process, with a part of everything in each."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from groupwise import train
+from groupwise.distributed.launch import launch
+from tests.distributed.run_ranks import letters, note_first_gradient
+from tests.distributed.test_processes import numbers, rows, weights
+
+SCRIPT = Path(__file__).with_name("run_ranks.py")
+SECTIONS = {
+    "training": {"steps": 5, "sharding": "fsdp2"},
+    "output": {"checkpoint_every": 3, "log_completions": 100},
+    "algorithm": {"beta": 0.04},
+    "warm_start": {"steps": 2, "examples_per_step": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def fsdp_config(tiny_folder, sums):
+    from tests.training import conftest
+
+    return conftest.small_config.__wrapped__(tiny_folder, sums)(**SECTIONS)
+
+
+@pytest.fixture(scope="module")
+def two_processes(fsdp_config, tmp_path_factory):
+    """The folder in which two processes left what run_ranks.py says, and the exit code."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    (folder / "config.yaml").write_text(yaml.safe_dump(fsdp_config.model_dump(mode="json")))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    return folder, launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_half_each_are_one(two_processes, fsdp_config, tmp_path, monkeypatch):
+    """Completions token for token; losses, the first gradient and the weights after five steps to fp32 rounding."""
+    from groupwise.training.optimizer import MasterAdamW
+
+    monkeypatch.setattr(MasterAdamW, "step", MasterAdamW.step)  # put back afterwards
+    note_first_gradient(tmp_path / "gradient.safetensors")
+    one = train(fsdp_config, rewards={"letters": letters}, run_folder=tmp_path / "one", console=Console(quiet=True)).folder
+    folder, two = two_processes[0], two_processes[0] / "whole"
+    said = ("problem", "sample", "completion", "tokens", "reward")
+    assert [[r[k] for k in said] for r in rows(one / "completions.jsonl")] == [
+        [r[k] for k in said] for r in rows(two / "completions.jsonl")
+    ]
+    for row, other in zip(numbers(one), numbers(two), strict=True):
+        assert other == pytest.approx(row, rel=1e-4, abs=2e-6)
+    gradient = load_file(tmp_path / "gradient.safetensors")
+    halves = [load_file(folder / f"gradient-{rank}.safetensors") for rank in range(2)]
+    for name, values in gradient.items():
+        together = torch.cat([half[name] for half in halves])
+        assert all(len(half[name]) <= -(-len(values) // 2) for half in halves)
+        torch.testing.assert_close(together, values, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+    for name, values in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], values, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_half_each_carry_on_bit_for_bit(two_processes):
+    folder = two_processes[0]
+    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
+    whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
