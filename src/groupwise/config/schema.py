@@ -214,8 +214,9 @@ class TrainingConfig(Section):
     """Most tokens in one forward and backward pass. Only memory and speed depend on it: the gradient does not."""
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
     """With several processes: what each holds. `none` is everything; with `fsdp2` (PyTorch's FSDP2) each holds a part of the weights,
-    the reference, masters, moments and gradients. `zero2` and `zero3` are DeepSpeed's. `auto` is what the configuration of
-    `accelerate launch` asks for, else `none`. The result is the same up to rounding."""
+    the reference, masters, moments and gradients. `zero2` (DeepSpeed's ZeRO) divides masters, moments and gradients, `zero3` the weights
+    and the reference as well. `auto` is what the configuration of `accelerate launch` asks for, else `none`. The result is the same up
+    to rounding."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
     """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
     sampling of a step takes."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from groupwise.distributed.zero_launch import zero_of_launcher
 from groupwise.errors import ConfigError
 
 __all__ = ["Sharding", "chosen_sharding", "sharding_of_launcher"]
@@ -65,7 +66,7 @@ class Sharding(Protocol):
         """Whole tensors from each process's pieces, for the first process; keys end with the parameter's name."""
         ...
 
-    def read_state(self, path: Path) -> dict[str, Tensor]:
+    def read_state(self, path: Path) -> Mapping[str, Tensor]:
         """This process's pieces of a file of whole tensors. Not a meeting."""
         ...
 
@@ -75,15 +76,7 @@ def sharding_of_launcher(environment: Mapping[str, str] | None = None) -> str | 
     found = os.environ if environment is None else environment
     if found.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
         return _fsdp(found)
-    if found.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
-        stage = found.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        if stage not in ("2", "3"):
-            raise ConfigError(
-                f"the configuration of accelerate launch asks for DeepSpeed's ZeRO stage {stage}: groupwise knows 2 and 3, so set "
-                "zero_stage to one of them"
-            )
-        return f"zero{stage}"
-    return None
+    return zero_of_launcher(found)
 
 
 def _fsdp(environment: Mapping[str, str]) -> str:

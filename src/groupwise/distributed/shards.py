@@ -16,7 +16,10 @@ Rows = tuple[int, int]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of it: all, or its rows."""
+    """What this process holds of it: all, its rows, or (of DeepSpeed's ZeRO-3) its stretch of the flattened tensor, filled up."""
+    stretch: Tensor | None = getattr(tensor, "ds_tensor", None)
+    if stretch is not None:
+        return stretch.detach()
     piece = getattr(tensor, "to_local", None)
     return tensor.detach() if piece is None else piece().detach()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -71,7 +71,7 @@ class Reference:
         return self._average or {name: local(p) for name, p in self.scorer.named_parameters()}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.scorer.named_parameters():
             if self._average:
                 self._average[name].copy_(state[name])

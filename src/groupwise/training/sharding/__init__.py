@@ -31,12 +31,14 @@ def check_sharding(config: Config, hf_config: Any) -> None:
 
         check_fsdp2(config, hf_config)
     elif chosen != "none":
-        raise ConfigError(f"training.sharding is {chosen}, which is not there yet: use fsdp2 or none")
+        from groupwise.training.sharding.zero import check_zero
+
+        check_zero(config, hf_config, chosen)
 
 
 def loading_device(config: Config, world: World) -> torch.device | None:
     """Where the weights are read to: not the GPU, where each process shall only hold a part. None: where they are used."""
-    divided = chosen_sharding(config.training.sharding, world.size) == "fsdp2"
+    divided = chosen_sharding(config.training.sharding, world.size) in ("fsdp2", "zero3")
     return torch.device("cpu") if divided else None
 
 
@@ -50,4 +52,8 @@ def make_sharding(config: Config, world: World, scorer: Scorer) -> Sharding:
         from groupwise.training.sharding.fsdp2 import FSDP2
 
         return FSDP2(scorer, world, config, resolve_device(config.model.device).type)
+    if chosen != "none":
+        from groupwise.training.sharding.zero import Zero
+
+        return Zero(scorer, world, config, chosen, resolve_device(config.model.device))
     return Replicas(scorer, world)

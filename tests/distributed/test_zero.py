@@ -1,0 +1,167 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3 over two real processes: the numbers of one process. Skipped where deepspeed is not installed."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from groupwise import train
+from groupwise.config.schema import Config
+from groupwise.distributed.launch import launch
+from groupwise.distributed.zero_launch import zero_of_launcher
+from groupwise.errors import ConfigError
+from groupwise.training.sharding.zero import check_zero
+from tests.distributed.run_ranks import letters
+from tests.distributed.test_processes import numbers, rows, weights
+
+SCRIPT = Path(__file__).with_name("run_ranks.py")
+SECTIONS = {
+    "output": {"checkpoint_every": 3, "log_completions": 100},
+    "algorithm": {"beta": 0.04},
+    "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "decay": "matrices", "max_grad_norm": 0.5},
+    "warm_start": {"steps": 2, "examples_per_step": 3},
+}
+CASES = [("zero2", "float32"), ("zero3", "float32"), ("zero3", "bfloat16")]
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed, an extra of groupwise")
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_folder, sums, tmp_path_factory):
+    """``one_process(dtype)``: the config, and the folder of a run of it in this process, once each."""
+    from tests.training import conftest
+
+    made = {}
+
+    def run(dtype):
+        if dtype not in made:
+            sections = SECTIONS | {"training": {"steps": 5}, "model": {"dtype": dtype}}
+            config = conftest.small_config.__wrapped__(tiny_folder, sums)(**sections)
+            folder = tmp_path_factory.mktemp("one")
+            made[dtype] = (
+                config,
+                train(config, rewards={"letters": letters}, run_folder=folder, console=Console(quiet=True)).folder,
+            )
+        return made[dtype]
+
+    return run
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def runs(request, one_process, tmp_path_factory):
+    """The weights' dtype, the folder of one process, and that in which two left what run_ranks.py says."""
+    name, dtype = request.param
+    config, one = one_process(dtype)
+    folder = tmp_path_factory.mktemp(name)
+    dumped = config.model_dump(mode="json")
+    dumped["training"]["sharding"] = name
+    (folder / "config.yaml").write_text(yaml.safe_dump(dumped))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
+    return dtype, one, folder
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_two_processes_are_one(runs):
+    """Completions token for token; losses, moments (which are sums of clipped gradients) and weights to fp32 rounding."""
+    dtype, one, folder = runs
+    two = folder / "whole"
+    said = ("problem", "sample", "completion", "tokens", "reward")
+    completions, others = ([[r[k] for k in said] for r in rows(path / "completions.jsonl")] for path in (one, two))
+    steps = list(zip(numbers(one), numbers(two), strict=True))
+    if dtype == "bfloat16":  # what is rounded otherwise soon draws another token
+        assert completions[:12] == others[:12]
+        row, other = steps[0]
+        assert "optimizer/updates_lost" in row  # DeepSpeed's optimiser does not say it
+        assert other == pytest.approx({name: row[name] for name in other}, rel=2e-2, abs=1e-3)
+        return
+    assert completions == others
+    for row, other in steps:
+        assert other == pytest.approx({name: row[name] for name in row if name != "optimizer/updates_lost"}, rel=1e-4, abs=2e-6)
+    file = Path("checkpoints/step-3/optimizer.safetensors")
+    state, other = load_file(one / file), load_file(two / file)
+    assert state.keys() == other.keys()
+    for name, values in state.items():
+        torch.testing.assert_close(other[name], values, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+    for name, values in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], values, rtol=1e-4, atol=2e-5)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_two_processes_carry_on_bit_for_bit(runs):
+    folder = runs[2]
+    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
+    whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_a_process_that_fails_ends_both(runs):
+    """The error is the failing one's, in both."""
+    folder = runs[2]
+    for rank in range(2):
+        assert "out of luck" in (folder / f"error-{rank}.txt").read_text()
+
+
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+
+
+@needs_deepspeed
+def test_the_launchers_stage_is_taken():
+    assert zero_of_launcher({}) is None
+    assert zero_of_launcher(LAUNCHED) == "zero3"
+    assert zero_of_launcher({"ACCELERATE_USE_DEEPSPEED": "true"}) == "zero2"  # Accelerate's own default
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1", "ZeRO stage 1"),
+        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json", "deepspeed_config_file"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", "offload_optimizer_device"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme", "offload_param_device"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "1.0", "optimizer.max_grad_norm"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "training.micro_batch_tokens"),
+    ],
+)
+def test_what_is_not_taken_from_the_launcher_is_refused(variable, value, said):
+    with pytest.raises(ConfigError, match=said):
+        zero_of_launcher(LAUNCHED | {variable: value})
+
+
+def test_without_deepspeed_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
+        zero_of_launcher(LAUNCHED)
+    with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
+        check_zero(Config(), SimpleNamespace(model_type="llama"), "zero2")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"optimizer": {"precision": "stochastic"}}, "optimizer.precision=stochastic"),
+        ({"optimizer": {"offload": True}}, "optimizer.offload"),
+        ({"model": {"dtype": "float16"}}, "model.dtype=float16"),
+        ({"model": {"lora": {"rank": 4}}}, "model.lora"),
+        ({"algorithm": {"baseline": "value", "scale": "none"}}, "algorithm.baseline=value"),
+        ({"rollout": {"engine": "transformers"}}, "rollout.engine=transformers"),
+    ],
+)
+def test_what_zero_does_not_go_with_is_refused(sections, said, monkeypatch):
+    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=said):
+        check_zero(Config(**sections), SimpleNamespace(model_type="llama"), "zero3")
+    check_zero(Config(), SimpleNamespace(model_type="llama"), "zero3")
+    with pytest.raises(ConfigError, match="architecture 'gpt2'"):
+        check_zero(Config(), SimpleNamespace(model_type="gpt2"), "zero3")
