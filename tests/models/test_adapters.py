@@ -9,7 +9,7 @@ import torch
 
 from groupwise.config.schema import Config, LoraConfig
 from groupwise.engines import SamplingSettings, make_engine
-from groupwise.engines.merged import MergedEngine
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
@@ -71,7 +71,7 @@ def test_an_update_of_the_adapter_reaches_the_sampler(tiny_llama, engine):
     policy, config = adapted(tiny_llama()), settings()
     config.rollout.engine = engine
     learner, sampler = Learner(make_scorer(policy, config.model), config), make_engine(policy, config.rollout)
-    assert isinstance(sampler, MergedEngine if engine == "auto" else TransformersEngine)
+    assert isinstance(sampler, BuiltinEngine if engine == "auto" else TransformersEngine)
     before = sample(sampler)
     assert mismatch(policy, before) < 1e-4
     for _ in range(3):

@@ -11,6 +11,9 @@ from groupwise.config.schema import Config
 
 __all__ = ["notes"]
 
+_LORA_RATE = 1e-5
+"""Below it an adapter hardly learns."""
+
 
 def notes(config: Config) -> list[str]:
     """One sentence per setting that has no effect in this run, or a side effect its author may not expect.
@@ -138,6 +141,11 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.precision=pure with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
             "most updates are smaller than bfloat16 can hold and are rounded away."
+        )
+    if config.model.lora is not None and optimizer.learning_rate < _LORA_RATE:
+        yield (
+            f"optimizer.learning_rate={optimizer.learning_rate:g} is a rate for all weights: an adapter (model.lora) wants one about ten "
+            "times higher, 1e-5 to 1e-4 for models of 0.5B and more."
         )
     if warm.steps == 0:
         for name in _chosen(warm, "examples_per_step", "learning_rate"):

@@ -65,6 +65,9 @@ class ModelConfig(Section):
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Store the frozen projections in 4 bits (QLoRA: NF4 with double quantisation, 0.52 bytes a weight) or 8 (a byte a weight) in place of
+    `dtype`, which they are computed in. Only an adapter can be trained on them (`lora`). Needs the package bitsandbytes."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`: far less memory for the optimiser, and the
     reference costs none. It wants a learning rate about ten times higher. Null trains all weights."""

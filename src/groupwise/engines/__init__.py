@@ -23,36 +23,22 @@ def make_engine(policy: Policy, rollout: RolloutConfig, scorer: Scorer | None = 
     """
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
-    from groupwise.models.adapters import is_adapted
+    from groupwise.models.adapters import base_module, is_adapted
     from groupwise.models.decoder import Decoder, why_unsupported
+    from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
+    from groupwise.models.quantised import quantised_layers
 
-    if is_adapted(policy.model):
-        return _over_adapter(policy, rollout)
-    reason = None if isinstance(scorer, Decoder) else why_unsupported(policy.model)
+    frozen = is_adapted(policy.model) or bool(quantised_layers(policy.model))
+    reason = None if isinstance(scorer, Decoder) else (why_not_lean if frozen else why_unsupported)(policy.model)
     if rollout.engine == "builtin" and reason is not None:
         raise ConfigError(
             f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"
         )
     if rollout.engine == "transformers" or reason is not None:
-        return TransformersEngine(policy.model, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
-    decoder = scorer if isinstance(scorer, Decoder) else Decoder(policy.model, trainable=False)
+        module = base_module(policy.model)
+        return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
+    if isinstance(scorer, Decoder):
+        decoder = scorer
+    else:
+        decoder = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
     return BuiltinEngine(decoder, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
-
-
-def _over_adapter(policy: Policy, rollout: RolloutConfig) -> Engine:
-    """Over merged weights where that is exact and was not ruled out, else the adapted module itself."""
-    from groupwise.engines.merged import MergedEngine
-    from groupwise.engines.transformers import TransformersEngine
-    from groupwise.models.adapters import base_module, copy_merged, why_not_mergeable
-    from groupwise.models.decoder import why_unsupported
-
-    settings = {"max_rows": rollout.max_concurrent_sequences}
-    plain = None if rollout.engine == "transformers" else copy_merged(policy.model)
-    if plain is not None:
-        return MergedEngine(policy.model, plain, policy.tokenizer, policy.end_token_ids, **settings)
-    if rollout.engine == "builtin":
-        reason = why_not_mergeable(policy.model) or why_unsupported(base_module(policy.model))
-        raise ConfigError(
-            f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"
-        )
-    return TransformersEngine(base_module(policy.model), policy.tokenizer, policy.end_token_ids, **settings)

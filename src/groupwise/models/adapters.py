@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen base, by the library peft, which is imported only when one is asked for.
 
-The policy's model is then a ``PeftModel``. It is learnt through the base's own module, into which peft has put its layers; the
-reference is the same module with the adapter off; and sampling goes over a merged copy (``engines/merged.py``) where that is exact.
+The policy's model is then a ``PeftModel``. Where the lean decoder covers it, it is sampled and learnt through weights that are merged a
+layer at a time (``models/merged_decoder.py``), else through the base's own module, into which peft has put its layers. The reference is
+the same with the adapter off.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ModelError
-from groupwise.models.decoder import why_unsupported
 from groupwise.models.logprobs import Scored
+from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
+from groupwise.models.quantised import is_quantised
 
 if TYPE_CHECKING:
     from groupwise.config.schema import LoraConfig
 
 __all__ = [
     "AdapterScorer",
+    "KeepsAdapter",
     "ReferenceWithoutAdapter",
     "attach",
     "base_module",
-    "copy_merged",
+    "drops_out",
     "is_adapted",
     "load_adapter",
-    "merge_into",
     "merged",
     "peft_config_of",
     "why_not_mergeable",
 ]
 
+_QUANTISED = ("Linear4bit", "Linear8bitLt")
+"""peft's layers around those of bitsandbytes."""
 _REFERENCE = "ref"
 """Name of the frozen copy of an adapter that had been trained before this run began."""
 
@@ -94,7 +98,29 @@ def load_adapter(model: Any, folder: Path) -> None:
         raise ModelError(f"the adapter in {folder} has {found.unexpected_keys[0]}, which this one lacks: use the same settings")
 
 
-class AdapterScorer(ModuleScorer):
+class KeepsAdapter:
+    """What scorers of an adapted model have in common. ``adapted`` is peft's model."""
+
+    adapted: Any
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        raise NotImplementedError
+
+    def keep_present_adapter(self) -> None:
+        """Let the reference be the adapter as it is now, in place of none: for one that comes trained."""
+        (name,) = self.adapted.peft_config
+        trainable = [p for _, p in self.named_parameters()]
+        self.adapted.add_adapter(_REFERENCE, self.adapted.peft_config[name])
+        weights = dict(self.adapted.named_parameters())
+        for key, parameter in weights.items():
+            if f".{_REFERENCE}." in key:
+                parameter.data.copy_(weights[key.replace(f".{_REFERENCE}.", f".{name}.")].data)
+                parameter.requires_grad_(False)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+class AdapterScorer(ModuleScorer, KeepsAdapter):
     """A ``ModuleScorer`` that trains what peft has left trainable. The adapter's dropout acts where gradients are computed."""
 
     def __init__(self, model: Any) -> None:
@@ -131,24 +157,11 @@ class AdapterScorer(ModuleScorer):
         for dropout in self._dropouts:
             dropout.training = on
 
-    def keep_present_adapter(self) -> None:
-        """Let the reference be the adapter as it is now, in place of none: for one that comes trained."""
-        (name,) = self.adapted.peft_config
-        trainable = [p for _, p in self.named_parameters()]
-        self.adapted.add_adapter(_REFERENCE, self.adapted.peft_config[name])
-        weights = dict(self.adapted.named_parameters())
-        for key, parameter in weights.items():
-            if f".{_REFERENCE}." in key:
-                parameter.data.copy_(weights[key.replace(f".{_REFERENCE}.", f".{name}.")].data)
-                parameter.requires_grad_(False)
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-
 
 class ReferenceWithoutAdapter:
     """A policy's reference that needs no memory: the same module with the adapter off (or with the one it came with)."""
 
-    def __init__(self, scorer: AdapterScorer) -> None:
+    def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.module, self.device = scorer.module, scorer.device
 
@@ -189,7 +202,7 @@ class ReferenceWithoutAdapter:
 
 
 def why_not_mergeable(model: Any) -> str | None:
-    """``None`` if the lean decoder over base plus adapter computes what the adapted model does, else the reason."""
+    """``None`` if base plus low-rank product is all that the adapter does, else the reason."""
     if list(model.peft_config) != [model.active_adapter] and set(model.peft_config) != {model.active_adapter, _REFERENCE}:
         return "several adapters"
     for config in model.peft_config.values():
@@ -198,36 +211,62 @@ def why_not_mergeable(model: Any) -> str | None:
         if config.use_dora or config.bias != "none" or getattr(config, "modules_to_save", None):
             return "an adapter that is more than two low-rank factors"
     for layer in _layers(model):
-        if type(layer).__name__ != "Linear" or getattr(layer, "lora_variant", None):
+        if type(layer).__name__ not in ("Linear", *_QUANTISED) or getattr(layer, "lora_variant", None):
             return f"an adapted layer of the kind {type(layer).__name__}"
+        if getattr(layer, "fan_in_fan_out", False):
+            return "an adapted layer whose weight is transposed"
     return None
 
 
-def copy_merged(model: Any) -> Any:
-    """The base without adapter layers, as a model of its own that ``merge_into`` fills; None where the lean decoder does not apply."""
-    if why_not_mergeable(model) is not None:
-        return None
-    plain = copy.deepcopy(model).unload()
-    return plain if why_unsupported(plain) is None else None
-
-
-@torch.no_grad()
-def merge_into(model: Any, plain: Any) -> None:
-    """Write base + scaling B A of every adapted layer into ``plain``, in place: added up in fp32, rounded once."""
-    adapter, modules = model.active_adapter, dict(plain.named_modules())
-    for name, layer in base_module(model).named_modules():
-        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
-            base = layer.base_layer.weight
-            modules[name].weight.data.copy_(base.float() + layer.get_delta_weight(adapter).float())
+def drops_out(model: Any) -> bool:
+    """Whether the adapter's inputs are dropped out in learning."""
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for n, m in model.named_modules() if "lora_dropout" in n)
 
 
 def merged(model: Any) -> Any:
-    """A plain model of its own with the adapter worked into its weights: for saving."""
-    return copy.deepcopy(model).merge_and_unload()
+    """A plain model of its own, for saving: the adapter worked into its weights, quantised ones dequantised.
+
+    Where the adapter is two low-rank factors, the weights are those that sample and learn (``models/merging.py``).
+    """
+    base = base_module(model)
+    if is_adapted(model) and why_not_mergeable(model) is not None:
+        return copy.deepcopy(model).merge_and_unload()
+    state: dict[str, Tensor] = {}
+    for name, module in base.named_modules():
+        owner = name.replace(".base_layer", "")
+        if ".lora_" in f".{name}":
+            continue
+        if is_adapted_layer(module) or (is_quantised(module) and not name.endswith(".base_layer")):
+            state[f"{name}.weight"] = merged_weight(module, dtype=base.dtype)
+        for key, tensor in module.named_parameters(recurse=False):
+            state.setdefault(f"{owner}.{key}", tensor.detach())
+        for key, tensor in module.named_buffers(recurse=False):
+            state[f"{owner}.{key}"] = tensor
+    return _with_weights(base, state)
+
+
+def _with_weights(base: Any, state: dict[str, Tensor]) -> Any:
+    """A model of ``base``'s class with these very tensors for weights."""
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._attn_implementation = base.config._attn_implementation
+    with torch.device("meta"):
+        plain = type(base)(config)
+    for key, tensor in state.items():
+        place, _, name = key.rpartition(".")
+        owner = plain.get_submodule(place)
+        if name in owner._buffers:
+            owner._buffers[name] = tensor
+        else:
+            owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    plain.tie_weights()
+    plain.generation_config = base.generation_config
+    return plain.eval()
 
 
 def _layers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+    return [m for m in model.modules() if is_adapted_layer(m)]
 
 
 def _peft() -> Any:

@@ -30,8 +30,11 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-def why_unsupported(model: Any) -> str | None:
-    """``None`` if the lean decoder computes what ``model`` (a transformers causal LM) computes, else the reason in a few words."""
+def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
+    """``None`` if the lean decoder computes what ``model`` (a transformers causal LM) computes, else the reason in a few words.
+
+    ``any_layers``: leave it to the caller whether its linear layers are plain ones.
+    """
     config = model.config
     if config.model_type not in FAMILIES:
         return f"architecture {config.model_type!r} is not one of {', '.join(FAMILIES)}"
@@ -45,7 +48,7 @@ def why_unsupported(model: Any) -> str | None:
         return "feed-forward projections with biases"
     if getattr(model.model.rotary_emb, "rope_type", "default") not in _STATIC_ROPE:
         return f"rotary embedding {model.model.rotary_emb.rope_type!r} depends on the sequence length"
-    if any(type(m).__name__ not in ("Linear",) for m in model.modules() if hasattr(m, "in_features")):
+    if not any_layers and any(type(m).__name__ != "Linear" for m in model.modules() if hasattr(m, "in_features")):
         return "adapters or quantised layers"
     if getattr(config, "attention_dropout", 0):
         return "attention dropout"
@@ -69,6 +72,19 @@ class Decoder:
     ) -> None:  # fmt: skip
         reason = why_unsupported(model)
         assert reason is None, reason
+        self._read(model, gradient_checkpointing, attention, device)
+        self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        trunk = model.model
+        self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
+        tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or model.config.tie_word_embeddings
+        if tied:
+            model.lm_head.weight = trunk.embed_tokens.weight
+        self.head = self.embedding if tied else self._fuse([model.lm_head.weight], trainable)
+        self.layers: Sequence[Any] = [self._adopt(layer, trainable) for layer in trunk.layers]
+        self.final_norm = self._fuse([trunk.norm.weight], trainable)
+
+    def _read(self, model: Any, gradient_checkpointing: bool, attention: str, device: torch.device | None = None) -> None:
+        """What the model's config says of its shape, and where it lies."""
         config, trunk = model.config, model.model
         self.module = model
         self.heads: int = config.num_attention_heads
@@ -81,14 +97,6 @@ class Decoder:
         self.device: torch.device = device or trunk.embed_tokens.weight.device
         self.dtype: torch.dtype = trunk.embed_tokens.weight.dtype
         self.attention = default_implementation(self.device) if attention == "auto" else attention
-        self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
-        self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
-        tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or config.tie_word_embeddings
-        if tied:
-            model.lm_head.weight = trunk.embed_tokens.weight
-        self.head = self.embedding if tied else self._fuse([model.lm_head.weight], trainable)
-        self.layers: Sequence[Any] = [self._adopt(layer, trainable) for layer in trunk.layers]
-        self.final_norm = self._fuse([trunk.norm.weight], trainable)
         self._rotary = trunk.rotary_emb.to(self.device)
         self._cos, self._sin = torch.empty(0), torch.empty(0)
         self.blocks: Blocks | None = None

@@ -9,8 +9,10 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -32,7 +34,13 @@ from groupwise.models.ops import (
     swiglu_backward,
 )  # fmt: skip
 
-__all__ = ["Layer", "Shape", "layer_forward"]
+if TYPE_CHECKING:
+    from groupwise.models.merging import MergedLayer
+
+__all__ = ["Kept", "Layer", "Shape", "blocked_backward", "blocked_forward", "layer_forward"]
+
+Collect = Callable[[Tensor, Tensor, str, str | None], dict[str, Tensor]]
+"""From a projection's output gradient, its input, its name and its bias's: the gradients of its weight and bias that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,14 @@ class Layer:
         """``layer_forward`` of this layer."""
         return layer_forward(self, x, plan, shape, recompute)
 
+    def product(self, name: str, x: Tensor) -> Tensor:
+        """``x`` times the projection ``name``: ``qkv``, ``output``, ``gate_up`` or ``down``."""
+        return linear(x, getattr(self, name), getattr(self, f"{name}_bias", None))
+
+    def blocked(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """The layer with blocked attention, differentiable; as ``layer_forward``."""
+        return _BlockedLayer.apply(x, plan, shape, recompute, *self.tensors())
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -68,34 +84,36 @@ class Shape:
     epsilon: float
 
 
-def layer_forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool = False) -> tuple[Tensor, Tensor]:
+def layer_forward(
+    layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool = False
+) -> tuple[Tensor, Tensor]:
     """The layer's output ``[R, D]``, differentiable, and its rotated keys and values ``[R, 2K, E]``, detached.
 
     With ``recompute`` the backward pass keeps the input alone and computes the layer again (gradient checkpointing).
     """
     if plan.blocked is not None:
         if torch.is_grad_enabled():
-            return _BlockedLayer.apply(x, plan, shape, recompute, *layer.tensors())
-        out, kept = _forward(layer, x, plan, shape)
+            return layer.blocked(x, plan, shape, recompute)
+        out, kept = blocked_forward(layer, x, plan, shape)
         return out, kept.rotated[: len(x), shape.heads :]
     if recompute and torch.is_grad_enabled():
         return torch.utils.checkpoint.checkpoint(_by_library, layer, x, plan, shape, use_reentrant=False)
     return _by_library(layer, x, plan, shape)
 
 
-def _by_library(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
+def _by_library(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
     assert plan.rectangles is not None
-    qkv = linear(rms_norm(x, layer.input_norm, shape.epsilon), layer.qkv, layer.qkv_bias).view(len(x), -1, shape.head_width)
+    qkv = layer.product("qkv", rms_norm(x, layer.input_norm, shape.epsilon)).view(len(x), -1, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
         qkv = head_norm(qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
     attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, shape.heads, shape.kv_heads)
-    x = x + linear(attended.reshape(len(x), -1), layer.output, layer.output_bias)
-    x = x + linear(swiglu(linear(rms_norm(x, layer.post_norm, shape.epsilon), layer.gate_up)), layer.down)
+    x = x + layer.product("output", attended.reshape(len(x), -1))
+    x = x + layer.product("down", swiglu(layer.product("gate_up", rms_norm(x, layer.post_norm, shape.epsilon))))
     return x, rotated[:, shape.heads :]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
     """What the backward pass of a layer starts from."""
 
     qkv: Tensor
@@ -119,7 +137,8 @@ def _blocks(plan: AttentionPlan) -> BlockedPlan:
     return plan.blocked
 
 
-def _forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, _Kept]:
+def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Kept]:
+    """The output ``[R, D]``, and what the backward pass starts from. Each weight is asked for once."""
     rows, turned = len(x), shape.heads + shape.kv_heads
     normal, _ = normalise(x, layer.input_norm, shape.epsilon)
     qkv = raw = linear(normal, layer.qkv, layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
@@ -133,7 +152,7 @@ def _forward(layer: Layer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tupl
     gate_up = linear(normalise(middle, layer.post_norm, shape.epsilon)[0], layer.gate_up)
     out = linear(swiglu(gate_up), layer.down).add_(middle)
     kept = raw if layer.q_norm is not None else raw.new_empty(0)
-    return out, _Kept(kept, rotated, attended, found.top, found.total, middle, gate_up)
+    return out, Kept(kept, rotated, attended, found.top, found.total, middle, gate_up)
 
 
 class _BlockedLayer(Function):
@@ -142,7 +161,7 @@ class _BlockedLayer(Function):
         ctx: Any, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         layer = Layer(*tensors)  # type: ignore[arg-type]
-        out, kept = _forward(layer, x, plan, shape)
+        out, kept = blocked_forward(layer, x, plan, shape)
         ctx.save_for_backward(x, *(() if recompute else kept.tensors()))
         ctx.rest = (layer, plan, shape)
         keys_values = kept.rotated[: len(x), shape.heads :]
@@ -153,13 +172,13 @@ class _BlockedLayer(Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         layer, plan, shape = ctx.rest
         x, *saved = ctx.saved_tensors
-        kept = _Kept(*saved) if saved else _forward(layer, x, plan, shape)[1]
+        kept = Kept(*saved) if saved else blocked_forward(layer, x, plan, shape)[1]
         needed = dict(zip(Layer.__slots__, ctx.needs_input_grad[4:], strict=True))
-        grad_x, grads = _backward(grad, x, kept, layer, plan, shape, needed)
+        grad_x, grads = blocked_backward(grad, x, kept, layer, plan, shape, partial(_product_gradients, needed))
         return grad_x, None, None, None, *(grads.get(name) for name in Layer.__slots__)
 
 
-def _product_gradients(grad: Tensor, read: Tensor, name: str, bias: str | None, needed: dict[str, bool]) -> dict[str, Tensor]:
+def _product_gradients(needed: dict[str, bool], grad: Tensor, read: Tensor, name: str, bias: str | None) -> dict[str, Tensor]:
     """Gradients of a projection's weight and bias, where asked for, from its output's gradient and its input."""
     found = {name: grad.t() @ read} if needed[name] else {}
     if bias and needed[bias]:
@@ -167,17 +186,18 @@ def _product_gradients(grad: Tensor, read: Tensor, name: str, bias: str | None, 
     return found
 
 
-def _backward(
-    grad: Tensor, x: Tensor, kept: _Kept, layer: Layer, plan: AttentionPlan, shape: Shape, needed: dict[str, bool]
+def blocked_backward(
+    grad: Tensor, x: Tensor, kept: Kept, layer: Layer, plan: AttentionPlan, shape: Shape, collect: Collect
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradients of the layer's input and, by name, of its norms and of what ``collect`` gives for each projection."""
     grad_gate_up, activated = swiglu_backward(grad @ layer.down, kept.gate_up)
-    grads = _product_gradients(grad, activated, "down", None, needed)
+    grads = collect(grad, activated, "down", None)
     del activated
     normal, scale = normalise(kept.middle, layer.post_norm, shape.epsilon)
-    grads |= _product_gradients(grad_gate_up, normal, "gate_up", None, needed)
+    grads |= collect(grad_gate_up, normal, "gate_up", None)
     grad_middle, grads["post_norm"] = normalise_backward(grad_gate_up @ layer.gate_up, kept.middle, scale, layer.post_norm, grad)
     del grad_gate_up, normal
-    grads |= _product_gradients(grad_middle, kept.attended[: len(x)].flatten(1), "output", "output_bias", needed)
+    grads |= collect(grad_middle, kept.attended[: len(x)].flatten(1), "output", "output_bias")
     grad_qkv = _attention_backward(grad_middle @ layer.output, kept, plan, shape)
     if layer.q_norm is not None and layer.k_norm is not None:
         grad_qkv, grads["q_norm"], grads["k_norm"] = head_norm_backward(
@@ -185,12 +205,12 @@ def _backward(
         )
     grad_qkv = grad_qkv.flatten(1)
     normal, scale = normalise(x, layer.input_norm, shape.epsilon)
-    grads |= _product_gradients(grad_qkv, normal, "qkv", "qkv_bias", needed)
+    grads |= collect(grad_qkv, normal, "qkv", "qkv_bias")
     grad_x, grads["input_norm"] = normalise_backward(grad_qkv @ layer.qkv, x, scale, layer.input_norm, grad_middle)
     return grad_x, grads
 
 
-def _attention_backward(grad: Tensor, kept: _Kept, plan: AttentionPlan, shape: Shape) -> Tensor:
+def _attention_backward(grad: Tensor, kept: Kept, plan: AttentionPlan, shape: Shape) -> Tensor:
     """From the gradient of the attention's output ``[R, H * E]`` to that of ``qkv`` before the rotary embedding."""
     rows, turned = len(grad), shape.heads + shape.kv_heads
     grad_out = torch.zeros_like(kept.attended)

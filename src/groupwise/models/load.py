@@ -26,6 +26,7 @@ from groupwise.models.adapters import attach, is_adapted, merged, peft_config_of
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
+from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
 from groupwise.models.quiet import quiet
 
 __all__ = [
@@ -69,6 +70,7 @@ def check_model(config: ModelConfig) -> None:
     """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most."""
     resolve_device(config.device)
     _check_attention(config)
+    quantisation_settings(config)
     if config.name == EMBEDDED_NAME:
         return
     if is_folder_name(config.name):
@@ -112,8 +114,9 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
-    model = _load_weights(config, _attention(config, target))
-    model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
+    model = settle(_load_weights(config, _attention(config, target), target))
+    if config.quantization == "none":  # else it was put there when it was quantised
+        model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
     _check_vocabulary(config, tokenizer, model)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=list(end_ids), pad_token_id=tokenizer.pad_token_id
@@ -190,6 +193,7 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
             model: Any = policy.model
             if is_adapted(model):
                 model.save_pretrained(aside / "adapter", selected_adapters=[model.active_adapter])
+            if is_adapted(model) or quantised_layers(model):
                 model = merged(model)
             model.save_pretrained(aside, safe_serialization=True)
             policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
@@ -223,13 +227,17 @@ def _generation_config(config: ModelConfig) -> GenerationConfig | None:
         return None
 
 
-def _load_weights(config: ModelConfig, attention: str | None) -> PreTrainedModel:
+def _load_weights(config: ModelConfig, attention: str | None, device: torch.device) -> PreTrainedModel:
+    how: dict[str, Any] = {}
+    if (quantised := quantisation_settings(config)) is not None:
+        how = {"quantization_config": quantised, "device_map": {"": device}}
     with _explained(config, "model"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             _source(config),
             dtype=getattr(torch, config.dtype),
             attn_implementation=attention,
             output_loading_info=True,
+            **how,
             **_origin(config),
         )
     model, info = loaded

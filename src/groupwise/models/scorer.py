@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
-from groupwise.models.adapters import AdapterScorer, ReferenceWithoutAdapter, is_adapted
+from groupwise.models.adapters import AdapterScorer, KeepsAdapter, ReferenceWithoutAdapter, drops_out, is_adapted
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.load import Policy
 from groupwise.models.logprobs import Scored
+from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
 from groupwise.models.module_scorer import ModuleScorer
 
 __all__ = ["Scorer", "Trunk", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer"]
@@ -46,21 +47,23 @@ class Scorer(Protocol):
 
 
 def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None = None) -> Trunk:
-    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself, as with an adapter.
+    """The lean decoder if the architecture allows (it takes the parameters over), else the module itself.
 
     ``device``: where it will compute, if its weights are still elsewhere; they are to be moved there.
     """
+    attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
     if is_adapted(policy.model):
-        return AdapterScorer(policy.model)
+        if why_not_lean(policy.model) is not None or drops_out(policy.model):
+            return AdapterScorer(policy.model)
+        return MergedDecoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention)
     if why_unsupported(policy.model) is not None:
         return ModuleScorer(policy.model)
-    attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
     return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention, device=device)
 
 
 def make_reference(scorer: Scorer) -> Scorer:
     """A frozen copy of the policy as it is now, computed the same way; with an adapter the policy itself, without it."""
-    if isinstance(scorer, AdapterScorer):
+    if isinstance(scorer, KeepsAdapter):
         return ReferenceWithoutAdapter(scorer)
     module = copy.deepcopy(scorer.module)
     if isinstance(scorer, Decoder):
@@ -72,6 +75,10 @@ def copy_trunk(scorer: Scorer) -> Trunk:
     """A second model that starts as the policy is now and learns by itself; of an adapted policy, base and adapter."""
     if isinstance(scorer, AdapterScorer):
         return AdapterScorer(copy.deepcopy(scorer.adapted))
+    if isinstance(scorer, MergedDecoder):
+        return MergedDecoder(
+            copy.deepcopy(scorer.adapted), gradient_checkpointing=scorer.gradient_checkpointing, attention=scorer.attention
+        )
     module = copy.deepcopy(scorer.module)
     if isinstance(scorer, Decoder):
         return Decoder(module, gradient_checkpointing=scorer.gradient_checkpointing, attention=scorer.attention)

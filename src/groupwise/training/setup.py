@@ -23,6 +23,7 @@ from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
 from groupwise.training.short_memory import memory_note
+from groupwise.training.trainable import check_trainable
 from groupwise.types import Problem, Prompt
 
 __all__ = ["LazyPrompts", "Prepared", "prepare"]
@@ -91,6 +92,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
         ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, or the processes cannot
             divide the model as they are asked to.
     """
+    check_trainable(config.model)
     check_model(config.model)
     check_trackers(config)
     system, answer_style = resolve_system(config.prompt, config.data)

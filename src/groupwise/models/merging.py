@@ -1,0 +1,226 @@
+"""Weights that are made when they are asked for: a frozen base, quantised or not, plus what an adapter adds to it.
+
+``W + scaling B A`` is added up in fp32 and rounded to the base's dtype, for one layer at a time. Rounding to the nearest would lose
+most of it: the base's numbers lie on the grid of their dtype, a young adapter changes them by less than half a step of that grid, and
+then nothing would change at all. So the rounding is dithered: each weight has a fixed threshold, evenly spread, above which it takes the
+next step. On average a merged weight is the exact one, an adapter that adds nothing changes nothing, and the same factors always give
+the same weights: those that sample are those that learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from groupwise.models.attention import AttentionPlan
+from groupwise.models.layer import Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
+from groupwise.models.quantised import dense_weight
+
+__all__ = ["Factor", "MergedLayer", "Projection", "dithered", "is_adapted_layer", "merged_weight"]
+
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Of fp32's 23 bits of mantissa, those that a narrower type has no room for."""
+_GOLDEN, _PLASTIC = 0x9E37, 0xC13F
+"""Odd multipliers: rows and columns walk through all thresholds evenly (Weyl sequences of the golden ratio and a second one)."""
+
+
+def is_adapted_layer(layer: Any) -> bool:
+    """Whether ``layer`` is peft's: a linear layer with low-rank factors beside it."""
+    return hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
+
+
+def dithered(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exact`` ``[rows, columns]`` in fp32, which is overwritten, rounded to ``dtype`` by a fixed pattern of thresholds.
+
+    What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself.
+    """
+    bits = _DROPPED_BITS.get(dtype)
+    if bits is None:
+        return exact.to(dtype)
+    rows, columns = (torch.arange(n, dtype=torch.int32, device=exact.device) for n in exact.shape)
+    thresholds = (rows[:, None] * _GOLDEN + (columns * _PLASTIC)[None]).bitwise_and_((1 << bits) - 1)
+    whole = exact.view(torch.int32)
+    whole.add_(thresholds).bitwise_and_(-(1 << bits))
+    return exact.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What an adapter adds to some rows of a projection: ``scaling * b @ a``."""
+
+    rows: slice
+    a: nn.Parameter
+    """``[rank, in]``."""
+    b: nn.Parameter
+    """``[rows, rank]``."""
+    scaling: float
+
+    def gradients(self, grad: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``a`` and ``b``, from the gradient ``[R, out]`` of the projection's output and its input ``[R, in]``."""
+        own, a, b = grad[:, self.rows], self.a.to(read.dtype), self.b.to(read.dtype)
+        grad_a = (own @ b).t() @ read
+        grad_b = own.t() @ (read @ a.t())
+        return grad_a.to(self.a.dtype).mul_(self.scaling), grad_b.to(self.b.dtype).mul_(self.scaling)
+
+
+def _active(layer: Any) -> list[str]:
+    """Names of the adapters that act in ``layer`` now."""
+    if not is_adapted_layer(layer) or layer.disable_adapters:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight ``[out, in]`` of a linear layer with the adapters that act in it, if any; into ``out`` if given."""
+    base, active = getattr(layer, "base_layer", layer), _active(layer)
+    weight = dense_weight(base, dtype)
+    if active:
+        exact = weight.to(torch.float32, copy=True)
+        for name in active:
+            exact.addmm_(layer.lora_B[name].weight.float(), layer.lora_A[name].weight.float(), alpha=layer.scaling[name])
+        weight = dithered(exact, weight.dtype)
+    return weight.detach() if out is None else out.copy_(weight)
+
+
+class Projection:
+    """Linear layers that read the same input, as one product with ``weight`` ``[out, in]``, made anew each time."""
+
+    def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        self.layers, self.dtype = list(layers), dtype
+        bases = [getattr(layer, "base_layer", layer) for layer in layers]
+        self.heights = [base.out_features for base in bases]
+        self.width: int = bases[0].in_features
+        self.device = bases[0].weight.device
+        present = [base.bias for base in bases if base.bias is not None]
+        self.bias = torch.cat([bias.detach().to(dtype) for bias in present]) if present else None
+
+    @property
+    def weight(self) -> Tensor:
+        if len(self.layers) == 1:
+            return merged_weight(self.layers[0], dtype=self.dtype)
+        whole = torch.empty(sum(self.heights), self.width, dtype=self.dtype, device=self.device)
+        for layer, part in zip(self.layers, whole.split(self.heights), strict=True):
+            merged_weight(layer, part, self.dtype)
+        return whole
+
+    def factors(self) -> list[Factor]:
+        """Of the adapters that act now."""
+        found, start = [], 0
+        for layer, height in zip(self.layers, self.heights, strict=True):
+            rows = slice(start, start + height)
+            found += [Factor(rows, layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in _active(layer)]
+            start += height
+        return found
+
+
+class MergedLayer:
+    """One transformer layer whose tensors have ``Layer``'s names; its projections are merged when they are asked for."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm: Tensor = layer.input_layernorm.weight.detach()
+        self.post_norm: Tensor = layer.post_attention_layernorm.weight.detach()
+        has_head_norm = hasattr(attention, "q_norm")
+        self.q_norm: Tensor | None = attention.q_norm.weight.detach() if has_head_norm else None
+        self.k_norm: Tensor | None = attention.k_norm.weight.detach() if has_head_norm else None
+        self.projections = {
+            "qkv": Projection([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+            "output": Projection([attention.o_proj], dtype),
+            "gate_up": Projection([mlp.gate_proj, mlp.up_proj], dtype),
+            "down": Projection([mlp.down_proj], dtype),
+        }
+        self.qkv_bias, self.output_bias = self.projections["qkv"].bias, self.projections["output"].bias
+
+    @property
+    def qkv(self) -> Tensor:
+        return self.projections["qkv"].weight
+
+    @property
+    def output(self) -> Tensor:
+        return self.projections["output"].weight
+
+    @property
+    def gate_up(self) -> Tensor:
+        return self.projections["gate_up"].weight
+
+    @property
+    def down(self) -> Tensor:
+        return self.projections["down"].weight
+
+    def forward(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """``layer_forward`` of this layer."""
+        return layer_forward(self, x, plan, shape, recompute)
+
+    def dense(self) -> Layer:
+        """All of the layer's tensors, merged now."""
+        return Layer(**{name: getattr(self, name) for name in Layer.__slots__})
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        """``x`` times the projection ``name``, differentiable in ``x`` and the factors."""
+        projection = self.projections[name]
+        factors = projection.factors() if torch.is_grad_enabled() else []
+        if not torch.is_grad_enabled():
+            return linear(x, projection.weight, projection.bias)
+        return _MergedProduct.apply(x, projection, factors, *_tensors(factors))  # type: ignore[no-any-return]
+
+    def blocked(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """The layer with blocked attention, differentiable in ``x`` and the factors; as ``layer_forward``."""
+        named = [(name, factor) for name, projection in self.projections.items() for factor in projection.factors()]
+        factors = [factor for _, factor in named]
+        return _MergedBlockedLayer.apply(x, plan, shape, recompute, self, named, *_tensors(factors))  # type: ignore[no-any-return]
+
+
+def _tensors(factors: Sequence[Factor]) -> list[nn.Parameter]:
+    return [tensor for factor in factors for tensor in (factor.a, factor.b)]
+
+
+class _MergedProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, projection: Projection, factors: list[Factor], *_: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.rest = projection, factors
+        return linear(x, projection.weight, projection.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (projection, factors) = ctx.saved_tensors, ctx.rest
+        grads = [g for factor in factors for g in factor.gradients(grad.flatten(0, -2), x.flatten(0, -2))]
+        return grad @ projection.weight, None, None, *grads
+
+
+class _MergedBlockedLayer(Function):
+    """The weights are merged for the forward pass and again for the backward pass, and kept in between by nobody."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool, layer: MergedLayer,
+        named: list[tuple[str, Factor]], *_: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, kept = blocked_forward(layer, x, plan, shape)
+        ctx.save_for_backward(x, *(() if recompute else kept.tensors()))
+        ctx.rest = (layer, named, plan, shape)
+        keys_values = kept.rotated[: len(x), shape.heads :]
+        ctx.mark_non_differentiable(keys_values)
+        return out, keys_values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        layer, named, plan, shape = ctx.rest
+        x, *saved = ctx.saved_tensors
+        dense = layer.dense()
+        kept = Kept(*saved) if saved else blocked_forward(dense, x, plan, shape)[1]
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def collect(grad: Tensor, read: Tensor, name: str, bias: str | None) -> dict[str, Tensor]:
+            found.update({id(f): f.gradients(grad, read) for projection, f in named if projection == name})
+            return {}
+
+        grad_x = blocked_backward(grad, x, kept, dense, plan, shape, collect)[0]
+        return grad_x, None, None, None, None, None, *(g for _, factor in named for g in found[id(factor)])
