@@ -37,6 +37,6 @@ def make_engine(policy: Policy, rollout: RolloutConfig, scorer: Scorer | None = 
     if rollout.engine == "transformers" or reason is not None:
         module = base_module(policy.model)
         return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
-    own = MergedDecoder(policy.model) if frozen else None
-    decoder = scorer if isinstance(scorer, Decoder) else own or Decoder(policy.model, trainable=False)
-    return BuiltinEngine(decoder, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
+    if not isinstance(scorer, Decoder):
+        scorer = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
+    return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
