@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: the README as the first page, links out of docs/, formulas, and the reference from docstrings.
+"""What mkdocs.yml cannot say: the README as the first page, notebooks, links out of docs/, formulas, and the reference from docstrings.
 
 The pages are written for a code host, where ``../src/groupwise/types.py`` and ``$x$`` simply work. Here the files that pages link to become
 part of the site, and formulas become MathML, so that the site needs no other host and opens from disk.
@@ -7,6 +7,7 @@ part of the site, and formulas become MathML, so that the site needs no other ho
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["modules_with_words", "on_config", "on_files", "on_page_markdown", "outside_links", "rewritten", "with_formulas"]
+__all__ = [
+    "modules_with_words", "notebook_page", "on_config", "on_files", "on_page_markdown", "outside_links", "rewritten", "with_formulas",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 RENAMED: Mapping[str, str] = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
@@ -22,15 +25,19 @@ RENAMED: Mapping[str, str] = {"index.md": "README.md", "contributing.md": "CONTR
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 MATH_FENCE = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOTEBOOK_MATH = re.compile(r"^\$\$(.+?)\$\$$", re.MULTILINE | re.DOTALL)
 INLINE_MATH = re.compile(r"(?<![\w$\\])\$([^\s$](?:[^$\n]*[^\s$])?)\$(?![\w$])")
 
 
 def on_config(config: Any) -> Any:
-    """The navigation gets a page for each algorithm and each room of the package, and those pages of docs/ that it does not name."""
+    """The navigation gets a page for each notebook, algorithm and room of the package, and those pages of docs/ that it does not name."""
     named = set(re.findall(r"[\w./+-]+\.md", str(config["nav"])))
     for section in config["nav"]:
         if "How to" in section:
             section["How to"] += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+        if "Notebooks" in section:
+            notebooks = sorted(file for file in linked_files() if file.endswith(".ipynb"))
+            section["Notebooks"] += [site_uri(file) for file in notebooks]
         if "Algorithms" in section:
             section["Algorithms"] += [f"algorithms/{path.name}" for path in sorted((ROOT / "docs" / "algorithms").glob("*.md"))]
         if "Reference" in section:
@@ -42,7 +49,11 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for source in sorted(linked_files()):
-        files.append(File.generated(config, site_uri(source), abs_src_path=str(ROOT / source)))
+        if source.endswith(".ipynb"):
+            files.append(File.generated(config, site_uri(source), content=notebook_page(source)))
+            files.append(File.generated(config, source, abs_src_path=str(ROOT / source)))
+        else:
+            files.append(File.generated(config, site_uri(source), abs_src_path=str(ROOT / source)))
     for room, modules in modules_with_words().items():
         files.append(File.generated(config, f"reference/{room}.md", content=reference_page(room, modules)))
     return files
@@ -52,6 +63,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("reference/"):
         return markdown
+    notebook = uri.removesuffix(".md") + ".ipynb"
+    if notebook in linked_files():
+        return with_formulas(rewritten(notebook, uri, markdown) + f"\n\n[The notebook itself]({posixpath.basename(notebook)})\n")
     source = RENAMED.get(uri, uri if uri in linked_files() else f"docs/{uri}")
     return with_formulas(rewritten(source, uri, markdown))
 
@@ -63,15 +77,18 @@ def linked_files() -> frozenset[str]:
     found = set(RENAMED.values())
     while waiting:
         source = waiting.pop()
-        for target in outside_links(source, (ROOT / source).read_text(encoding="utf-8")):
+        words = notebook_page(source) if source.endswith(".ipynb") else (ROOT / source).read_text(encoding="utf-8")
+        for target in outside_links(source, words):
             if target not in found:
                 found.add(target)
-                waiting += [target] if target.endswith(".md") else []
+                waiting += [target] if target.endswith((".md", ".ipynb")) else []
     return frozenset(found)
 
 
 def site_uri(source: str) -> str:
-    """Where a file of the repository stands in the site, docs/ being the site's root."""
+    """Where a file of the repository stands in the site, docs/ being the site's root. A notebook is a page there."""
+    if source.endswith(".ipynb"):
+        return source.removesuffix(".ipynb") + ".md"
     return {file: page for page, file in RENAMED.items()}.get(source, source.removeprefix("docs/"))
 
 
@@ -139,6 +156,16 @@ def modules_with_words() -> dict[str, list[str]]:
             continue
         rooms.setdefault(parts[0], []).append(".".join(("groupwise", *parts)))
     return rooms
+
+
+def notebook_page(source: str) -> str:
+    """A notebook's cells as Markdown, code and formulas in fences."""
+    cells = json.loads((ROOT / source).read_text(encoding="utf-8"))["cells"]
+    pieces = ("".join(cell["source"]) for cell in cells)
+    return "\n\n".join(
+        f"```python\n{text}\n```" if cell["cell_type"] == "code" else NOTEBOOK_MATH.sub(r"```math\n\1\n```", text)
+        for cell, text in zip(cells, pieces, strict=True)
+    )
 
 
 def reference_page(room: str, modules: list[str]) -> str:

@@ -124,3 +124,11 @@ def test_where_other_held_out_problems_come_from(tmp_path: Path) -> None:
     assert said(source=str(file)) == f"{file}, held out"
     assert said(source=str(file), eval_source=str(file)) == str(file)
     assert said(source="owner/name", eval_split="validation") == "owner/name:validation"
+
+
+def test_a_copy_that_is_more_than_the_split_is_told_apart(tmp_path):
+    """SVAMP as one file has the training problems too: its figure is not that of the test split."""
+    (tmp_path / "svamp.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    data = DataConfig(source="svamp", eval_source="svamp", folder=str(tmp_path))
+    assert "svamp.jsonl, which has 1,000 problems where the original has 300)" in held_out_from(data, 1000)
+    assert held_out_from(data, 300).endswith("svamp.jsonl)")

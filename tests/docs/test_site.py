@@ -40,7 +40,7 @@ def test_the_navigation_has_every_page_and_only_pages_that_exist(hooks, site):
     shown = list(named(hooks.on_config({"nav": site["nav"]})["nav"]))
     assert len(shown) == len(set(shown))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    pages |= {hooks.site_uri(file) for file in hooks.linked_files() if file.endswith(".md")}
+    pages |= {hooks.site_uri(file) for file in hooks.linked_files() if file.endswith((".md", ".ipynb"))}
     assert {page for page in shown if not page.startswith("reference/")} == pages
     assert {"reference/training.md", "reference/algorithm.md", "reference/evaluation.md"} <= set(shown)
 
@@ -71,6 +71,15 @@ def test_formulas_become_mathml_and_code_stays(hooks):
     assert "`$5`" in made
     assert "echo $HOME $PATH" in made
     assert "and $5 or $6 each" in made
+
+
+def test_a_notebook_is_a_page_with_its_words_and_code(hooks):
+    page = hooks.notebook_page("examples/notebooks/02-your-own-reward.ipynb")
+    assert page.startswith("# Your own reward\n")
+    assert "\n\n```python\nfrom groupwise.data.answers import" in page
+    assert "\n```math\n\\delta_t" in hooks.notebook_page("examples/notebooks/04-ppo-against-grpo.ipynb")
+    link = hooks.rewritten("examples/notebooks/README.md", "examples/notebooks/README.md", "[a](02-your-own-reward.ipynb)")
+    assert link == "[a](02-your-own-reward.md)"
 
 
 def test_the_reference_has_the_modules_with_public_names(hooks):

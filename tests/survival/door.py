@@ -100,6 +100,7 @@ def _in_child(
     if folder is not None:
         os.chdir(folder)
     sys.argv = ["groupwise", *words]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children with them
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if before is not None:

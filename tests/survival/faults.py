@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -456,19 +457,36 @@ def terminated(place: Place) -> Outcome:
     return Outcome(re.sub(r"step(.)\d", r"step\1N", said), 143, "everything; `--resume` went on to the end")
 
 
-@fault("Ctrl-C, and again")
+@fault("Ctrl-C, and again while it saves (a slow disk, injected)")
 def interrupted_twice(place: Place) -> Outcome:
-    place.write("slow", algorithm={"updates_per_batch": 2000, "epsilon": 0.2})
-    going = place.begin()
-    going.wait_for(lambda: (place.folder / "config.yaml").is_file())
-    for _ in range(2):
-        os.kill(going.process, signal.SIGINT)
-    ended = going.wait()
+    def patch() -> None:
+        from groupwise.training import checkpoint
+
+        write = checkpoint._write
+
+        def slow(aside: Path, snapshot: checkpoint.Snapshot) -> None:
+            write(aside, snapshot)
+            time.sleep(600)
+
+        checkpoint._write = slow
+
+    place.write("slow", output={"checkpoint_every": 0})
+    going = place.begin(before=patch)
+    going.wait_for(lambda: going.log.is_file() and "step 2/5" in going.log.read_text(errors="replace"))
+    os.kill(going.process, signal.SIGINT)
+    going.wait_for(lambda: any(place.folder.glob("checkpoints/.step-*.partial/manifest.json")))
+    os.kill(going.process, signal.SIGINT)
+    ended = going.wait(60)
     assert ended.exit_code == 130
     assert "Traceback" not in ended.said, ended.said
-    place.write()
+    assert not list(place.folder.glob("checkpoints/step-*"))
     goes_on(place)
-    return Outcome("the process ended at once", 130, "what was saved before; `--resume` went on to the end")
+    assert not list(place.folder.glob("checkpoints/.*"))
+    return Outcome(
+        "the process ended at once; what was half written is no checkpoint",
+        130,
+        "what was saved before; `--resume` went on to the end",
+    )
 
 
 @fault("SIGKILL")

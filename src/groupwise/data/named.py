@@ -37,7 +37,14 @@ NAMED: Mapping[str, NamedSource] = {
     "math500": NamedSource("HuggingFaceH4/MATH-500", None, "test", "boxed", 500, "competition problems, answers in LaTeX"),
     "aime24": NamedSource("HuggingFaceH4/aime_2024", None, "train", "boxed", 30, "AIME 2024, I and II"),
     "aime25": NamedSource("math-ai/aime25", None, "test", "boxed", 30, "AIME 2025, I and II"),
-    "amc23": NamedSource("AI-MO/aimo-validation-amc", None, "train", "boxed", 83, "AMC 12 of 2022 and 2023, integer answers"),
+    "amc23": NamedSource(
+        "AI-MO/aimo-validation-amc",
+        None,
+        "train",
+        "boxed",
+        83,
+        "AMC 12 of 2022 and 2023, integer answers; some figures published as AMC23 are of 40 problems",
+    ),
     "polaris": NamedSource(
         "POLARIS-Project/Polaris-Dataset-53K", None, "train", "boxed", 53291, "competition problems to train on"
     ),

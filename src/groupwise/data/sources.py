@@ -59,8 +59,11 @@ def default_eval_split(source: str) -> str:
     return NAMED[name].eval_split if name else DEFAULT_EVAL_SPLIT
 
 
-def held_out_from(data: DataConfig) -> str:
-    """Where the held-out problems come from, for a person: the source, its split, and the copy or Hub repository that was read."""
+def held_out_from(data: DataConfig, problems: int | None = None) -> str:
+    """Where the held-out problems come from, for a person: the source, its split, and the copy or Hub repository that was read.
+
+    ``problems``: how many it has; a copy of a named data set with another number than the original is told apart from it.
+    """
     source = data.eval_source or data.source
     if source == "arithmetic":
         return "arithmetic (generated, held out)"
@@ -72,6 +75,9 @@ def held_out_from(data: DataConfig) -> str:
         return source if Path(source).expanduser().is_file() else f"{source}:{split}"
     copy = local_copy(name, split, named_folder(data.folder))
     where = f"the Hub's {NAMED[name].hub}" if copy is None else f"the copy {copy.parent.name}/{copy.name}"
+    original = NAMED[name].rows if split == NAMED[name].eval_split else None
+    if copy is not None and problems is not None and original not in (problems, None):
+        where += f", which has {problems:,} problems where the original has {original:,}"
     return f"{name}:{split} ({where})"
 
 

@@ -183,7 +183,7 @@ def conditions(config: Config, system: str | None, available: int | None = None)
     """What a score must say of how it was taken, as far as ``config`` knows: the data, the prompt and the worked examples.
     ``available`` is how many problems there are, of which ``evaluation.problems`` may take a part."""
     return {
-        "data": held_out_from(config.data),
+        "data": held_out_from(config.data, available),
         "available": available,
         "prompt_format": prompt_format(config, system),
         "shots": config.evaluation.shots,

@@ -238,7 +238,7 @@ def is_leftover(path: Path) -> bool:
 
 def clear_leftovers(path: Path) -> None:
     """The folder is locked: nobody else is writing aside."""
-    for found in [p for p in (*path.iterdir(), *path.glob("evaluations/*")) if is_leftover(p)]:
+    for found in [p for p in (*path.iterdir(), *path.glob("evaluations/*"), *path.glob("checkpoints/.*")) if is_leftover(p)]:
         if found.is_dir():
             shutil.rmtree(found, ignore_errors=True)
         else:
