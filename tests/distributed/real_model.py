@@ -33,7 +33,7 @@ SECTIONS = {
     "model": {"name": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu"},
     "training": {"steps": 5, "threads": 1},
     "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 12},
-    "optimizer": {"learning_rate": 1e-5},
+    "optimizer": {"learning_rate": 1e-6},
     "algorithm": {"beta": 0.04},
     "evaluation": {"problems": 2},
     "output": {"log_completions": 100},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.prompts import render, resolve_system
+from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError
@@ -15,7 +17,7 @@ from groupwise.models.load import Policy, load_policy
 from groupwise.tracking.text import visible
 from groupwise.types import Message, Problem
 
-__all__ = ["Speaker", "answer_lines", "converse", "make_speaker"]
+__all__ = ["Speaker", "answer_dealt_lines", "answer_lines", "converse", "make_speaker"]
 
 WELCOME = "Type a question and press Enter. /new forgets the conversation, /exit or Ctrl-D leaves."
 
@@ -79,6 +81,20 @@ def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:
         if line.strip():
             speaker.forget()
             speaker.answer(line.strip(), out)
+
+
+def answer_dealt_lines(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:
+    """As ``answer_lines``, divided among the processes of ``world``: the first one writes all answers, in the lines' order."""
+    answers: dict[int, str] = {}
+    for index in world.mine([len(line) for line in lines]):
+        answer = io.StringIO()
+        answer_lines(speaker, [lines[index]], answer)
+        answers[index] = answer.getvalue()
+    everywhere = {index: answer for part in world.gather(answers) for index, answer in part.items()}
+    if world.is_first:
+        clean: Any = visible if out.isatty() else str
+        out.write("".join(clean(everywhere[index]) for index in range(len(lines))))
+        out.flush()
 
 
 def converse(speaker: Speaker, out: TextIO) -> None:

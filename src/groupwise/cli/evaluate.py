@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.options import ProgressAside
+from groupwise.cli.options import NumProcesses, ProgressAside, start_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from groupwise.config import Config
+    from groupwise.distributed import World
     from groupwise.evaluation.models import Judged
 
 __all__ = ["evaluate"]
@@ -44,6 +46,7 @@ def evaluate(
         Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts, one a line.")
     ] = None,
     as_json: ProgressAside = False,
+    num_processes: NumProcesses = 1,
 ) -> None:
     """Judge models on held-out problems, greedy and sampled, and compare each with the first.
 
@@ -58,16 +61,22 @@ def evaluate(
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
       groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
       groupwise eval my-model --data gsm8k:test --shots 4 data.folder=~/data
+      groupwise eval my-model --data gsm8k:test --num-processes 8
       groupwise eval both.jsonl
     """
+    start_processes(num_processes)
     from groupwise.cli.show import console, print_json
+    from groupwise.distributed import is_first_process
 
     models, overrides = _models_and_settings(words)
     options = [f"evaluation.samples={samples}"] if samples else []
     options += [f"evaluation.shots={shots}"] if shots is not None else []
-    judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], console(stderr=True))
+    aside = console(stderr=True, quiet=not is_first_process())
+    judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], aside)
     from groupwise.evaluation.models import compare_models, write_records
 
+    if not is_first_process():
+        return
     comparisons = compare_models(judged)
     if out is not None:
         count = write_records(out, judged)
@@ -102,8 +111,9 @@ def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> t
     if weights:
         config, names = _shared_settings(weights, overrides, aside)
         source = config.data.eval_source or config.data.source
-        for model, name in zip(weights, names, strict=True):
-            judged[model] = [(model, _with_weights(name, config, aside, title=len(models) > 1))]
+        with _world(config) as world:
+            for model, name in zip(weights, names, strict=True):
+                judged[model] = [(model, _with_weights(name, config, aside, world, title=len(models) > 1))]
     elif overrides:
         aside.print("records are judged as they were asked for: the settings given have no effect", style="yellow")
     return [one for model in models for one in judged[model]], source
@@ -122,18 +132,26 @@ def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Con
     return chosen, [config.model.name for config, _ in found]
 
 
-def _with_weights(name: str, config: Config, aside: Console, title: bool) -> list[Any]:
+def _world(config: Config) -> AbstractContextManager[World]:
+    """The processes that a launcher started: they divide the problems among them."""
+    from groupwise.distributed import open_world
+    from groupwise.models.load import resolve_device
+
+    return open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s)
+
+
+def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Any]:
     from groupwise.cli.models import fetch_model
     from groupwise.evaluation.models import evaluate_model
-    from groupwise.tracking import make_trackers
+    from groupwise.tracking import Trackers, make_trackers
     from groupwise.tracking.text import harmless
 
     fetch_model(config.model_copy(update={"model": config.model.model_copy(update={"name": name})}))
     if title:
         aside.print(harmless(name, "bold"), soft_wrap=True)
-    trackers = make_trackers(config, None, aside)
+    trackers = make_trackers(config, None, aside) if world.is_first else Trackers()
     try:
-        return evaluate_model(name, config, further=True, trackers=trackers)
+        return evaluate_model(name, config, further=True, trackers=trackers, world=world)
     finally:
         trackers.close()
 

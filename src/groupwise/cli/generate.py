@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import Model
+from groupwise.cli.options import Model, NumProcesses, start_processes
 
 __all__ = ["generate"]
 
@@ -27,6 +27,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    num_processes: NumProcesses = 1,
 ) -> None:
     """Let a model answer: one PROMPT, each line of standard input, or, in a terminal, a conversation.
 
@@ -36,8 +37,16 @@ def generate(
       groupwise generate runs/quickstart-1/final_model "Ann has 12 apples and buys 7 more. How many has she now?"
       groupwise generate smollm2-135m-instruct "Why is the sky blue?" --greedy --max-tokens 100
       groupwise generate my-model --system xml < questions.txt
+      groupwise generate my-model --num-processes 8 < questions.txt > answers.txt
     """
-    from groupwise.cli.chat import answer_lines, converse, make_speaker
+    from groupwise.distributed import open_world, world_size
+    from groupwise.errors import ConfigError
+
+    many = num_processes > 1 or world_size() > 1
+    if many and (prompt is not None or sys.stdin.isatty()):
+        raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
+    start_processes(num_processes)
+    from groupwise.cli.chat import answer_dealt_lines, answer_lines, converse, make_speaker
     from groupwise.cli.models import fetch_model, settings_for_model
 
     config, run_config = settings_for_model(model)
@@ -46,6 +55,13 @@ def generate(
     elif run_config is None:
         config.prompt.system = "none"
     fetch_model(config)
+    if many:
+        from groupwise.models.load import resolve_device
+
+        with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world:
+            lines = world.first_does(lambda: [line for line in sys.stdin if line.strip()])
+            answer_dealt_lines(make_speaker(config, max_tokens, temperature, greedy, seed), lines, sys.stdout, world)
+        return
     speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
     if prompt is not None:
         speaker.answer(prompt, sys.stdout)

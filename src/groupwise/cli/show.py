@@ -15,8 +15,8 @@ from groupwise.tracking.text import harmless
 __all__ = ["console", "print_json", "print_notes", "table"]
 
 
-def console(stderr: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+def console(stderr: bool = False, quiet: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=quiet)
 
 
 def print_json(value: Any) -> None:

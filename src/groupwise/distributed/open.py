@@ -71,6 +71,8 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
         raise ConfigError(
             "this process is part of a process group already: let groupwise make it, or destroy the other one first"
         )
+    # Under FSDP's configuration it makes transformers load random weights in all processes but the first, for the trainer to fill.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
         state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s))

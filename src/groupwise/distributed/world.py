@@ -23,6 +23,8 @@ from groupwise.metrics import Metric, Sum, merge
 __all__ = ["World"]
 
 T = TypeVar("T")
+_PRINTED = 2**22
+"""Numbers of a tensor that are looked at together: bounds the copies."""
 _BUCKET_ELEMENTS = 16 * 2**20
 """Gradients that are added up in one message: 64 MiB in fp32."""
 
@@ -183,6 +185,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _fingerprint(tensor: Tensor) -> tuple[int, int]:
     """Two sums over the tensor's bits; replicas that differ anywhere are all but sure to differ here."""
     flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
-    places = torch.arange(len(bits), device=bits.device) % 65521
-    return int(bits.sum()), int((bits * places).sum())
+    numbers = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    places = torch.arange(min(_PRINTED, len(numbers)), device=flat.device) % 65521
+    total = placed = 0
+    for index, part in enumerate(numbers.split(_PRINTED)):
+        bits = part.long()
+        total += int(bits.sum())
+        placed += int((bits * places[: len(bits)]).sum()) * (index + 1)
+    return total, placed

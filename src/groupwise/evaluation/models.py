@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import Config
+from groupwise.distributed import World
 from groupwise.errors import DataError
 from groupwise.evaluation.comparing import paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts
@@ -24,12 +25,19 @@ Judged = tuple[str, list[Evaluation]]
 
 
 def evaluate_model(
-    model: str, config: Config, *, stage: str = "eval", further: bool = False, trackers: Trackers | None = None
+    model: str,
+    config: Config,
+    *,
+    stage: str = "eval",
+    further: bool = False,
+    trackers: Trackers | None = None,
+    world: World | None = None,
 ) -> list[Evaluation]:
     """Load ``model`` (a folder, or a name) and judge it in every mode of the config.
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
-    are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's.
+    are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's. The
+    processes of ``world`` divide the problems, and all get the same evaluations.
 
     Raises:
         ModelError, DataError: what the model or the data lack.
@@ -37,6 +45,7 @@ def evaluate_model(
     from groupwise.data.prompts import resolve_system
     from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
+    from groupwise.engines.dealt import DealtEngine
     from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 
     revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
@@ -50,7 +59,7 @@ def evaluate_model(
     prompts = held_out_prompts(problems, tokenizer, config, system, room)
     engine = make_engine(load_policy(model_config), config.rollout)
     results = evaluate_stage(
-        engine,
+        DealtEngine(engine, world or World()),
         prompts,
         stage=stage,
         config=config,

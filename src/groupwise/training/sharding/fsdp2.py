@@ -83,6 +83,7 @@ class FSDP2:
         self.mesh = init_device_mesh(device_type, (world.size,))
         self.dtype = scorer.dtype
         self._optimizer: ShardedAdamW | None = None
+        world.check_equal("the weights that were read", [p for _, p in scorer.named_parameters()])
         masters = config.optimizer.precision == "masters"
         blocks = scorer.as_blocks()
         self._divide(blocks, scorer.device, torch.float32 if masters else self.dtype)
