@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ class Comparison:
     page: Path
     timed: bool = True
     """Whether seconds per step belong into the table: only where the machine does nothing else."""
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Further columns: heading -> curve, whose mean over steps and seeds is shown."""
 
     @property
     def experiment(self) -> Experiment:
-        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed), self.page)
+        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed, shown=self.shown), self.page)
 
 
 def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -137,13 +139,17 @@ def _completions(numbers: Mapping[str, Any], steps: int) -> list[int]:
     return [numbers["budget"]["completions"] * (i + 1) // steps for i in range(steps)]
 
 
-def report(numbers: Mapping[str, Any], name: str, timed: bool = True) -> str:
+def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Mapping[str, str] | None = None) -> str:
     """Figure, table, and what was measured on what."""
+    shown = shown or {}
     budget, seeds = numbers["budget"], numbers["seeds"]
     checks = sorted({at for variant in numbers["runs"] for at in held_out(numbers, variant)})
     header = ["", *(f"held out, {at} completions" for at in checks), "the last, all seeds", "in training, last quarter",
-              "gradient norm", "clipped", *(["s per step"] if timed else [])]  # fmt: skip
-    rows = [[f"`{variant}`", *_row(numbers, variant, checks, timed)] for variant in numbers["runs"]]
+              "gradient norm", "clipped", *(["s per step"] if timed else []), *shown]  # fmt: skip
+    rows = [
+        [f"`{variant}`", *_row(numbers, variant, checks, timed), *_means(numbers, variant, shown.values())]
+        for variant in numbers["runs"]
+    ]
     total = sum(run["seconds"] for runs in numbers["runs"].values() for run in runs.values())
     missing = f" Not run: {', '.join(f'`{name}`' for name in numbers['missing'])}." if numbers["missing"] else ""
     took = f" All runs together took {total / 60:.0f} minutes of process time." if timed else ""
@@ -184,6 +190,12 @@ def _row(numbers: Mapping[str, Any], name: str, checks: Sequence[int], timed: bo
         "-" if limit is None or not norms else f"{statistics.fmean(x > limit for x in norms):.0%}",
         *([f"{seconds:.1f}"] if timed else []),
     ]
+
+
+def _means(numbers: Mapping[str, Any], name: str, wanted: Iterable[str]) -> list[str]:
+    runs = [run["curves"] for run in numbers["runs"][name].values()]
+    found = [[x for curves in runs for x in curves.get(curve, []) if x is not None] for curve in wanted]
+    return [f"{statistics.fmean(values):.2g}" if values else "-" for values in found]
 
 
 def _spread(accuracies: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from experiments import runs
+from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, read_block, read_numbers
 from experiments.comparison import compare, draw, held_out, pooled, report
 from experiments.faults import COMPARISON as FAULTS
@@ -16,7 +17,7 @@ from experiments.runs import Budget, Variant, run_all
 from groupwise import load_config
 from groupwise.config.presets import PRESETS
 
-COMPARISONS = [CURVES, FAULTS]
+COMPARISONS = [CURVES, FAULTS, AHEAD]
 
 
 @pytest.fixture

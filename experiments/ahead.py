@@ -1,0 +1,49 @@
+"""What do samples that are some steps old cost in learning?
+
+    python -m experiments.ahead                      # every variant, seeds 0 1 2, then figure and table
+    python -m experiments.ahead --variants ahead-0 ahead-2 --seeds 0
+    python -m experiments.ahead --redraw             # figure and table again, from docs/figures/ahead.json
+
+The quickstart's task, model, warm start and learning rate, with the batch of each step sampled so many steps earlier. The throughput
+is measured by ``python -m benchmarks.ahead``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.common import ROOT
+from experiments.comparison import Comparison, compare
+from experiments.runs import Variant
+
+__all__ = ["COMPARISON", "VARIANTS", "variants"]
+
+VARIANTS = {
+    "ahead-0": (),
+    "ahead-1": ("rollout.ahead=1",),
+    "ahead-2": ("rollout.ahead=2",),
+    "ahead-4": ("rollout.ahead=4",),
+    "ahead-4-behaviour": ("rollout.ahead=4", "algorithm.stale_samples=behaviour"),
+    "ahead-4-uncorrected": ("rollout.ahead=4", "algorithm.stale_samples=uncorrected"),
+}
+"""Settings by the name of the run; all sample the same number of completions."""
+
+
+def variants(names: Sequence[str]) -> list[Variant]:
+    """The named variants, or all."""
+    unknown = sorted(set(names) - set(VARIANTS))
+    if unknown:
+        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
+    return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
+
+
+SHOWN = {
+    "staleness, updates": "rollout/staleness",
+    "sampler mismatch, nats": "policy/sampler_mismatch",
+    "correction cut": "policy/correction_cut",
+    "clip share": "policy/clip_share",
+}
+COMPARISON = Comparison("ahead", __doc__ or "", variants, "variants", ROOT / "docs" / "asynchronous.md", timed=False, shown=SHOWN)
+
+if __name__ == "__main__":
+    compare(COMPARISON)
