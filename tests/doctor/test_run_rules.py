@@ -108,6 +108,10 @@ DISEASES = {
         overrides=["algorithm.sampler_correction=token"],
         metrics=lambda step, p: {"policy/correction_cut": 0.2 if 20 < step < 35 else 0.0, "policy/correction": 0.9},
     ),
+    "samples-too-old": Story(
+        overrides=["rollout.ahead=2"],
+        metrics=lambda step, p: {"policy/correction_cut": 0.2 * p, "policy/correction": 0.9, "rollout/staleness": 2.0},
+    ),
     "value-harmful": Story(metrics=lambda step, p: {**CRITIC, "value/explained_variance": 0.3 - p}),
     "value-biased": Story(metrics=lambda step, p: {**CRITIC, "value/error": 1.5}),
     "kl-target-missed": Story(
@@ -203,6 +207,19 @@ def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not
     assert "sampler-mismatch" not in growing
     steady = findings_of(tmp_path / "b", DISEASES["sampler-mismatch"])
     assert "sampler-stale" not in steady
+
+
+def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
+    """With rollout.ahead they disagree with the trainer by right, and a ratio to the sampler is not 1."""
+    old = {"policy/sampler_mismatch": 0.4, "policy/ratio_deviation": 0.2, "policy/clip_share": 0.02}
+    story = Story(
+        overrides=["rollout.ahead=4", "algorithm.stale_samples=behaviour"], metrics=lambda step, p: old,
+        version=lambda step: max(0, step - 5),
+    )  # fmt: skip
+    found = findings_of(tmp_path / "run", story)
+    assert not {"sampler-mismatch", "sampler-stale", "ratio-off", "samples-too-old"} & found.keys()
+    story.metrics = lambda step, p: {**old, "policy/clip_share": 0.5 * p}
+    assert "the clip cut off" in findings_of(tmp_path / "clipped", story)["samples-too-old"].summary
 
 
 def test_reward_hacking_shows_without_evaluations_too(tmp_path):

@@ -14,6 +14,7 @@ __all__ = [
     "refills_exhausted",
     "reward_clipped",
     "reward_processes_killed",
+    "samples_too_old",
     "value_biased",
     "value_harmful",
 ]
@@ -91,6 +92,8 @@ def refills_exhausted(run: RunRecord) -> Evidence | None:
 
 def correction_cut(run: RunRecord) -> Evidence | None:
     """The correction for the sampler's mismatch works at its cap: the two differ by more than it can put right."""
+    if steps_ahead(run):
+        return None  # see samples_too_old
     cut, weight = series(run, "policy/correction_cut"), series(run, "policy/correction")
     worst = worst_stretch(cut, min(STRETCH, len(cut))) if len(cut) >= 3 else None
     if worst is None or worst[0] < 0.05:
@@ -100,6 +103,31 @@ def correction_cut(run: RunRecord) -> Evidence | None:
         f"in steps {worst[1][0]} to {worst[1][1]} the correction was beyond its cap for {worst[0]:.1%} of the tokens{said}",
         worst[1],
         {"correction_cut": worst[0], "correction_late": weight.late if len(weight) else 1.0},
+        three(completions_between(run, worst[1])),
+    )
+
+
+def steps_ahead(run: RunRecord) -> int:
+    """``rollout.ahead`` of the run, as far as is known."""
+    return run.config.rollout.ahead if run.config else 0
+
+
+def samples_too_old(run: RunRecord) -> Evidence | None:
+    """Asynchronous rollouts: what corrects for the age of the samples acts on so many tokens that the gradient is another one."""
+    steps = steps_ahead(run)
+    name, most, what = "policy/correction_cut", 0.05, "the weight of a sample was beyond its cap"
+    if run.config is not None and run.config.clips_against_the_sampler:
+        name, most, what = "policy/clip_share", 0.3, "the clip cut off"
+    found = series(run, name)
+    worst = worst_stretch(found, min(STRETCH, len(found))) if steps and len(found) >= 3 else None
+    if worst is None or worst[0] < most:
+        return None
+    age = series(run, "rollout/staleness")
+    return Evidence(
+        f"in steps {worst[1][0]} to {worst[1][1]} {what} for {worst[0]:.1%} of the tokens, with samples "
+        f"{age.late if len(age) else steps:.3g} updates old (rollout.ahead={steps})",
+        worst[1],
+        {"share": worst[0], "ahead": steps},
         three(completions_between(run, worst[1])),
     )
 

@@ -275,6 +275,12 @@ RULES: tuple[Rule, ...] = (
         "distribution (rollout.top_p, top_k).",
     ),
     Rule(
+        "samples-too-old", "run", "Samples too old to learn from", "warning", machinery.samples_too_old,
+        "Batches are sampled ahead of time, by older weights. What corrects for that is bounded, and here it is at its bound for so "
+        "many tokens that the gradient is no longer the one of fresh samples.",
+        "Lower rollout.ahead, optimizer.learning_rate or algorithm.updates_per_batch: what counts is how far the weights move meanwhile.",
+    ),
+    Rule(
         "value-harmful", "run", "The learned value is worse than none", "warning", machinery.value_harmful,
         "Advantages are returns less the value. One that explains less than a constant adds noise to every token's advantage.",
         "Raise algorithm.value_learning_rate, set algorithm.gae_lambda to 1, which relies on the value least, or take a group baseline "

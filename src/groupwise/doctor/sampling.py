@@ -169,10 +169,11 @@ def format_without_answer(run: RunRecord) -> Evidence | None:
 
 
 def sampler_mismatch(run: RunRecord) -> Evidence | None:
-    """Sampling and training disagree by more than rounding, from the start."""
+    """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right."""
+    ahead = run.config.rollout.ahead if run.config else 0
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
-    if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run):
+    if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or ahead:
         return None
     return Evidence(
         f"sampling and training disagree by {worst[0]:.3g} nats per token in steps {worst[1][0]} to {worst[1][1]}; rounding in "
@@ -187,7 +188,8 @@ def stale_sampler(run: RunRecord) -> Evidence | None:
     """The sampler does not follow: its version stands still while updates are made, or the disagreement grows with them."""
     version = dict(run.series("progress/policy_version"))
     seen = {r.step: r.policy_version for r in run.completions if r.policy_version is not None and r.step in version}
-    steps = sorted(seen)
+    ahead = run.config.rollout.ahead if run.config else 0
+    steps = sorted(seen)[ahead:]  # the first batches are all sampled by the first weights
     if len(steps) >= LATE_ENOUGH and len({seen[s] for s in steps}) == 1 and version[steps[-1]] - version[steps[0]] >= LATE_ENOUGH:
         return Evidence(
             f"from step {steps[0]} to {steps[-1]} the policy made {version[steps[-1]] - version[steps[0]]:g} updates, but all "
@@ -198,7 +200,7 @@ def stale_sampler(run: RunRecord) -> Evidence | None:
         )
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     grows = len(mismatch) >= LATE_ENOUGH and mismatch.late > 5 * mismatch.values[0] and mismatch.late > ROUNDING[dtype] / 4
-    if not grows or not mismatch.rises():
+    if ahead or not grows or not mismatch.rises():
         return None
     return Evidence(
         f"the disagreement of sampling and training grows with the updates, from {mismatch.values[0]:.3g} to {mismatch.late:.3g} "

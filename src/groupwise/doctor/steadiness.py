@@ -76,7 +76,7 @@ def negative_kl(run: RunRecord) -> Evidence | None:
 def ratio_off(run: RunRecord) -> Evidence | None:
     """On-policy the ratio is 1 by definition; off-policy a clip that acts on many tokens means that steps are too large."""
     deviation, clipped = series(run, "policy/ratio_deviation"), series(run, "policy/clip_share")
-    updates = run.config.algorithm.updates_per_batch if run.config else None
+    updates = run.config.algorithm.updates_per_batch if run.config and not run.config.clips_against_the_sampler else None
     off = [(step, value) for step, value in deviation.points if value > 1e-3]
     if updates == 1 and off:
         return Evidence(

@@ -56,7 +56,8 @@ class Runner:
         """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""
         if self._captured is not step:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=self._pool):  # records; nothing is computed yet
+            # It records; nothing is computed yet. Another thread that learns meanwhile may take memory.
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._once(step)
             self._captured, self._pool = step, self._graph.pool()
         self._graph.replay()
