@@ -1,0 +1,23 @@
+"""The modes are settings that exist, and the table says what the numbers say."""
+
+from experiments.memory_modes import MODES, report, settings_of
+from groupwise import load_config
+
+
+def test_every_mode_is_a_recipe_with_other_settings_and_no_two_are_the_same():
+    configs = [load_config("quickstart", settings_of(mode, 5, 20, 1024)) for mode in MODES]
+    chosen = {(c.model.quantization, c.model.lora is None, c.optimizer.precision) for c in configs}
+    assert len(chosen) == len(MODES) == 5
+    for config in configs:
+        assert (config.optimizer.learning_rate >= 1e-4) == (config.model.lora is not None)
+
+
+def test_the_table_has_what_was_measured():
+    found = {"date": "2026-01-01", "code": None, "processor": "X", "cores": 2, "torch": "2", "transformers": "5",
+             "bitsandbytes": "0.50.2", "peft": "0.21"}  # fmt: skip
+    run = {"name": "qlora", "accuracy": {"base": 0.0, "warm_start": 0.4, "final": 0.75}, "interval": [0.7, 0.8],
+           "peak_memory_gib": 1.234, "trained_bytes": 2_000_000}  # fmt: skip
+    text = report({"steps": 7, "problems": 50, "micro_batch_tokens": 2048, "runs": [run], "environment": found})
+    assert "| 1.23 GiB | 2 MB | 0% | 40% | **75%** (70% to 80%) |" in text
+    assert "7 steps of 8 x 8" in text
+    assert "bitsandbytes 0.50.2" in text
