@@ -1,0 +1,277 @@
+"""vLLM as the ``Backend`` of a sampling service. Imported only where vLLM is installed.
+
+One thread owns the engine and steps it; calls from other threads hand it their requests, so that completions for several trainer
+processes are decoded in one batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.vllm.protocol import Job, Refused, shape_of
+from groupwise.engines.vllm.versions import check_versions, found_vllm
+from groupwise.engines.vllm.worker import EXTENSION
+from groupwise.errors import ModelError
+
+__all__ = ["VllmBackend", "VllmOptions"]
+
+_BEAT_S = 5.0
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How vLLM is started."""
+
+    model: str
+    dtype: str = "bfloat16"
+    max_model_tokens: int | None = None
+    """Prompt and completion together; by default the model's context."""
+    max_sequences: int = 256
+    memory_share: float = 0.3
+    """Of the GPU's memory, weights included (vLLM's ``gpu_memory_utilization``)."""
+    cache_gib: float | None = None
+    """Memory for keys and values, whatever the share."""
+    tensor_parallel: int = 1
+    eager: bool = False
+    """Without compilation and CUDA graphs: up at once, and slower."""
+    block_tokens: int | None = None
+    """Tokens that a block of the prefix cache has; only whole blocks of a prompt are shared by its group."""
+    seed: int = 0
+
+
+class VllmBackend:
+    """Implements ``service.Backend`` over ``vllm.LLMEngine``."""
+
+    def __init__(self, options: VllmOptions, *, own_process: bool) -> None:
+        """``own_process``: let vLLM compute in a process of its own, as it does by default; else in this one.
+
+        Raises ConfigError where the versions do not fit, ModelError where vLLM cannot start with this model.
+        """
+        check_versions()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        block = options.block_tokens or (32 if current_platform.is_cpu() else None)  # on CPUs vLLM takes 128: few prompts have that
+        cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
+        arguments = EngineArgs(
+            model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
+            gpu_memory_utilization=options.memory_share, kv_cache_memory_bytes=cache, enforce_eager=options.eager,
+            tensor_parallel_size=options.tensor_parallel, block_size=block, seed=options.seed, enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs", generation_config="vllm", skip_tokenizer_init=True, disable_log_stats=True,
+            worker_extension_cls=EXTENSION,
+        )  # fmt: skip
+        try:
+            self.engine = LLMEngine.from_engine_args(arguments)
+        except Exception as error:  # whatever vLLM raises: it has no common base
+            raise ModelError(f"vLLM cannot start with {options.model!r} ({_brief(error)}): see its own lines above") from error
+        self.options = options
+        self._inbox: queue.SimpleQueue[_Call | _Load | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._steps = 0
+        self._thread = threading.Thread(target=self._loop, name="groupwise-vllm", daemon=True)
+        self._thread.start()
+
+    def about(self) -> dict[str, Any]:
+        if self._failed is not None:
+            raise Refused(f"vLLM broke down ({_brief(self._failed)}): start the server again")
+        config = self.engine.model_config
+        return {
+            "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
+            "dtype": str(config.dtype).removeprefix("torch."), "max_model_tokens": config.max_model_len,
+        }  # fmt: skip
+
+    def load(self, files: Sequence[str], label: str) -> dict[str, Any]:
+        """See ``Backend.load``."""
+        load = _Load(list(files), label)
+        self._inbox.put(load)
+        return load.result.result()
+
+    def sample(self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool) -> Iterator[dict[str, Any]]:
+        """See ``Backend.sample``. Raises Refused for a prompt that leaves no room."""
+        room = self.engine.model_config.max_model_len
+        for job in jobs:
+            if len(job.prompt) + settings.max_tokens > room:
+                raise Refused(
+                    f"a prompt of {len(job.prompt)} tokens and a completion of {settings.max_tokens} are more than vLLM's "
+                    f"max_model_tokens, {room}: start it with more"
+                )
+        call = _Call(settings, jobs, tuple(stop), stream)
+        self._inbox.put(call)
+        try:
+            steps = -1
+            while True:
+                try:
+                    row = call.rows.get(timeout=_BEAT_S)
+                except queue.Empty:
+                    if self._steps != steps:  # a sign of life only where there is life
+                        steps = self._steps
+                        yield {"beat": steps}
+                    continue
+                if row is None:
+                    return
+                if isinstance(row, BaseException):
+                    raise row
+                yield row
+        finally:
+            call.given_up = True
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=30)
+
+    def _loop(self) -> None:
+        """Take what came in, step, hand out; sleep while there is nothing to do."""
+        calls: dict[str, tuple[_Call, int]] = {}
+        numbers = itertools.count()
+        try:
+            while True:
+                for item in self._arrivals(wait=not calls):
+                    if item is None:
+                        return
+                    if isinstance(item, _Load):
+                        assert not calls, "weights may change only while nothing is being sampled"
+                        item.run(self.engine)
+                    else:
+                        calls |= self._add(item, numbers)
+                self._steps += 1
+                for output in self.engine.step() if calls else ():
+                    self._hand_out(output, calls)
+                self._abort_given_up(calls)
+        except BaseException as error:
+            self._failed = error
+            for call in {id(call): call for call, _ in calls.values()}.values():
+                call.rows.put(Refused(f"vLLM broke down ({_brief(error)}): start the server again"))
+            self._refuse_the_rest(error)
+
+    def _arrivals(self, wait: bool) -> list[Any]:
+        items = [self._inbox.get()] if wait else []
+        while not self._inbox.empty():
+            items.append(self._inbox.get())
+        return items
+
+    def _refuse_the_rest(self, error: BaseException) -> None:
+        while True:
+            item = self._inbox.get()
+            refusal = Refused(f"vLLM broke down ({_brief(error)}): start the server again")
+            if item is None:
+                return
+            if isinstance(item, _Load):
+                item.result.set_exception(refusal)
+            else:
+                item.rows.put(refusal)
+
+    def _add(self, call: _Call, numbers: Iterator[int]) -> dict[str, tuple[_Call, int]]:
+        """Hand a call's jobs to the engine; which request is whose. What the engine refuses ends the call alone."""
+        added: dict[str, tuple[_Call, int]] = {}
+        try:
+            for place, job in enumerate(call.jobs):
+                name = f"groupwise-{next(numbers)}"
+                self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, _parameters(call, job))
+                added[name] = (call, place)
+        except ValueError as error:
+            self.engine.abort_request(list(added))
+            call.rows.put(Refused(_brief(error)))
+            return {}
+        if not added:
+            call.rows.put(None)
+        return added
+
+    def _hand_out(self, output: Any, calls: dict[str, tuple[_Call, int]]) -> None:
+        """A finished completion, a piece of one, or a sign of life."""
+        if output.request_id not in calls:
+            return
+        call, place = calls[output.request_id]
+        one = output.outputs[0]
+        if call.stream:
+            call.pieces.extend(_pairs(one))
+            call.rows.put({"piece": list(one.token_ids)})
+        if not output.finished:
+            return
+        del calls[output.request_id]
+        pairs = call.pieces if call.stream else _pairs(one)
+        call.left -= 1
+        call.rows.put({
+            "job": place, "tokens": [token for token, _ in pairs], "logprobs": [logprob for _, logprob in pairs],
+            "cached": output.num_cached_tokens or 0,
+            "weights": sorted({span.version for span in one.weight_versions or ()}),
+        })  # fmt: skip
+        if not call.left:
+            call.rows.put(None)
+
+    def _abort_given_up(self, calls: dict[str, tuple[_Call, int]]) -> None:
+        gone = [name for name, (call, _) in calls.items() if call.given_up]
+        if gone:
+            self.engine.abort_request(gone)
+            for name in gone:
+                del calls[name]
+
+
+@dataclass
+class _Call:
+    """One request of a trainer, and what is known of it."""
+
+    settings: SamplingSettings
+    jobs: Sequence[Job]
+    stop: tuple[int, ...]
+    stream: bool
+    rows: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    pieces: list[tuple[int, float]] = field(default_factory=list)
+    left: int = -1
+    given_up: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = len(self.jobs)
+
+
+@dataclass
+class _Load:
+    """New weights, and what became of them."""
+
+    files: list[str]
+    label: str
+    result: Future[dict[str, Any]] = field(default_factory=Future)
+
+    def run(self, engine: Any) -> None:
+        try:
+            reports = engine.collective_rpc("groupwise_load", args=(self.files,))
+            if not engine.reset_prefix_cache():
+                raise ValueError("vLLM did not forget the prefixes that it computed under the old weights")
+            engine.set_weight_version(self.label)
+            self.result.set_result(reports[0])
+        except Exception as error:  # a worker's ValueError comes back as another type from another process
+            self.result.set_exception(ValueError(_brief(error)))
+
+
+def _parameters(call: _Call, job: Job) -> Any:
+    """vLLM's sampling parameters: everything said, nothing inherited. End tokens come from the trainer, and are kept."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    settings = call.settings
+    return SamplingParams(
+        temperature=0.0 if settings.greedy else settings.temperature, top_k=settings.top_k or 0, top_p=settings.top_p,
+        max_tokens=settings.max_tokens, seed=job.seed, logprobs=0, flat_logprobs=True, stop_token_ids=list(call.stop),
+        ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+
+def _pairs(output: Any) -> list[tuple[int, float]]:
+    """Tokens and their log-probabilities. With ``logprobs=0`` the sampled token is the first, and only, one of each position."""
+    flat = output.logprobs
+    places = flat.start_indices[-len(output.token_ids) :] if output.token_ids else []
+    return [(token, flat.logprobs[place]) for token, place in zip(output.token_ids, places, strict=True)]
+
+
+def _brief(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[-400:]}" if words else type(error).__name__

@@ -1,0 +1,146 @@
+"""The trainer's end of the wire: ``protocol.Link`` over HTTP, by the standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.vllm.protocol import Job, Refused, StaleWeights, Unreachable, settings_values
+from groupwise.errors import ConfigError
+
+__all__ = ["Client"]
+
+_CONNECT_S = 10.0
+
+
+class Client:
+    """One connection per call: a server that was started anew in between is simply found again."""
+
+    def __init__(self, url: str, *, patience_s: float = 300.0, shared: Path | None = None) -> None:
+        """``patience_s``: how long the server may be silent within a call. ``shared``: a folder that both see, for weights.
+
+        Raises ConfigError for what is no HTTP address.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"rollout.vllm.url is {url!r}, but it must be an address such as http://127.0.0.1:8300")
+        self.where, self.patience_s = url, patience_s
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._shared = None if shared is None else shared.expanduser().resolve()
+        self._files: list[Path] = []
+
+    def hello(self) -> dict[str, Any]:
+        """Who answers. Raises Unreachable, also for a server of another kind."""
+        with self._call("GET", "/groupwise", b"", _CONNECT_S) as answer:
+            return self._values(answer)
+
+    def begin(self, weights: str) -> bool:
+        self._forget_files()
+        return bool(self._post("/groupwise/begin", {"id": weights})["wanted"])
+
+    def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None:
+        asked = {"id": weights, "index": str(index), "sha256": sha256}
+        if self._shared is not None:
+            asked["file"], data = self._put(data), b""
+        with self._call("POST", f"/groupwise/bucket?{urlencode(asked)}", data, self.patience_s) as answer:
+            told = self._values(answer).get("sha256")
+        if told != sha256:
+            raise Refused(f"{self.where} read part {index} of the weights as {told}, but {sha256} was sent")
+
+    def _put(self, data: bytes) -> str:
+        """Into the shared folder; the file's name there. It lies there until the server has loaded it, or the next update begins."""
+        assert self._shared is not None
+        try:
+            handle, name = tempfile.mkstemp(prefix="groupwise-", suffix=".safetensors", dir=self._shared)
+            self._files.append(Path(name))
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).chmod(0o644)
+        except OSError as error:
+            raise Refused(f"rollout.vllm.shared_folder is {str(self._shared)!r}, which does not take the weights ({error})") from error
+        return Path(name).name
+
+    def _forget_files(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
+
+    def commit(self, weights: str, version: int, buckets: int) -> dict[str, Any]:
+        try:
+            return self._post("/groupwise/commit", {"id": weights, "version": version, "buckets": buckets})
+        finally:
+            self._forget_files()
+
+    def sample(
+        self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Rows as they come. Raises Unreachable where the stream ends before its end was told."""
+        asked = {
+            "weights": weights, "settings": settings_values(settings), "stop": list(stop), "stream": stream,
+            "jobs": [{"prompt": list(job.prompt), "seed": job.seed} for job in jobs],
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        with self._call("POST", "/groupwise/sample", body, self.patience_s) as answer:
+            if answer.status != 200:
+                self._values(answer)
+            for line in self._lines(answer):
+                row = json.loads(line)
+                if "failed" in row:
+                    raise Refused(row["failed"])
+                if row.get("done"):
+                    return
+                yield row
+        raise Unreachable(f"{self.where} broke off before all completions were there")
+
+    def close(self) -> None:
+        self._forget_files()
+
+    def _lines(self, answer: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            yield from answer
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+
+    def _post(self, path: str, values: dict[str, Any]) -> dict[str, Any]:
+        with self._call("POST", path, json.dumps(values).encode(), self.patience_s) as answer:
+            return self._values(answer)
+
+    def _call(self, method: str, path: str, body: bytes, timeout_s: float) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=min(timeout_s, _CONNECT_S))
+        try:
+            connection.connect()
+            connection.sock.settimeout(timeout_s)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.request(method, path, body=body, headers={"Connection": "close"})
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unreachable(f"{self.where} does not answer ({_brief(error)})") from error
+
+    def _values(self, answer: http.client.HTTPResponse) -> dict[str, Any]:
+        """The answer's object; the exceptions of ``protocol`` for the others."""
+        try:
+            values = json.loads(answer.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise Refused(f"{self.where} answers, but is no sampling server of groupwise (status {answer.status})")
+        if "stale" in values:
+            raise StaleWeights(values["stale"], values["held"])
+        if "refused" in values or answer.status != 200:
+            raise Refused(str(values.get("refused", f"{self.where} answered with status {answer.status}")))
+        return values
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

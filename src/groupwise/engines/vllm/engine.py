@@ -1,0 +1,268 @@
+"""The policy sampled by vLLM, elsewhere or in this process: weights go there after every update, completions come back.
+
+What comes back is checked, since another program computed it: each completion names the weights that it was sampled from, and after
+every push a few tokens are sampled there and scored here.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from groupwise.distributed import World
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin.draw import seed_key
+from groupwise.engines.vllm.protocol import Job, Link, Refused, StaleWeights, Unreachable, owner_of
+from groupwise.engines.vllm.weights import check_pushable, is_divided, packed_buckets
+from groupwise.errors import TrainingError
+from groupwise.metrics import Max, Mean, Metric, Sum
+from groupwise.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from groupwise.models.load import Policy
+
+__all__ = ["VllmEngine", "request_seed"]
+
+PROBE_NATS = 0.3
+"""Mean difference of log-probabilities, sampled there and scored here, beyond which the two models are not the same. Between bf16 kernels
+it is 0.01 to 0.06; the wrong weights of a layer make it 0.5 and more."""
+_PROBE_TOKENS = 32
+
+
+def request_seed(seed: int, scope: str, problem_id: str, sample: int) -> int:
+    """A completion's seed in vLLM, by its name as everywhere, in 62 bits. vLLM draws other numbers from it than the built-in engine."""
+    return seed_key(seed, scope, problem_id, sample) & (2**62 - 1)
+
+
+class VllmEngine:
+    """Implements ``groupwise.engines.base.Engine`` over a ``protocol.Link``.
+
+    The weights are pushed at construction and at each ``refresh``, by the first process of the ``world``; every process then samples its own
+    prompts. A server that was started anew is found by its holding no weights: they are pushed again and sampling goes on.
+    """
+
+    def __init__(
+        self, policy: Policy, link: Link, world: World | None = None, *, bucket_bytes: int = 2**28, patience_s: float = 300.0
+    ) -> None:
+        """Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them."""
+        check_pushable(policy.model, policy.name)
+        self.policy, self.link, self.world = policy, link, world or World()
+        self.bucket_bytes, self.patience_s = bucket_bytes, patience_s
+        self.end_token_ids = frozenset(policy.end_token_ids)
+        self.policy_version = 0
+        self._owner = self.world.first_does(lambda: uuid.uuid4().hex[:12])
+        self._pushes = 0
+        self._prompt_tokens = self._cached_tokens = 0
+        self._push_s = self._probed = 0.0
+        self.refresh(0)
+
+    @property
+    def weights(self) -> str:
+        """The id of the weights that the policy has now."""
+        return f"{self._owner}:{self._pushes}"
+
+    def refresh(self, policy_version: int) -> None:
+        """For all processes at once: push the weights, and let the server show that it computes with them."""
+        started = time.perf_counter()
+        self.policy_version = policy_version
+        self._pushes += 1
+        parts = None
+        if self.world.size > 1 and is_divided(self.policy.model):  # collecting them takes everybody, so it is done before sending
+            parts = [part for part in self._parts() if self.world.is_first]
+        self.world.first_does(lambda: self._push(parts))
+        self._probed = max(self._probed, self._probe())
+        self._push_s += time.perf_counter() - started
+
+    def metrics(self) -> dict[str, Metric]:
+        """What pushing and sampling came to since this was asked last; names as in ``tracking.metric_table``."""
+        found: dict[str, Metric] = {}
+        if self._push_s:
+            found |= {"time/push_s": Sum(self._push_s), "policy/push_probe": Max(self._probed)}
+        if self._prompt_tokens:
+            found["completions/prompt_cached"] = Mean(float(self._cached_tokens), float(self._prompt_tokens))
+        self._push_s = self._probed = 0.0
+        self._prompt_tokens = self._cached_tokens = 0
+        return found
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        *,
+        seed: int,
+        scope: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[tuple[Completion, ...]]:
+        """See ``Engine.sample``. The completions of one request are the same each time only as far as vLLM's kernels give a row the same
+        numbers in any batch.
+
+        Raises TrainingError where the server is gone for longer than ``patience_s``, or answers with something else than was asked.
+        """
+        places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
+        jobs = [Job(prompts[i].token_ids, request_seed(seed, scope, prompts[i].problem.id, sample)) for i, sample in places]
+        done: dict[int, Completion] = {}
+        tokens = 0
+        for place, row in self._rows(jobs, settings):
+            done[place] = self._completion(row, settings, places[place][1])
+            tokens += len(row["tokens"])
+            self._prompt_tokens += len(jobs[place].prompt)
+            self._cached_tokens += row["cached"]
+            if on_progress:
+                on_progress(len(done), tokens)
+        in_order = [done[place] for place in range(len(jobs))]
+        return [tuple(in_order[i * samples_per_prompt : (i + 1) * samples_per_prompt]) for i in range(len(prompts))]
+
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """See ``Engine.stream``."""
+        job = Job(prompt.token_ids, request_seed(seed, "stream", prompt.problem.id, 0))
+        shown, tokens = "", list[int]()
+
+        def show(piece: Sequence[int]) -> None:
+            nonlocal shown
+            tokens.extend(piece)
+            text = self._text(tokens)
+            if text.startswith(shown) and not text.endswith("\ufffd"):
+                on_text(text[len(shown) :])
+                shown = text
+
+        ((_, row),) = self._rows([job], settings, show)
+        completion = self._completion(row, settings, 0)
+        on_text(completion.text[len(shown) :])
+        return completion
+
+    def close(self) -> None:
+        self.link.close()
+
+    def _rows(
+        self, jobs: Sequence[Job], settings: SamplingSettings, on_piece: Callable[[Sequence[int]], None] | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each job's place and row, once, in the order in which they end, whatever happens to the server in between."""
+        weights, left = self.weights, list(range(len(jobs)))
+        patience = _Patience(self.patience_s)
+        while left:
+            asked, ended = list(left), set[int]()
+            try:
+                stop = sorted(self.end_token_ids)
+                for row in self.link.sample(weights, settings, [jobs[i] for i in asked], stop=stop, stream=on_piece is not None):
+                    if "piece" in row and on_piece and not patience.lost:
+                        on_piece(row["piece"])
+                    if "job" in row:
+                        ended.add(asked[row["job"]])
+                        self._check(row, weights, settings)
+                        yield asked[row["job"]], row
+                        patience.renew()
+                if len(ended) < len(asked):
+                    raise Unreachable(f"{self.link.where} ended with {len(asked) - len(ended)} completions missing")
+            except StaleWeights as stale:
+                self._put_right(stale)
+            except Unreachable as error:
+                patience.wait(error, "vLLM is gone")
+            except Refused as refused:
+                raise TrainingError(f"vLLM at {self.link.where} does not sample: {refused}") from refused
+            left = [i for i in left if i not in ended]
+
+    def _check(self, row: dict[str, Any], weights: str, settings: SamplingSettings) -> None:
+        """Raises TrainingError for a completion that is not what was asked for."""
+        tokens, logprobs = row["tokens"], row["logprobs"]
+        wrong = None
+        if row["weights"] != [weights]:
+            wrong = f"was sampled from the weights {row['weights']}, not {weights}"
+        elif not 1 <= len(tokens) <= settings.max_tokens or len(logprobs) != len(tokens):
+            wrong = f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, where at most {settings.max_tokens} were asked for"
+        elif not all(0 <= token < self._vocabulary for token in tokens):
+            wrong = f"has the token {max(tokens)}, beyond the vocabulary of {self._vocabulary}"
+        elif len(tokens) < settings.max_tokens and tokens[-1] not in self.end_token_ids:
+            wrong = f"ended with the token {tokens[-1]} after {len(tokens)}, which is neither an end token nor the limit"
+        if wrong:
+            raise TrainingError(f"a completion from {self.link.where} {wrong}: look at the server's version and its model")
+
+    def _completion(self, row: dict[str, Any], settings: SamplingSettings, sample: int) -> Completion:
+        return Completion(
+            text=self._text(row["tokens"]), token_ids=tuple(row["tokens"]), logprobs=tuple(row["logprobs"]),
+            finish_reason="stop" if row["tokens"][-1] in self.end_token_ids else "length", sample=sample, policy_version=self.policy_version,
+        )  # fmt: skip
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.policy.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.policy.model.get_output_embeddings().weight.shape[0])
+
+    def _parts(self) -> Iterator[tuple[bytes, str]]:
+        return packed_buckets(self.policy.model, self.bucket_bytes)
+
+    def _push(self, parts: Sequence[tuple[bytes, str]] | None = None) -> dict[str, Any]:
+        """Send the weights (``parts``, or made on the way) and have them loaded. Starts over where the server was started anew."""
+        weights, patience = self.weights, _Patience(self.patience_s)
+        while True:
+            try:
+                if not self.link.begin(weights):
+                    return {}
+                index = -1
+                for index, (data, sha256) in enumerate(self._parts() if parts is None else parts):
+                    self.link.bucket(weights, index, data, sha256)
+                return self.link.commit(weights, self.policy_version, index + 1)
+            except Unreachable as error:
+                patience.wait(error, "the weights cannot be pushed")
+            except (Refused, StaleWeights) as refused:
+                raise TrainingError(f"vLLM at {self.link.where} does not take the weights: {refused}") from refused
+
+    def _put_right(self, stale: StaleWeights) -> None:
+        """The server lacks the weights: push them again where that is right. Raises TrainingError where it is not."""
+        if stale.held is not None and owner_of(stale.held) != self._owner:
+            raise TrainingError(
+                f"another run has pushed its weights to {self.link.where} meanwhile: a server samples for one run at a time; start one "
+                "for each, and carry on with --resume"
+            )
+        if self.world.size > 1 and is_divided(self.policy.model):
+            raise TrainingError(
+                f"vLLM at {self.link.where} was started anew and has lost the weights, which no single process has as a whole: carry on "
+                "with --resume"
+            )
+        self._push()
+
+    def _probe(self) -> float:
+        """For all processes at once: sample a few tokens there, score them here; the mean difference in nats.
+
+        Raises TrainingError where it shows that the server computes something else than this model.
+        """
+        prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
+        settings = SamplingSettings(max_tokens=_PROBE_TOKENS)
+        row = self.world.first_does(lambda: [row for _, row in self._rows([Job(prompt, 1)], settings)][0])
+        ids = torch.tensor([[*prompt, *row["tokens"]]], device=self.policy.device)
+        with torch.no_grad():
+            logits = self.policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        scored_T = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        apart = self.world.first_does(lambda: float((scored_T - torch.tensor(row["logprobs"])).abs().mean()))
+        if not apart <= PROBE_NATS:
+            raise TrainingError(
+                f"after the weights were pushed, {self.link.where} gives its own tokens log-probabilities {apart:.2f} nats away from the "
+                "model's here: it computes something else; start it with the model that is trained, unquantised"
+            )
+        return apart
+
+
+class _Patience:
+    """How long a server may be away before a run gives up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.since = seconds, time.monotonic()
+        self.lost = False
+
+    def renew(self) -> None:
+        self.since = time.monotonic()
+
+    def wait(self, error: Unreachable, what: str) -> None:
+        """A moment; raises TrainingError when it has been long enough."""
+        self.lost = True
+        if time.monotonic() - self.since >= self.seconds:
+            raise TrainingError(
+                f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and carry on with --resume"
+            ) from error
+        time.sleep(min(1.0, self.seconds / 10))

@@ -1,0 +1,141 @@
+"""A sampling server over HTTP, by the standard library alone: ``protocol`` says what it understands."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from groupwise.engines.vllm.protocol import Job, Refused, StaleWeights, settings_from
+from groupwise.engines.vllm.service import Service
+
+__all__ = ["Server"]
+
+_MOST_BYTES = 4 * 2**30
+
+
+class Server:
+    """Answers in threads of its own from construction until ``close``. Whoever reaches the port can replace the weights: bind it to
+    a network that you trust."""
+
+    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Port 0 takes a free one. Raises OSError where the port is taken."""
+        handler = type("Handler", (_Handler,), {"service": service})
+        self.service = service
+        self._http = ThreadingHTTPServer((host, port), handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self.url = f"http://{host}:{self.port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, name="groupwise-server", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until somebody closes it."""
+        self._thread.join()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self.service.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    service: Service
+    protocol_version = "HTTP/1.1"
+    server_version = "groupwise"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path.rstrip("/") == "/groupwise":
+            self._answer(200, self.service.hello())
+        else:
+            self._answer(404, {"refused": f"there is nothing at {self.path}"})
+
+    def do_POST(self) -> None:
+        path = urlsplit(self.path)
+        try:
+            body = self.rfile.read(self._length())
+            if path.path == "/groupwise/sample":
+                self._sample(json.loads(body))
+            else:
+                self._answer(200, self._act(path.path, path.query, body))
+        except StaleWeights as stale:
+            self._answer(409, {"stale": stale.wanted, "held": stale.held})
+        except Refused as refused:
+            self._answer(400, {"refused": str(refused)})
+        except (KeyError, TypeError, ValueError) as error:
+            self._answer(400, {"refused": f"the request is not understood ({type(error).__name__}: {error})"})
+        except OSError as error:
+            self._answer(500, {"refused": f"the server could not keep what it got ({error})"})
+
+    def _length(self) -> int:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 <= length <= _MOST_BYTES:
+            raise Refused(f"a message of {length} bytes is more than {_MOST_BYTES}: send smaller parts (rollout.vllm.bucket_mib)")
+        return length
+
+    def _act(self, path: str, query: str, body: bytes) -> dict[str, Any]:
+        service = self.service
+        if path == "/groupwise/bucket":
+            asked = {name: values[0] for name, values in parse_qs(query).items()}
+            index = int(asked["index"])
+            if "file" in asked:
+                service.bucket_in_file(asked["id"], index, asked["file"], asked["sha256"])
+            else:
+                service.bucket(asked["id"], index, body, asked["sha256"])
+            return {"sha256": asked["sha256"]}
+        values = json.loads(body)
+        if path == "/groupwise/begin":
+            return {"wanted": service.begin(values["id"])}
+        if path == "/groupwise/commit":
+            return service.commit(values["id"], int(values["version"]), int(values["buckets"]))
+        raise Refused(f"there is nothing at {path}")
+
+    def _sample(self, values: dict[str, Any]) -> None:
+        jobs = [Job(tuple(job["prompt"]), int(job["seed"])) for job in values["jobs"]]
+        rows = self.service.sample(
+            values["weights"], settings_from(values["settings"]), jobs, stop=tuple(values["stop"]), stream=bool(values["stream"])
+        )
+        first = next(rows, None)  # what is wrong with the request comes to light here
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            self._write_rows(first, rows)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            rows.close()  # type: ignore[attr-defined]
+
+    def _write_rows(self, first: dict[str, Any] | None, rows: Iterator[dict[str, Any]]) -> None:
+        try:
+            if first is not None:
+                self._chunk(first)
+            for row in rows:
+                self._chunk(row)
+            self._chunk({"done": True})
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:  # too late for a status: it is told as a row
+            self._chunk({"failed": f"{type(error).__name__}: {error}"})
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _chunk(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row).encode() + b"\n"
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def _answer(self, status: int, values: dict[str, Any]) -> None:
+        body = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a run asks thousands of times."""
