@@ -39,15 +39,17 @@ def sampler_correction(
     ``sequence``. ``truncate`` holds the factor between ``low`` and ``high``; ``mask`` sets it to 0 outside of them, which takes
     the token or the completion out of the surrogate. ``None`` is no bound. The gradient does not flow through the factor.
 
-    Metrics, over tokens: ``correction`` (mean factor) and ``correction_cut`` (share beyond a bound).
+    Metrics, over tokens: ``correction`` (mean factor), ``correction_cut`` (share beyond a bound) and ``sampler_kl``, the k3 estimate
+    exp(d) - 1 - d of KL(mu || pi_old) from d = log pi_old - log mu (Schulman 2020), whose samples come from mu.
     """
     log_T = at_least_fp32(old_logprobs_T) - at_least_fp32(sampled_logprobs_T)
+    kl_T = log_T.clamp(max=MAX_LOG_RATIO).expm1() - log_T
     if level == "sequence":
         log_T = segment_sum(log_T, sequence_T, completions)[sequence_T]
     raw_T = log_T.clamp(max=MAX_LOG_RATIO).exp()
     low, high = 0.0 if low is None else low, math.inf if high is None else high
     beyond_T = (raw_T < low) | (raw_T > high)
     factor_T = raw_T.clamp(low, high) if mode == "truncate" else raw_T.masked_fill(beyond_T, 0.0)
-    total, cut = torch.stack([factor_T.sum(), beyond_T.sum().to(factor_T.dtype)]).tolist()
+    total, cut, kl = torch.stack([factor_T.sum(), beyond_T.sum().to(factor_T.dtype), kl_T.sum()]).tolist()
     tokens = factor_T.numel()
-    return factor_T, {"correction": Mean(total, tokens), "correction_cut": Mean(cut, tokens)}
+    return factor_T, {"correction": Mean(total, tokens), "correction_cut": Mean(cut, tokens), "sampler_kl": Mean(kl, tokens)}

@@ -106,7 +106,8 @@ class AlgorithmConfig(Section):
     is decided what comes (arXiv 2506.01939 has 0.2). Costs one more forward pass."""
     sampler_correction: Literal["none", "token", "sequence"] = "none"
     """Weigh each token, or completion, by how much likelier the trainer finds it than the sampler did: for samplers whose numbers differ
-    (another engine, quantised weights). `policy/sampler_mismatch` says whether there is anything to correct."""
+    (another engine, quantised weights). `policy/sampler_mismatch` says whether there is anything to correct. With `rollout.engine: vllm`
+    it is `token` unless it is set."""
     sampler_correction_mode: Literal["truncate", "mask"] = "truncate"
     """Beyond the cap: hold the weight there, or leave the token (the completion) out."""
     sampler_correction_cap: float = Field(default=2.0, ge=1)

@@ -28,6 +28,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "TrainingConfig",
+    "VllmConfig",
     "WarmStartConfig",
 ]
 
@@ -135,6 +136,26 @@ class PromptConfig(Section):
     """`auto` (by data set), `xml` (<reasoning>/<answer>), `boxed` (\\boxed{}), `none`, or the text of a system prompt."""
 
 
+class VllmConfig(Section):
+    """vLLM as the sampling engine (`rollout.engine: vllm`): docs/vllm.md."""
+
+    url: str | None = None
+    """A server's address, such as `http://127.0.0.1:8300`, started by `python -m groupwise.engines.vllm MODEL` in vLLM's environment. Null:
+    vLLM in the trainer's own process, which shares its device and its environment."""
+    shared_folder: str | None = None
+    """A folder that trainer and server both see (the server's `--shared-folder`): weights go there in place of through the connection."""
+    bucket_mib: int = Field(default=256, ge=1, le=2048)
+    """Weights travel in parts of about so many MiB."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """How long a server may be silent or away, in seconds, before the run ends. One that comes back in time is sent the weights anew."""
+    gpu_memory_share: float = Field(default=0.3, gt=0, lt=1)
+    """Without `url`: vLLM's share of the GPU, weights included."""
+    cache_gib: float | None = Field(default=None, gt=0)
+    """Without `url`: memory for keys and values, in place of what the share leaves. Set it on CPUs."""
+    eager: bool = False
+    """Without `url`: no compilation and no CUDA graphs: up in seconds, and slower."""
+
+
 class RolloutConfig(Section):
     """How completions are sampled from the policy."""
 
@@ -150,9 +171,12 @@ class RolloutConfig(Section):
     """Sample among the k likeliest tokens only. Off by default: then the distribution sampled is exactly the one scored."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. 1 by default: then the distribution sampled is exactly the one scored."""
-    engine: Literal["auto", "builtin", "transformers"] = "auto"
+    engine: Literal["auto", "builtin", "transformers", "vllm"] = "auto"
     """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3). `transformers`: any causal model by its own
-    module. `auto` takes the built-in one where the architecture allows."""
+    module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after every
+    update; `algorithm.sampler_correction` is then `token` unless it is set."""
+    vllm: VllmConfig = VllmConfig()
+    """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)
     """Dynamic sampling (DAPO): replace groups whose completions all scored the same by those of further problems, at most this many
     times a step. Every step then has more to learn from and takes longer; `groups/sampled` counts what it took."""
@@ -359,6 +383,15 @@ class Config(Section):
         if self.algorithm.stale_samples == "behaviour":
             return "none"
         return "token" if chosen == "none" else chosen
+
+    @model_validator(mode="after")
+    def follow_engine(self) -> Config:
+        """Another program's numbers are corrected for, unless something else was said; written past validation, as not set."""
+        if "sampler_correction" not in self.algorithm.model_fields_set:
+            algorithm = self.algorithm.model_copy()
+            algorithm.__dict__["sampler_correction"] = "token" if self.rollout.engine == "vllm" else "none"
+            self.__dict__["algorithm"] = algorithm
+        return self
 
     @property
     def completions_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""Sampling engines: the built-in one over the trained weights, and one over any transformers module."""
+"""Sampling engines: the built-in one over the trained weights, one over any transformers module, and vLLM."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from groupwise.distributed import World
     from groupwise.models.load import Policy
     from groupwise.models.scorer import Scorer
 
 __all__ = ["Engine", "SamplingSettings", "make_engine"]
 
 
-def make_engine(policy: Policy, rollout: RolloutConfig, scorer: Scorer | None = None) -> Engine:
+def make_engine(policy: Policy, rollout: RolloutConfig, scorer: Scorer | None = None, world: World | None = None) -> Engine:
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
-    on the very same tensors.
+    on the very same tensors. ``world``: the processes that make their engines at once.
 
-    Raises ConfigError where the built-in engine is asked for and does not cover the architecture.
+    Raises ConfigError where the built-in engine is asked for and does not cover the architecture, or vLLM cannot be had.
     """
+    if rollout.engine == "vllm":
+        from groupwise.engines.vllm.opening import open_vllm_engine
+
+        return open_vllm_engine(policy, rollout, world)
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
-__all__ = ["Engine", "SamplingSettings"]
+__all__ = ["Engine", "SamplingSettings", "close_engine", "engine_metrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,16 @@ class Engine(Protocol):
     def refresh(self, policy_version: int) -> None:
         """The policy's weights have changed in place; anything derived from them is renewed before the next sample."""
         ...
+
+
+def engine_metrics(engine: Engine) -> dict[str, Metric]:
+    """What an engine has to say of itself since it was asked last, beside its completions; most have nothing."""
+    ask = getattr(engine, "metrics", None)
+    return ask() if callable(ask) else {}
+
+
+def close_engine(engine: Engine) -> None:
+    """Let go of what an engine holds outside of this process, if anything."""
+    close = getattr(engine, "close", None)
+    if callable(close):
+        close()

@@ -46,6 +46,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "completions/tokens_max": ("tokens", "Longest completion of the step."),
     "completions/truncated": ("share", "Completions cut at rollout.max_completion_tokens; when it grows, so should the limit."),
     "completions/stop_rate": ("share", "Completions that the policy ended by itself with an end token."),
+    "completions/prompt_cached": (
+        "share",
+        "Prompt tokens that vLLM had computed before, for others of the group; only with vLLM.",
+    ),
     "policy/loss": ("nats", "The objective's value; near 0 at ratio 1 by construction, so it is no measure of progress."),
     "policy/kl": ("nats", "Mean k3 estimate of the KL from the reference, per token; only with beta above 0."),
     "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| between the policy and the one that sampled."),
@@ -62,6 +66,14 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "policy/entropy_bonus": ("1", "Weight of the entropy bonus in this step: 0 while the entropy is above its floor."),
     "policy/tokens_kept": ("share", "Tokens that the top-entropy share lets take part in the policy's loss."),
+    "policy/sampler_kl": (
+        "nats",
+        "Mean k3 estimate, per token, of the KL of the sampler's distribution from the trainer's; only with a sampler_correction.",
+    ),
+    "policy/push_probe": (
+        "nats",
+        "Mean |difference| of log-probabilities of a few tokens that vLLM samples after a push and the model scores; only with vLLM.",
+    ),
     "policy/correction": ("ratio", "Mean weight of the correction for the sampler's mismatch; 1 where there is none."),
     "policy/correction_cut": ("share", "Tokens whose correction was beyond the cap."),
     "rollout/staleness": (
@@ -96,6 +108,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/reference_s": ("s", "Log-probabilities of the reference; only with beta above 0."),
     "time/optimizer_s": ("s", "Optimiser updates."),
     "time/exchange_s": ("s", "Adding up gradients over processes, waiting for the slowest included; 0 with one."),
+    "time/push_s": ("s", "Sending the weights to vLLM, and seeing that they arrived; only with vLLM."),
     "time/step_s": ("s", "The whole step."),
     "speed/sampled_tokens_per_s": ("tokens/s", "Completion tokens sampled per second of sampling."),
     "speed/learnt_tokens_per_s": ("tokens/s", "Completion tokens trained per second of forward and backward."),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine
+from groupwise.engines.base import close_engine, engine_metrics
 from groupwise.engines.dealt import DealtEngine
 from groupwise.errors import CheckpointError, ModelError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
@@ -105,6 +106,7 @@ class Run:
         self.writer.finish()
         self._tell_of_checkpoints()
         self.prepared.rewards.close()
+        close_engine(self.engine)
         self.trackers.close()
         self.folder.release()
 
@@ -291,7 +293,7 @@ class Run:
         if learnt is not None:
             passes = learnt.value * self.config.algorithm.updates_per_batch
             self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
-        self.metrics |= {
+        self.metrics |= self.world.reduce(engine_metrics(self.engine)) | {
             "time/step_s": Sum(time.perf_counter() - self.step_started),
             "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),
             "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),

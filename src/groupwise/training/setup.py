@@ -13,6 +13,7 @@ from groupwise.config.notes import notes
 from groupwise.config.schema import Config
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
+from groupwise.engines.vllm.opening import check_vllm
 from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
@@ -107,6 +108,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     check_sharding(config, hf_config)
     context = context_length(hf_config, tokenizer)
+    context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
     check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:

@@ -1,0 +1,5 @@
+"""vLLM as the sampling engine: a server in vLLM's environment, and the engine that drives it from the trainer's.
+
+The trainer's side: ``opening`` -> ``engine`` (sampling, pushing) -> ``client`` (HTTP). vLLM's side: ``__main__`` -> ``server`` (HTTP) ->
+``service`` (which weights are held) -> ``backend`` (vLLM's engine) -> ``worker`` (inside vLLM's workers). ``protocol`` is what they share.
+"""

@@ -42,7 +42,9 @@ def _serve(args: argparse.Namespace) -> None:
     if remark:
         print(f"groupwise: {remark}", file=sys.stderr)
     if args.shared_folder is not None and not args.shared_folder.is_dir():
-        raise ConfigError(f"--shared-folder is {str(args.shared_folder)!r}, which is no folder: make it, where trainer and server see it")
+        raise ConfigError(
+            f"--shared-folder is {str(args.shared_folder)!r}, which is no folder: make it, where trainer and server see it"
+        )
     from groupwise.engines.vllm.backend import VllmBackend, VllmOptions
 
     options = VllmOptions(
@@ -70,7 +72,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m groupwise.engines.vllm", description=(__doc__ or "").replace("``", "`"))
-    out.add_argument("model", help="model folder or Hub name: the one that is trained (its weights are replaced by the trainer's)")
+    out.add_argument(
+        "model", help="model folder or Hub name: the one that is trained (its weights are replaced by the trainer's)"
+    )
     out.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for other machines (a network you trust)")
     out.add_argument("--port", type=int, default=PORT)
     out.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="the trainer's model.dtype")

@@ -60,7 +60,9 @@ class VllmBackend:
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
 
-        block = options.block_tokens or (32 if current_platform.is_cpu() else None)  # on CPUs vLLM takes 128: few prompts have that
+        block = options.block_tokens or (
+            32 if current_platform.is_cpu() else None
+        )  # on CPUs vLLM takes 128: few prompts have that
         cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
         arguments = EngineArgs(
             model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
@@ -95,7 +97,9 @@ class VllmBackend:
         self._inbox.put(load)
         return load.result.result()
 
-    def sample(self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool) -> Iterator[dict[str, Any]]:
+    def sample(
+        self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool
+    ) -> Iterator[dict[str, Any]]:
         """See ``Backend.sample``. Raises Refused for a prompt that leaves no room."""
         room = self.engine.model_config.max_model_len
         for job in jobs:

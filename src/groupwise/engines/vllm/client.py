@@ -65,7 +65,9 @@ class Client:
                 file.write(data)
             Path(name).chmod(0o644)
         except OSError as error:
-            raise Refused(f"rollout.vllm.shared_folder is {str(self._shared)!r}, which does not take the weights ({error})") from error
+            raise Refused(
+                f"rollout.vllm.shared_folder is {str(self._shared)!r}, which does not take the weights ({error})"
+            ) from error
         return Path(name).name
 
     def _forget_files(self) -> None:

@@ -41,8 +41,8 @@ def request_seed(seed: int, scope: str, problem_id: str, sample: int) -> int:
 class VllmEngine:
     """Implements ``groupwise.engines.base.Engine`` over a ``protocol.Link``.
 
-    The weights are pushed at construction and at each ``refresh``, by the first process of the ``world``; every process then samples its own
-    prompts. A server that was started anew is found by its holding no weights: they are pushed again and sampling goes on.
+    The weights are pushed at construction and at each ``refresh``, by the first process of the ``world``; every process then samples its
+    own prompts. A server that was started anew is found by its holding no weights: they are pushed again and sampling goes on.
     """
 
     def __init__(
@@ -182,9 +182,10 @@ class VllmEngine:
             raise TrainingError(f"a completion from {self.link.where} {wrong}: look at the server's version and its model")
 
     def _completion(self, row: dict[str, Any], settings: SamplingSettings, sample: int) -> Completion:
+        tokens = row["tokens"]
         return Completion(
-            text=self._text(row["tokens"]), token_ids=tuple(row["tokens"]), logprobs=tuple(row["logprobs"]),
-            finish_reason="stop" if row["tokens"][-1] in self.end_token_ids else "length", sample=sample, policy_version=self.policy_version,
+            text=self._text(tokens), token_ids=tuple(tokens), logprobs=tuple(row["logprobs"]), sample=sample,
+            finish_reason="stop" if tokens[-1] in self.end_token_ids else "length", policy_version=self.policy_version,
         )  # fmt: skip
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -234,7 +235,7 @@ class VllmEngine:
         """
         prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
         settings = SamplingSettings(max_tokens=_PROBE_TOKENS)
-        row = self.world.first_does(lambda: [row for _, row in self._rows([Job(prompt, 1)], settings)][0])
+        row = self.world.first_does(lambda: dict(self._rows([Job(prompt, 1)], settings))[0])
         ids = torch.tensor([[*prompt, *row["tokens"]]], device=self.policy.device)
         with torch.no_grad():
             logits = self.policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

@@ -29,7 +29,7 @@ class Server:
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self.url = f"http://{host}:{self.port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, name="groupwise-server", daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

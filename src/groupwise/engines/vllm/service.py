@@ -37,7 +37,9 @@ class Backend(Protocol):
         where the tensors do not fit, or are not what the model holds afterwards."""
         ...
 
-    def sample(self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool) -> Iterator[dict[str, Any]]:
+    def sample(
+        self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool
+    ) -> Iterator[dict[str, Any]]:
         """``{job, tokens, logprobs, cached, weights}`` as completions end, in any order; ``{progress: tokens}`` now and then;
         with ``stream`` also ``{piece: tokens}``."""
         ...
@@ -58,7 +60,9 @@ class _Update:
 class Service:
     """Implements ``protocol.Link`` over a backend in this process. Calls may come from several threads."""
 
-    def __init__(self, backend: Backend, *, spool: Path | None = None, shared: Path | None = None, where: str = "this process") -> None:
+    def __init__(
+        self, backend: Backend, *, spool: Path | None = None, shared: Path | None = None, where: str = "this process"
+    ) -> None:
         """``spool``: where arriving tensors wait until all are there; by default in memory where the system has /dev/shm.
         ``shared``: a folder that the trainer writes them to."""
         self.backend, self.where = backend, where
@@ -109,7 +113,9 @@ class Service:
             return
         update = self._of(weights)
         if self.shared is None:
-            raise Refused("this server was started without --shared-folder: leave rollout.vllm.shared_folder out, or start it with one")
+            raise Refused(
+                "this server was started without --shared-folder: leave rollout.vllm.shared_folder out, or start it with one"
+            )
         path = (self.shared / name).resolve()
         if self.shared not in path.parents or not path.is_file():
             raise Refused(f"{name!r} is no file in the server's shared folder {self.shared}: name the same folder on both sides")
@@ -178,7 +184,9 @@ class Service:
 
     def _of(self, weights: str) -> _Update:
         if self._update is None or self._update.id != weights:
-            raise Refused(f"no update to the weights {weights} is under way: it was given up, or this server started anew; begin again")
+            raise Refused(
+                f"no update to the weights {weights} is under way: it was given up, or this server started anew; begin again"
+            )
         return self._update
 
     def _drop(self) -> None:

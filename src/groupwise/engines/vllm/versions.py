@@ -35,7 +35,9 @@ def check_versions() -> str | None:
         )
     name, version = found
     if _numbers(version) < _numbers(TRIED):
-        raise ConfigError(f"{name} is {version}, but weights can be pushed into {TRIED} and later only: pip install {name}=={TRIED}")
+        raise ConfigError(
+            f"{name} is {version}, but weights can be pushed into {TRIED} and later only: pip install {name}=={TRIED}"
+        )
     for needed, rule, there in _unmet(name):
         raise ConfigError(
             f"{name} {version} wants {needed}{rule}, but {needed} is {there}: install vLLM into an environment of its own, run "

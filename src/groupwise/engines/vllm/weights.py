@@ -23,7 +23,9 @@ def check_pushable(model: Any, name: str) -> None:
     if reason is None and odd is not None:
         reason = f"{odd} is quantised"
     if reason is not None:
-        raise ConfigError(f"rollout.engine is vllm, which is sent plain weights, but {name} has {reason}: use rollout.engine=auto")
+        raise ConfigError(
+            f"rollout.engine is vllm, which is sent plain weights, but {name} has {reason}: use rollout.engine=auto"
+        )
 
 
 def is_divided(model: Any) -> bool:

@@ -1,0 +1,148 @@
+"""Sampling through the wire gives the policy's own distribution, and every update reaches it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise.config.schema import Config, LoraConfig
+from groupwise.distributed import World
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.vllm.engine import request_seed
+from groupwise.models.adapters import attach, peft_config_of
+
+SAMPLED = SamplingSettings(max_tokens=12)
+LENGTHS = [3, 17, 9]
+ENDS = {2, *range(5, 20)}
+
+
+def same(model, prompts, groups, scored):
+    """Largest difference between what the server said of its tokens and what the module says."""
+    return max(
+        float((scored(model, prompt, c) - torch.tensor(c.logprobs)).abs().max())
+        for prompt, group in zip(prompts, groups, strict=True)
+        for c in group
+    )
+
+
+def test_completions_come_from_the_policy_with_its_log_probabilities(serve, engine_over, tiny_llama, make_prompts, scored):
+    model, prompts = tiny_llama(), make_prompts(LENGTHS)
+    server = serve(tiny_llama())
+    engine, seen = engine_over(server, model), []
+    groups = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s", on_progress=lambda done, tokens: seen.append((done, tokens)))
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert [[c.sample for c in group] for group in groups] == [[0, 1, 2, 3]] * 3
+    assert same(model, prompts, groups, scored) < 1e-4
+    flat = [c for group in groups for c in group]
+    assert seen[-1] == (12, sum(len(c.token_ids) for c in flat))
+    assert {c.finish_reason for c in flat} == {"stop", "length"}
+    for c in flat:
+        assert c.stopped == (c.token_ids[-1] in ENDS)
+        assert c.stopped or len(c.token_ids) == 12
+        assert not set(c.token_ids[:-1]) & ENDS
+    assert flat[0].text == "".join(f"{token} " for token in flat[0].token_ids if token != 2)
+
+
+def test_a_completion_s_name_alone_decides_its_seed(serve, engine_over, tiny_llama, make_prompts, ids_of):
+    prompts, engine = make_prompts(LENGTHS), None
+    engine = engine_over(serve(tiny_llama()), tiny_llama())
+    first = ids_of(engine.sample(prompts, 3, SAMPLED, seed=3, scope="s"))
+    assert ids_of(engine.sample(prompts[::-1], 3, SAMPLED, seed=3, scope="s"))[::-1] == first
+    assert ids_of(engine.sample(prompts[1:2], 3, SAMPLED, seed=3, scope="s")) == first[1:2]
+    for other in ({"seed": 4, "scope": "s"}, {"seed": 3, "scope": "t"}):
+        assert ids_of(engine.sample(prompts, 3, SAMPLED, **other)) != first
+    seeds = {
+        request_seed(seed, scope, problem, sample) for seed in (0, 1) for scope in "ab" for problem in "pq" for sample in (0, 1)
+    }
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "adapter"])
+@pytest.mark.parametrize("bucket_bytes", [1, 40_000, 2**28])
+def test_every_update_reaches_the_sampler(
+    kind, bucket_bytes, serve, engine_over, tiny_llama, tiny_qwen2, make_prompts, scored, shifted
+):
+    pytest.importorskip("peft")
+    make = {"tied": lambda: tiny_llama(tie_word_embeddings=True), "untied": tiny_llama, "adapter": tiny_qwen2}[kind]
+    model, prompts = make(), make_prompts(LENGTHS)
+    if kind == "adapter":
+        model = attach(model, peft_config_of(LoraConfig(rank=4)))
+    server = serve(make())
+    engine = engine_over(server, model, bucket_bytes=bucket_bytes)
+    assert server.backend.files == {1: len(list(make().parameters())), 40_000: server.backend.files, 2**28: 1}[bucket_bytes]
+    for version in (1, 2):
+        before = engine.sample(prompts, 2, SAMPLED, seed=1, scope=str(version))
+        shifted(model)
+        assert same(model, prompts, before, scored) > 0.05  # the change is one that would show
+        engine.refresh(version)
+        after = engine.sample(prompts, 2, SAMPLED, seed=1, scope=str(version))
+        assert same(model, prompts, after, scored) < 1e-4
+        assert {c.policy_version for group in after for c in group} == {version}
+
+
+def test_an_update_under_the_same_version_is_pushed_too(serve, engine_over, tiny_llama, make_prompts, scored, shifted):
+    """After the warm start the version is still 0."""
+    model, prompts = tiny_llama(), make_prompts([5])
+    engine = engine_over(serve(tiny_llama()), model)
+    shifted(model)
+    engine.refresh(0)
+    assert same(model, prompts, engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"), scored) < 1e-4
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"greedy": True}])
+def test_every_setting_arrives(settings, serve, engine_over, tiny_llama, make_prompts, scored):
+    model, prompts = tiny_llama(), make_prompts([7])
+    engine = engine_over(serve(tiny_llama()), model)
+    ((one, two),) = engine.sample(prompts, 2, SamplingSettings(max_tokens=6, **settings), seed=1, scope="s")
+    own = [scored(model, prompts[0], c) for c in (one, two)]
+    if "greedy" in settings:
+        assert one.token_ids == two.token_ids
+        assert (own[0] - torch.tensor(one.logprobs)).abs().max() < 1e-4
+    else:  # under the distribution that was sampled, which is not the plain one
+        assert all((o - torch.tensor(c.logprobs)).abs().max() > 0.01 for o, c in zip(own, (one, two), strict=True))
+
+
+def test_reading_along_gives_the_same_text_piece_by_piece(serve, engine_over, tiny_llama, make_prompts):
+    engine, pieces = engine_over(serve(tiny_llama()), tiny_llama()), []
+    completion = engine.stream(make_prompts([5])[0], SAMPLED, seed=2, on_text=pieces.append)
+    assert "".join(pieces) == completion.text
+    assert len(pieces) > 2
+
+
+def test_weights_may_go_through_a_folder_that_both_see(serve, engine_over, tiny_llama, make_prompts, scored, tmp_path):
+    shared = tmp_path / "both"
+    shared.mkdir()
+    model, prompts = tiny_llama(), make_prompts(LENGTHS)
+    engine = engine_over(serve(tiny_llama(), shared=shared), model, shared=shared, bucket_bytes=40_000)
+    assert same(model, prompts, engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"), scored) < 1e-4
+    assert list(shared.iterdir()) == []  # nothing is left lying
+
+
+def test_processes_sample_their_own_share_and_only_one_pushes(serve, tiny_llama, tokenizer, make_prompts, ids_of, in_threads):
+    from groupwise.engines.dealt import DealtEngine
+    from groupwise.engines.vllm.client import Client
+    from groupwise.engines.vllm.engine import VllmEngine
+    from groupwise.models.load import Policy
+
+    prompts, server = make_prompts(LENGTHS), serve(tiny_llama())
+    replicas = [tiny_llama(), tiny_llama()]
+
+    def work(world):
+        policy = Policy(replicas[world.rank], tokenizer, (2, 5), context_length=256, name="some/model")
+        engine = VllmEngine(policy, Client(server.url), world)
+        engine.refresh(1)
+        return ids_of(DealtEngine(engine, world).sample(prompts, 2, SAMPLED, seed=3, scope="s"))
+
+    alone = work(World())
+    loads = server.backend.loads
+    assert in_threads(2, work) == [alone, alone]
+    assert server.backend.loads == loads + 2
+
+
+def test_the_mismatch_is_corrected_for_unless_something_else_is_said():
+    assert Config(rollout={"engine": "vllm"}).algorithm.sampler_correction == "token"
+    assert Config(rollout={"engine": "vllm"}, algorithm={"sampler_correction": "none"}).algorithm.sampler_correction == "none"
+    assert Config(rollout={"engine": "vllm"}, algorithm={"preset": "dapo"}).algorithm.sampler_correction == "token"
+    assert Config(rollout={"engine": "builtin"}).algorithm.sampler_correction == "none"
+    assert Config().algorithm.sampler_correction == "none"  # and the shared default is not touched

@@ -1,0 +1,107 @@
+"""What vLLM's workers say about weights that were loaded: against a module with fused and repacked parameters, as vLLM's models have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from groupwise.engines.vllm.worker import GroupwiseWorker
+
+
+class Fused(nn.Module):
+    """q, k and v in one parameter; a head that shares the embedding and computes from a packed copy, as on CPUs."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.layer = nn.Module()
+        self.layer.qkv_proj = nn.Linear(4, 8, bias=False)
+        self.head = nn.Module()
+        self.head.weight = self.embed.weight
+        self.head.cpu_linear = self.head.weight.detach().clone()
+        self.head.quant_method = self
+
+    def process_weights_after_loading(self, layer):
+        layer.cpu_linear = layer.weight.detach().clone()
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        loaded = set()
+        for name, tensor in weights:
+            if name == "embed.weight":
+                self.embed.weight.copy_(tensor)
+                loaded.add(name)
+            else:
+                start = {"q": 0, "k": 4, "v": 6}[name.split(".")[1][0]]
+                self.layer.qkv_proj.weight[start : start + len(tensor)] = tensor
+                loaded.add("layer.qkv_proj.weight")
+        return loaded
+
+
+class Worker(GroupwiseWorker):
+    class parallel_config:
+        world_size = 1
+
+    def __init__(self, model):
+        self.model = model
+        self.model_runner = self
+
+    def get_model(self):
+        return self.model
+
+    def reload_weights(self, weights_iterator):
+        self.model.load_weights(weights_iterator)
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed.weight": (6, 4), "layer.q_proj.weight": (4, 4), "layer.k_proj.weight": (2, 4), "layer.v_proj.weight": (2, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def files_of(tensors, tmp_path):
+    names = list(tensors)
+    halves = [{n: tensors[n] for n in names[:2]}, {n: tensors[n] for n in names[2:]}]
+    for i, half in enumerate(halves):
+        save_file(half, tmp_path / f"{i}.safetensors")
+    return [str(tmp_path / "0.safetensors"), str(tmp_path / "1.safetensors")]
+
+
+def test_fused_parameters_are_compared_whole_and_a_tied_head_is_packed_again(tensors, tmp_path):
+    model = Fused()
+    assert Worker(model).groupwise_load(files_of(tensors, tmp_path)) == {"compared": 2, "repacked": 0, "sharded": 0}
+    assert torch.equal(model.head.cpu_linear, tensors["embed.weight"])
+    assert "load_weights" not in vars(model)  # the model is left as it was
+
+
+def test_a_part_of_a_fused_parameter_that_did_not_come_is_named(tensors, tmp_path):
+    del tensors["layer.k_proj.weight"]
+    with pytest.raises(ValueError, match=r"1 tensors .*the first layer\.k_proj\.weight"):
+        Worker(Fused()).groupwise_load(files_of(tensors, tmp_path))
+
+
+def test_a_parameter_that_holds_something_else_is_named(tensors, tmp_path):
+    class Forgets(Fused):
+        def load_weights(self, weights):
+            loaded = super().load_weights(weights)
+            with torch.no_grad():
+                self.layer.qkv_proj.weight[5] = 0
+            return loaded
+
+    with pytest.raises(ValueError, match=r"layer\.qkv_proj\.weight does not hold what was sent"):
+        Worker(Forgets()).groupwise_load(files_of(tensors, tmp_path))
+
+
+def test_a_parameter_that_the_kernels_keep_elsewhere_is_counted_as_repacked(tensors, tmp_path):
+    class Packs(Fused):
+        def load_weights(self, weights):
+            loaded = super().load_weights(weights)
+            self.layer.qkv_proj.weight = nn.Parameter(torch.empty(0))
+            return loaded
+
+    assert Worker(Packs()).groupwise_load(files_of(tensors, tmp_path)) == {"compared": 1, "repacked": 1, "sharded": 0}
