@@ -362,6 +362,10 @@ class Config(Section):
     @model_validator(mode="after")
     def check_ahead(self) -> Config:
         ahead, algorithm = self.rollout.ahead, self.algorithm
+        if ahead > 1 and self.rollout.engine == "vllm":
+            raise ValueError(
+                f"rollout.ahead is {ahead}, but vLLM holds one state of the weights (rollout.engine): set ahead to 1, or engine to auto"
+            )
         if ahead and algorithm.stale_samples == "behaviour" and algorithm.surrogate == "reinforce":
             raise ValueError(
                 f"rollout.ahead is {ahead} and algorithm.stale_samples is behaviour, but algorithm.surrogate is reinforce, which has no "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from groupwise.config.schema import RolloutConfig
@@ -16,16 +18,23 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "SamplingSettings", "make_engine"]
 
 
-def make_engine(policy: Policy, rollout: RolloutConfig, scorer: Scorer | None = None, world: World | None = None) -> Engine:
+def make_engine(
+    policy: Policy,
+    rollout: RolloutConfig,
+    scorer: Scorer | None = None,
+    world: World | None = None,
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Engine:
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
-    on the very same tensors. ``world``: the processes that make their engines at once.
+    on the very same tensors. ``world``: the processes that make their engines at once; ``whole``: what they enter together where each
+    holds a part of the weights and the whole is needed.
 
     Raises ConfigError where the built-in engine is asked for and does not cover the architecture, or vLLM cannot be had.
     """
     if rollout.engine == "vllm":
         from groupwise.engines.vllm.opening import open_vllm_engine
 
-        return open_vllm_engine(policy, rollout, world)
+        return open_vllm_engine(policy, rollout, world, whole)
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted

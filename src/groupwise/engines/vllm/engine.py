@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from groupwise.distributed import World
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.vllm.protocol import Job, Link, Refused, StaleWeights, Unreachable, owner_of
-from groupwise.engines.vllm.weights import check_pushable, is_divided, packed_buckets
+from groupwise.engines.vllm.weights import check_pushable, packed_buckets
 from groupwise.errors import TrainingError
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.types import Completion, Prompt
@@ -45,13 +46,19 @@ class VllmEngine:
     own prompts. A server that was started anew is found by its holding no weights: they are pushed again and sampling goes on.
     """
 
+    holds_weights = True
+
     def __init__(
-        self, policy: Policy, link: Link, world: World | None = None, *, bucket_bytes: int = 2**28, patience_s: float = 300.0
-    ) -> None:
-        """Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them."""
+        self, policy: Policy, link: Link, world: World | None = None, *, bucket_bytes: int = 2**28, patience_s: float = 300.0,
+        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        """``whole``: entered by all processes where the weights are needed as a whole, for those that each hold a part of them. Sampling
+        is done inside of it.
+
+        Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them."""
         check_pushable(policy.model, policy.name)
         self.policy, self.link, self.world = policy, link, world or World()
-        self.bucket_bytes, self.patience_s = bucket_bytes, patience_s
+        self.bucket_bytes, self.patience_s, self.whole = bucket_bytes, patience_s, whole
         self.end_token_ids = frozenset(policy.end_token_ids)
         self.policy_version = 0
         self._owner = self.world.first_does(lambda: uuid.uuid4().hex[:12])
@@ -70,11 +77,9 @@ class VllmEngine:
         started = time.perf_counter()
         self.policy_version = policy_version
         self._pushes += 1
-        parts = None
-        if self.world.size > 1 and is_divided(self.policy.model):  # collecting them takes everybody, so it is done before sending
-            parts = [part for part in self._parts() if self.world.is_first]
-        self.world.first_does(lambda: self._push(parts))
-        self._probed = max(self._probed, self._probe())
+        with self.whole():
+            self.world.first_does(self._push)
+            self._probed = max(self._probed, self._probe())
         self._push_s += time.perf_counter() - started
 
     def metrics(self) -> dict[str, Metric]:
@@ -106,9 +111,9 @@ class VllmEngine:
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs = [Job(prompts[i].token_ids, request_seed(seed, scope, prompts[i].problem.id, sample)) for i, sample in places]
         done: dict[int, Completion] = {}
-        tokens = 0
+        tokens, version = 0, self.policy_version
         for place, row in self._rows(jobs, settings):
-            done[place] = self._completion(row, settings, places[place][1])
+            done[place] = self._completion(row, places[place][1], version)
             tokens += len(row["tokens"])
             self._prompt_tokens += len(jobs[place].prompt)
             self._cached_tokens += row["cached"]
@@ -131,7 +136,7 @@ class VllmEngine:
                 shown = text
 
         ((_, row),) = self._rows([job], settings, show)
-        completion = self._completion(row, settings, 0)
+        completion = self._completion(row, 0, self.policy_version)
         on_text(completion.text[len(shown) :])
         return completion
 
@@ -181,11 +186,11 @@ class VllmEngine:
         if wrong:
             raise TrainingError(f"a completion from {self.link.where} {wrong}: look at the server's version and its model")
 
-    def _completion(self, row: dict[str, Any], settings: SamplingSettings, sample: int) -> Completion:
+    def _completion(self, row: dict[str, Any], sample: int, version: int) -> Completion:
         tokens = row["tokens"]
         return Completion(
             text=self._text(tokens), token_ids=tuple(tokens), logprobs=tuple(row["logprobs"]), sample=sample,
-            finish_reason="stop" if tokens[-1] in self.end_token_ids else "length", policy_version=self.policy_version,
+            finish_reason="stop" if tokens[-1] in self.end_token_ids else "length", policy_version=version,
         )  # fmt: skip
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -195,18 +200,15 @@ class VllmEngine:
     def _vocabulary(self) -> int:
         return int(self.policy.model.get_output_embeddings().weight.shape[0])
 
-    def _parts(self) -> Iterator[tuple[bytes, str]]:
-        return packed_buckets(self.policy.model, self.bucket_bytes)
-
-    def _push(self, parts: Sequence[tuple[bytes, str]] | None = None) -> dict[str, Any]:
-        """Send the weights (``parts``, or made on the way) and have them loaded. Starts over where the server was started anew."""
+    def _push(self) -> dict[str, Any]:
+        """Send the weights and have them loaded. Starts over where the server was started anew."""
         weights, patience = self.weights, _Patience(self.patience_s)
         while True:
             try:
                 if not self.link.begin(weights):
                     return {}
                 index = -1
-                for index, (data, sha256) in enumerate(self._parts() if parts is None else parts):
+                for index, (data, sha256) in enumerate(packed_buckets(self.policy.model, self.bucket_bytes)):
                     self.link.bucket(weights, index, data, sha256)
                 return self.link.commit(weights, self.policy_version, index + 1)
             except Unreachable as error:
@@ -220,11 +222,6 @@ class VllmEngine:
             raise TrainingError(
                 f"another run has pushed its weights to {self.link.where} meanwhile: a server samples for one run at a time; start one "
                 "for each, and carry on with --resume"
-            )
-        if self.world.size > 1 and is_divided(self.policy.model):
-            raise TrainingError(
-                f"vLLM at {self.link.where} was started anew and has lost the weights, which no single process has as a whole: carry on "
-                "with --resume"
             )
         self._push()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +68,13 @@ def _check_server(client: Client, hf_config: Any, model: str) -> int:
     return int(found["max_model_tokens"])
 
 
-def open_vllm_engine(policy: Policy, rollout: RolloutConfig, world: World | None = None) -> VllmEngine:
-    """Find the server, or start vLLM in this process; push the weights, and see that they arrived.
+def open_vllm_engine(
+    policy: Policy,
+    rollout: RolloutConfig,
+    world: World | None = None,
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> VllmEngine:
+    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. ``whole``: see `VllmEngine`.
 
     Raises ConfigError, ModelError or TrainingError where that cannot be.
     """
@@ -78,7 +85,7 @@ def open_vllm_engine(policy: Policy, rollout: RolloutConfig, world: World | None
     check_vllm(rollout, policy.model.config, policy.name)
     settings = rollout.vllm
     link = _client(settings) if settings.url is not None else _own(policy, rollout)
-    return VllmEngine(policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s)
+    return VllmEngine(policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, whole=whole)
 
 
 def _client(settings: VllmConfig) -> Client:

@@ -13,7 +13,7 @@ from torch import Tensor
 from groupwise.errors import ConfigError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
 
-__all__ = ["check_pushable", "is_divided", "named_weights", "packed_buckets"]
+__all__ = ["check_pushable", "named_weights", "packed_buckets"]
 
 
 def check_pushable(model: Any, name: str) -> None:
@@ -28,17 +28,10 @@ def check_pushable(model: Any, name: str) -> None:
         )
 
 
-def is_divided(model: Any) -> bool:
-    """Whether no process has the whole model, so that all must take part in collecting it."""
-    return any(hasattr(p, "full_tensor") for p in model.parameters())
-
-
 @torch.no_grad()
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint would hold, under its name there, on the CPU. Tied ones come once, under the first name. An adapter is
     added up in fp32 and rounded once, layer by layer: no second copy of the model.
-
-    For all processes at once where the model is divided among them.
     """
     seen: set[int] = set()
     merged = dict(_merged_layers(model)) if is_adapted(model) else {}
@@ -48,15 +41,13 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         layer = name.partition(".base_layer.")[0]
         delta = merged.get(layer) if name.endswith(".base_layer.weight") else None
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if delta is None:
-            place = tensor.data_ptr() if tensor.numel() and not hasattr(tensor, "full_tensor") else id(tensor)
-            if place in seen:
-                continue
-            seen.add(place)
+        if delta is not None:
+            tensor = (tensor.float() + delta().float()).to(tensor.dtype)
+        elif tensor.data_ptr() in seen:
+            continue
         else:
-            whole = (whole.float() + delta().float()).to(whole.dtype)
-        yield name.replace(".base_layer.", "."), whole.detach().to("cpu").contiguous()
+            seen.add(tensor.data_ptr())
+        yield name.replace(".base_layer.", "."), tensor.detach().to("cpu").contiguous()
 
 
 def _merged_layers(model: Any) -> Iterator[tuple[str, Any]]:
