@@ -95,6 +95,11 @@ DISEASES = {
         evaluations=[("base", 0.5), ("step-20", 0.6), ("step-40", 0.4), ("final", 0.1)],
     ),
     "format-without-answer": Story(accuracy=lambda p: 0.05, metrics=lambda step, p: {"accuracy/format": 0.1 + 0.9 * p}),
+    "goes-on": Story(
+        metrics=lambda step, p: {"completions/truncated": 0.6, "completions/stop_rate": 0.4},
+        write=lambda step, p, group, sample, answer: Written(f"{answered(answer)}\nand so {sample}", "length" if sample else "stop", 48),
+    ),
+    "updates-lost": Story(metrics=lambda step, p: {"optimizer/updates_lost": 0.97}),
     "length-creep": Story(accuracy=lambda p: 0.4, metrics=lambda step, p: {"completions/tokens_mean": 30 + 30 * p}),
     "not-finite": Story(metrics=one_bad_step),
     "gradient-spikes": Story(metrics=lambda step, p: {"optimizer/grad_norm": 60.0} if step == 41 else {}),

@@ -1,4 +1,4 @@
-"""Tables that commands write into docs/surviving.md, between a pair of comments."""
+"""Tables that commands write into docs/surviving.md and docs/doctor.md, between a pair of comments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-__all__ = ["PAGE", "section", "stamp", "write_section"]
+__all__ = ["PAGE", "section", "slug", "stamp", "write_section"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "surviving.md"
@@ -23,14 +23,19 @@ def section(name: str, page: str) -> str:
     first, last = map(re.escape, marks(name))
     found = re.search(f"{first}\n(.*?)\n{last}", page, re.DOTALL)
     if found is None:
-        raise ValueError(f"{PAGE.name} has no section {name!r}")
+        raise ValueError(f"the page has no section {name!r}")
     return found[1]
 
 
-def write_section(name: str, text: str) -> None:
-    page = PAGE.read_text(encoding="utf-8")
+def write_section(name: str, text: str, path: Path = PAGE) -> None:
+    page = path.read_text(encoding="utf-8")
     first, last = marks(name)
-    PAGE.write_text(page.replace(f"{first}\n{section(name, page)}\n{last}", f"{first}\n{text}\n{last}"), encoding="utf-8")
+    path.write_text(page.replace(f"{first}\n{section(name, page)}\n{last}", f"{first}\n{text}\n{last}"), encoding="utf-8")
+
+
+def slug(name: str) -> str:
+    """A name for a folder."""
+    return re.sub(r"\W+", "-", name.lower()).strip("-")
 
 
 def stamp(command: str) -> str:

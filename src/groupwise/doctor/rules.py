@@ -208,6 +208,13 @@ RULES: tuple[Rule, ...] = (
         "prompt.style chat with the model's own template; check eos_token in its tokenizer_config.json.",
     ),
     Rule(
+        "goes-on", "run", "Completions answer and do not end", "warning", sampling.goes_on,
+        "The policy does not know that it should stop where it is done. Mostly the end token was left out of what it was taught with: a "
+        "mask that leaves out the padding token leaves out the end too where both are one token (pad = eos).",
+        "Teach it again with the end in the loss (warm_start.steps does; it masks nothing by id), or see that the token which ends a turn "
+        "is the one in its tokenizer_config.json. A higher limit does not help.",
+    ),
+    Rule(
         "length-creep", "run", "Longer and longer, not better", "warning", sampling.length_creep,
         "Length is drifting without being paid back in right answers. `sequence_mean` itself favours long wrong completions, since "
         "each of their tokens weighs less (arXiv 2503.20783).",
@@ -248,6 +255,12 @@ RULES: tuple[Rule, ...] = (
         "loss-spikes", "run", "The loss jumps", "note", machinery.loss_spikes,
         "On-policy the policy's loss stays near 0; a jump means that the ratio left 1, or that a value's targets were far off.",
         "Read that step's completions. If it happens often: a lower optimizer.learning_rate, or fewer algorithm.updates_per_batch.",
+    ),
+    Rule(
+        "updates-lost", "run", "Updates are rounded away", "warning", steadiness.updates_lost,
+        "A step smaller than half the distance to the next number that the weight's format has leaves the weight where it was, every "
+        "time: what is learnt is thrown away.",
+        "optimizer.precision masters (or stochastic, where memory forbids), model.dtype float32, or a higher optimizer.learning_rate.",
     ),
     Rule(
         "no-movement", "run", "Updates that change nothing", "critical", steadiness.no_movement,

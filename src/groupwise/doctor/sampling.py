@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from groupwise.data.answers import extract_answer
 from groupwise.doctor.examples import completions_between, three
 from groupwise.doctor.findings import Evidence
 from groupwise.doctor.windows import mean, series, worst_stretch
@@ -14,6 +15,7 @@ __all__ = [
     "cut_short",
     "entropy_collapse",
     "format_without_answer",
+    "goes_on",
     "length_creep",
     "never_stops",
     "sampler_mismatch",
@@ -87,13 +89,13 @@ def never_stops(run: RunRecord) -> Evidence | None:
 
 def stops_stopping(run: RunRecord) -> Evidence | None:
     stops = series(run, "completions/stop_rate")
-    if len(stops) < LATE_ENOUGH or not stops.falls(by=0.3):
+    if len(stops) < LATE_ENOUGH or not stops.changed_from_first(by=-0.3):
         return None
     late = completions_between(run, stops.late_steps)
     return Evidence(
-        f"at the beginning {stops.early:.0%} of the completions ended by themselves, at the end {stops.late:.0%}",
+        f"at the beginning {stops.first:.0%} of the completions ended by themselves, at the end {stops.late:.0%}",
         (stops.steps[0], stops.steps[-1]),
-        {"stop_rate_early": stops.early, "stop_rate_late": stops.late},
+        {"stop_rate_early": stops.first, "stop_rate_late": stops.late},
         three(late, where=lambda r: r.truncated),
     )
 
@@ -134,6 +136,23 @@ def talks_on(run: RunRecord) -> Evidence | None:
     )
 
 
+def goes_on(run: RunRecord) -> Evidence | None:
+    """Completions that have given their answer in the form asked for, and are cut at the limit all the same."""
+    reward = series(run, "reward/mean")
+    late = completions_between(run, reward.late_steps) if len(reward) else []
+    cut = [r for r in late if r.truncated]
+    answered = [r for r in cut if extract_answer(r.text, run.style) is not None]
+    if len(late) < 32 or len(answered) < max(0.1 * len(late), 0.3 * len(cut)):
+        return None
+    return Evidence(
+        f"of {len(late)} recorded completions {len(cut)} were cut at the limit of {token_limit(run)} tokens, and {len(answered)} of these "
+        "had given their answer long before, and went on",
+        reward.late_steps,
+        {"cut": len(cut) / len(late), "answered": len(answered) / len(cut)},
+        three(answered),
+    )
+
+
 def turn_mark(record: CompletionRecord) -> str | None:
     return next((mark for mark in TURN_MARKS if mark in record.text), None)
 
@@ -141,13 +160,13 @@ def turn_mark(record: CompletionRecord) -> str | None:
 def length_creep(run: RunRecord) -> Evidence | None:
     """Half as long again without being right more often."""
     length, accuracy = series(run, "completions/tokens_mean"), series(run, "accuracy/strict")
-    if len(length) < 2 * LATE_ENOUGH or not length.rises(by=0.5 * length.early) or accuracy.rises(by=0.05):
+    if len(length) < 2 * LATE_ENOUGH or not length.changed_from_first(by=0.5 * length.first) or accuracy.rises(by=0.05):
         return None
     said = f"while accuracy went from {accuracy.early:.1%} to {accuracy.late:.1%}" if len(accuracy) else "accuracy is not known"
     return Evidence(
-        f"the mean length went from {length.early:.0f} to {length.late:.0f} tokens, {said}",
+        f"the mean length went from {length.first:.0f} to {length.late:.0f} tokens, {said}",
         (length.steps[0], length.steps[-1]),
-        {"tokens_early": length.early, "tokens_late": length.late},
+        {"tokens_early": length.first, "tokens_late": length.late},
         three(sorted(completions_between(run, length.late_steps), key=lambda r: -r.tokens)),
     )
 

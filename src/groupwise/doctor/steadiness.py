@@ -18,6 +18,7 @@ __all__ = [
     "not_finite",
     "ratio_off",
     "spikes",
+    "updates_lost",
 ]
 
 KL_BAND = (0.05, 0.1)
@@ -160,6 +161,22 @@ def no_movement(run: RunRecord) -> Evidence | None:
         (kl.steps[0], kl.steps[-1]),
         {"updates": pushed, "kl_max": max(abs(v) for v in kl.values)},
         three(completions_between(run, (kl.steps[0], kl.steps[-1]))),
+    )
+
+
+def updates_lost(run: RunRecord) -> Evidence | None:
+    """Measured, and not reckoned from the settings: most weights are the same number after an update that was to change them."""
+    lost = series(run, "optimizer/updates_lost")
+    worst = worst_stretch(lost, min(MANY, len(lost))) if len(lost) >= 3 else None
+    if worst is None or worst[0] <= 0.5:
+        return None
+    rate, precision = (run.config.optimizer.learning_rate, run.config.optimizer.precision) if run.config else (math.nan, "?")
+    return Evidence(
+        f"in steps {worst[1][0]} to {worst[1][1]} {worst[0]:.1%} of the weights that had a gradient were the same number after the "
+        f"update (learning rate {rate:g}, optimizer.precision {precision})",
+        worst[1],
+        {"updates_lost": worst[0], "learning_rate": rate},
+        three(completions_between(run, worst[1])),
     )
 
 

@@ -14,6 +14,8 @@ __all__ = ["Series", "mean", "median", "series", "worst_stretch"]
 
 SHORTEST, LONGEST, SHARE = 5, 50, 0.2
 """A window is a fifth of the steps, at least 5 of them and at most 50."""
+FIRST = 3
+"""Steps that a run's very beginning has."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -69,6 +71,17 @@ class Series:
     @property
     def rise(self) -> float:
         return self.late - self.early
+
+    @cached_property
+    def first(self) -> float:
+        """Mean over the first three steps: what changes fast is over within the early window."""
+        return mean(self.values[:FIRST])
+
+    def changed_from_first(self, by: float) -> bool:
+        """Whether the late window is ``by`` (or more, or with a minus sign less) away from the first steps, and beyond the noise."""
+        apart = math.copysign(1.0, by) * (self.late - self.first)
+        single = self.noise * math.sqrt(self.window)
+        return len(self) >= 2 * FIRST and apart > max(abs(by), 2 * single * math.sqrt(1 / FIRST + 1 / self.window))
 
     def rises(self, by: float = 0.0) -> bool:
         """Higher at the end than at the beginning, by more than ``by`` and more than twice the noise of the difference."""

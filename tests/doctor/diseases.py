@@ -1,0 +1,123 @@
+"""Make runs ill with what each rule of the doctor is about, and write what it said as a table.
+
+    python -m tests.doctor.diseases                          # all of them, a few minutes of one core
+    python -m tests.doctor.diseases --only length stop       # those whose name has one of the words
+    python -m tests.doctor.diseases --small                  # also on the quickstart's model of 135M, half an hour
+    python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/doctor.md
+
+Each is a real run (or settings before a run) with the disease caused in it; a defect of the program itself is put in, and the table
+says so. No run is made up. Rules fire on what was meant to have them and are silent on the healthy runs, or the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+
+from groupwise import train
+from groupwise.doctor import RULES, Finding, diagnose_prepared, diagnose_run
+from groupwise.tracking.reading import read_run
+from groupwise.training.setup import prepare
+from tests.doctor.ill_runs import DISEASES, HEALTHY, Disease, settings_of
+from tests.doctor.patients import REWARDS, Clinic
+from tests.survival.page import slug, stamp, write_section
+
+__all__ = ["ailing", "find", "main", "table"]
+
+Found = Mapping[str, Finding]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
+
+
+def find(disease: Disease, clinic: Clinic, kept: Path) -> Found:
+    """What the doctor says of the run (made in ``kept``, unless it is there already), by rule."""
+    config = settings_of(disease, clinic)
+    given = {entry.function: REWARDS[entry.function]() for entry in config.rewards.functions if entry.function in REWARDS}
+    if disease.before:
+        return {finding.rule: finding for finding in diagnose_prepared(prepare(config, given))}
+    folder = kept / slug(disease.name)
+    if not (folder / "done").exists():
+        with (disease.defect or nullcontext)():
+            train(config, rewards=given, console=Console(quiet=True), run_folder=folder)
+        (folder / "done").touch()
+    return {finding.rule: finding for finding in diagnose_run(read_run(folder))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where every rule fired on the run that was meant to have its disease, and none on a healthy one."""
+    options = parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = options.kept or Path(scratch)
+        clinic = Clinic(kept / "models")
+        chosen = [d for d in (*HEALTHY, *DISEASES) if (options.small or not d.small) and wanted(d, options.only)]
+        found = {disease: told(disease, clinic, kept) for disease in chosen}
+    text = table(found)
+    print(text)
+    if options.write:
+        write_section("diseases", text, PAGE)
+    missed = [f"{disease.name}: {rule}" for disease, one in found.items() for rule in disease.rules - set(one)]
+    false = [f"{disease.name}: {rule}" for disease, one in found.items() if not disease.rules for rule in ailing(one)]
+    for line in [*(f"MISSED  {one}" for one in missed), *(f"FALSE ALARM  {one}" for one in false)]:
+        print(line, file=sys.stderr)
+    return 1 if missed or false else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tests.doctor.diseases")
+    made.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs whose name has one of the words")
+    made.add_argument("--small", action="store_true", help="also those of the quickstart's model of 135M")
+    made.add_argument("--kept", type=Path, metavar="FOLDER", help="where runs are kept, and not made again")
+    made.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
+    return made
+
+
+def wanted(disease: Disease, words: Sequence[str]) -> bool:
+    return not words or any(word in disease.name for word in words)
+
+
+def told(disease: Disease, clinic: Clinic, kept: Path) -> Found:
+    begun = time.perf_counter()
+    found = find(disease, clinic, kept)
+    print(f"{time.perf_counter() - begun:6.1f} s  {disease.name}: {', '.join(found) or '-'}", file=sys.stderr, flush=True)
+    return found
+
+
+def ailing(found: Found) -> list[str]:
+    return [rule for rule, finding in found.items() if finding.severity in ("critical", "warning")]
+
+
+def table(found: Mapping[Disease, Found]) -> str:
+    """A row for each rule and run: what was done, what was said of it, whether the rule is silent on the healthy ones."""
+    healthy = [one for disease, one in found.items() if not disease.rules]
+    rows = []
+    for rule in RULES:
+        silent = sum(rule.name not in one for one in healthy)
+        for disease, one in found.items():
+            if rule.name in disease.rules:
+                said = one[rule.name].summary if rule.name in one else "**nothing**"
+                rows.append(f"| `{rule.name}` | {cause(disease)} | {cell(said)} | {silent} of {len(healthy)} |")
+    head = "| rule | what was done | what it said | silent on healthy runs |\n|---|---|---|---|"
+    names = ", ".join(disease.name for disease in found if not disease.rules)
+    return "\n".join([head, *rows, "", f"Healthy: {names}. {stamp('python -m tests.doctor.diseases')}"])
+
+
+def cause(disease: Disease) -> str:
+    model = " (SmolLM2-135M)" if disease.small else ""
+    return f"{disease.name}{model}{', put in' if disease.defect else ''}{', before the run' if disease.before else ''}"
+
+
+def cell(text: str) -> str:
+    shown = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return shown if len(shown) <= 240 else shown[:237] + "..."
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
