@@ -45,7 +45,7 @@ def find(disease: Disease, clinic: Clinic, kept: Path) -> Found:
     folder = kept / slug(disease.name)
     if not (folder / "done").exists():
         with (disease.defect or nullcontext)():
-            train(config, rewards=given, console=Console(quiet=True), run_folder=folder)
+            train(config, rewards=given, console=Console(quiet=True), run_folder=folder, resume=folder.exists())
         (folder / "done").touch()
     return {finding.rule: finding for finding in diagnose_run(read_run(folder))}
 

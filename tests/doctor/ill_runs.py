@@ -177,6 +177,8 @@ UPDATES = (
         rewards=functions("sibilants"), defect=another_temperature),
     ill("the same, with a correction", "correction-at-its-cap", model="pupil", data="sevens", rollout=FORM, training=steps(6),
         rewards=functions("sibilants"), algorithm={"sampler_correction": "token", "sampler_correction_cap": 1.05}, defect=another_temperature),
+    ill("samples four steps old at a high rate", "samples-too-old", training=steps(16), rollout={"ahead": 4},
+        optimizer={"learning_rate": 2e-2}),
     ill("an adapter that never reaches the sampler", "sampler-stale", training=steps(24), optimizer={"learning_rate": 1e-2},
         rollout={"engine": "builtin"}, model_={"lora": {"rank": 4, "alpha": 8}}, defect=stranded_adapter, quick=True),
 )  # fmt: skip
