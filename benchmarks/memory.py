@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, Result, finish, parser, print_table
 from groupwise.config import load_config
+from groupwise.distributed.launch import launch
 from groupwise.planner import HARDWARE, make_plan
 
 __all__ = ["CASES", "main", "run"]
@@ -39,18 +41,29 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, LoRA": (*_SMALL, "model.lora={rank: 16, alpha: 32}"),
     "the same, LoRA recomputed": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.gradient_checkpointing=true"),
     "8 x 8 x 64, 2,048 tokens a pass": ("rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048"),
+    "the same, 8-bit moments": (*_SMALL, "optimizer.precision=masters-8bit"),
+    "the same, PPO with a critic of its own": (*_SMALL, "algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0"),
+    "the same, two processes": _SMALL,
+    "the same, two processes, FSDP2": (*_SMALL, "training.sharding=fsdp2"),
+    "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
+    "2 x 2 x 1,024, recomputed": (
+        "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2", "rollout.max_completion_tokens=1024",
+        "model.gradient_checkpointing=true",
+    ),
     "8 x 8 x 80, one pass": ("rollout.max_completion_tokens=80",),
     "2 x 8 x 256, recomputed": (
         "rollout.prompts_per_step=2", "rollout.max_completion_tokens=256", "model.gradient_checkpointing=true",
     ),
 }  # fmt: skip
 """What is varied, and the settings."""
+_PROCESSES = re.compile(r"\btwo processes\b")
 
 
 def options() -> argparse.ArgumentParser:
     out = parser("memory", __doc__)
     out.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     out.add_argument("--recipe", default="quickstart", help="what the cases are variations of")
+    out.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     out.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return out
 
@@ -80,26 +93,38 @@ def work(settings: Sequence[str]) -> dict[str, Any]:
         )  # fmt: skip
     return {
         "peak_bytes": peak_memory_bytes(),
-        "prompt_tokens": max(prompt for prompt, _ in lengths),
-        "mean_completion_tokens": sum(completion for _, completion in lengths) / len(lengths),
+        "prompt_tokens": max((prompt for prompt, _ in lengths), default=0),
+        "mean_completion_tokens": sum(completion for _, completion in lengths) / max(1, len(lengths)),
     }
+
+
+def measured(args: argparse.Namespace, overrides: Sequence[str], processes: int) -> dict[str, Any]:
+    """Of a run in processes of their own: the largest peak among them, and the lengths that the first one saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.memory", "--into", folder, "--worker", args.recipe, *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
+        if processes == 1:
+            subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        elif launch(command, processes, environment):
+            raise SystemExit(f"the run of {processes} processes failed")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+    return {**found[0], "peak_bytes": max(one["peak_bytes"] for one in found)}
 
 
 def run(args: argparse.Namespace) -> Result:
     rows, details = [], {}
     for name in args.cases:
-        overrides = [*_SHARED, *CASES[name]]
-        command = [sys.executable, "-m", "benchmarks.memory", "--worker", args.recipe, *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        measured = json.loads(done.stdout.splitlines()[-1])
-        made = make_plan(load_config(args.recipe, overrides), HARDWARE["cpu"], prompt_tokens=measured["prompt_tokens"])
-        predicted, peak = made.peak.bytes, measured["peak_bytes"]
+        overrides, processes = [*_SHARED, *CASES[name]], 2 if _PROCESSES.search(name) else 1
+        found = measured(args, overrides, processes)
+        config = load_config(args.recipe, overrides)
+        made = make_plan(config, HARDWARE["cpu"], prompt_tokens=found["prompt_tokens"], world_size=processes)
+        predicted, peak = made.peak.bytes, found["peak_bytes"]
         details[name] = {
-            **measured,
+            **found,
             "predicted_bytes": predicted,
             "ratio": predicted / peak,
             "phase": made.peak.name,
+            "processes": processes,
             "settings": overrides,
         }
         rows.append([name, predicted / 2**30, peak / 2**30, predicted / peak, made.peak.name])
@@ -112,7 +137,8 @@ def run(args: argparse.Namespace) -> Result:
 def main() -> None:
     args = options().parse_args()
     if args.worker:
-        print(json.dumps(work(args.worker)))
+        found = json.dumps(work(args.worker))
+        (args.into / f"{os.environ.get('RANK', '0')}.json").write_text(found, encoding="utf-8")
         return
     finish(run(args), args.output)
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from groupwise import train
 from groupwise.config import load_config
 from groupwise.config.load import recipes
+from groupwise.doctor import diagnose_settings
 
-GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu"]
+GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu"]
 LESS = {"rollout.max_completion_tokens": 3, "training.steps": 2, "evaluation.problems": 2, "model.device": "cpu"}
 
 
@@ -56,6 +57,7 @@ def tiny_qwen_folder(qwen_tokenizer, tmp_path_factory):
 def run(name, changes, folder):
     """The recipe with ``changes``, and the steps' reports."""
     config = load_config(name, [f"{key}={'null' if value is None else value}" for key, value in {**LESS, **changes}.items()])
+    assert not [f for f in diagnose_settings(config) if f.severity == "critical"], "the doctor sees nothing in its way"
     seen = []
     result = train(
         config, recipe=name, run_folder=folder, rewards={"varied": varied}, on_step=seen.append, console=Console(quiet=True)
@@ -83,7 +85,7 @@ def check(config, result, seen):
 
 
 def test_every_recipe_is_here():
-    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "quickstart"}
+    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "polaris-3b-qlora", "quickstart"}
 
 
 @pytest.mark.parametrize("name", GSM8K)
@@ -99,12 +101,15 @@ def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, shared_data, t
     check(config, result, seen)
     group = seen[0].groups[0]
     assert group.prompt.text.startswith("<|im_start|>system\n")
-    assert "<reasoning>" in group.prompt.text
+    assert ("<reasoning>" in group.prompt.text) is (name != "length-0.5b-2gpu")
     assert group.prompt.problem.question in group.prompt.text
     assert group.prompt.problem.answer.lstrip("-").isdigit()
 
 
-def test_the_polaris_recipe_runs_on_competition_rows(tiny_qwen_folder, shared_data, tmp_path):
+@pytest.mark.parametrize("name", ["polaris-3b", "polaris-3b-qlora"])
+def test_a_polaris_recipe_runs_on_competition_rows(name, tiny_qwen_folder, shared_data, tmp_path):
+    if "qlora" in name:
+        pytest.importorskip("bitsandbytes")
     changes = {
         "model.name": tiny_qwen_folder(tied=True),
         "data.source": shared_data / "competition-math" / "train_math.json",
@@ -112,7 +117,7 @@ def test_the_polaris_recipe_runs_on_competition_rows(tiny_qwen_folder, shared_da
         "data.holdout": 20,
         "optimizer.warmup_steps": 1,
     }
-    config, result, seen = run("polaris-3b", changes, tmp_path / "run")
+    config, result, seen = run(name, changes, tmp_path / "run")
     check(config, result, seen)
     assert "\\boxed{" in seen[0].groups[0].prompt.text
     assert result.summary["format"] == "boxed"

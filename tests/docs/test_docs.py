@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -225,10 +226,40 @@ def test_words_of_the_architecture_are_settings():
     assert len(named) >= 7
 
 
-def test_the_page_of_settings_is_current():
-    spec = importlib.util.spec_from_file_location("write_config_docs", ROOT / "scripts" / "write_config_docs.py")
+def script_of(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
+    sys.modules[name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_plans_is_current_and_has_every_recipe():
+    script = script_of("write_plan_docs")
+    assert page("docs/plans.md") == script.render(), "run python scripts/write_plan_docs.py"
+    assert {setup.words.split()[0] for setup in script.SETUPS} == {recipe.name for recipe in recipes()}
+
+
+def test_the_tables_of_scale_are_the_planner_s():
+    assert page("docs/scale.md") == script_of("write_scale_docs").render(page("docs/scale.md")), (
+        "run python scripts/write_scale_docs.py"
+    )
+
+
+@pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.name)
+def test_a_recipe_says_for_whom_it_is_how_to_start_it_and_what_to_expect(recipe):
+    comment = [line for line in recipe.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    words = re.findall(r"^# ([A-Z][a-z ]+):", "\n".join(comment), flags=re.MULTILINE)
+    assert {"For whom", "Hardware", "Start", "Expect"} <= set(words)
+    starts = [line for line in comment if re.search(r"groupwise train ", line)]
+    assert all(f"train {recipe.name}" in line for line in starts)
+    assert starts
+    for file in re.findall(r"launch/[\w.-]+", "\n".join(comment)):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_page_of_settings_is_current():
+    script = script_of("write_config_docs")
     assert page("docs/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
     for doc in explain():
         assert f"| `{doc.leaf}` |" in script.render()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from groupwise.config import build_config, load_config, recipes
 from groupwise.engines.builtin.cache import Cache
 from groupwise.errors import ConfigError, ModelError
-from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.adapters import AdapterScorer, attach, peft_config_of
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, ModelShape, Setup, find_shape, hardware, make_plan, parse_bytes, phases
@@ -88,10 +88,12 @@ def saved_bytes(scorer, batch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
-def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, recompute, dtype):
+@pytest.mark.parametrize(
+    ("family", "adapted"), [("tiny_llama", False), ("tiny_llama", True), ("tiny_qwen2", False), ("tiny_qwen3", False)]
+)
+def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, adapted, recompute, dtype):
     model = request.getfixturevalue(family)(num_hidden_layers=6).to(getattr(torch, dtype))
-    settings = {"dtype": dtype, "gradient_checkpointing": recompute}
+    settings = {"dtype": dtype, "gradient_checkpointing": recompute, **({"lora": {"rank": 4}} if adapted else {})}
     setup = setup_of(
         shape_of(model),
         prompt=40,
@@ -99,6 +101,8 @@ def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, recomp
         rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},
     )
     (batch,) = setup.micro_batches
+    if adapted:
+        model = attach(model, peft_config_of(setup.config.model.lora))
     scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
     packed = scorer.prepare([(range(1, 41), [range(3, 53)] * 4)] * 2)
     assert batch.rows == len(packed.token_ids_R)
@@ -116,17 +120,15 @@ def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, recomp
 def test_what_the_model_s_own_module_keeps(tiny_llama, adapted, dtype):
     settings = {"dtype": dtype, **({"lora": {"rank": 4}} if adapted else {})}
     model = tiny_llama(num_hidden_layers=6).to(getattr(torch, dtype))
-    shape = shape_of(model) if adapted else dataclasses.replace(shape_of(model), architecture="another")
     setup = setup_of(
-        shape,
+        dataclasses.replace(shape_of(model), architecture="another"),
         prompt=40,
         model=settings,
         rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},
     )
     (batch,) = setup.micro_batches
     if adapted:
-        model = attach(model, peft_config_of(setup.config.model.lora))
-        scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
+        scorer = AdapterScorer(attach(model, peft_config_of(setup.config.model.lora)))
     else:
         from groupwise.models.module_scorer import ModuleScorer
 
@@ -188,7 +190,8 @@ def test_what_fits_is_suggested_nearest_first_and_really_fits():
     assert [one.rank for one in made.suggestions] == sorted(one.rank for one in made.suggestions)
     for one in made.suggestions:
         overrides = [f"{name}={json.dumps(value)}" for name, value in one.settings.items()]
-        again = make_plan(load_config("gsm8k-1.5b-8gpu", overrides), HARDWARE["rtx-4090"], prompt_tokens=200)
+        changed = load_config("gsm8k-1.5b-8gpu", overrides)
+        again = make_plan(changed, HARDWARE["rtx-4090"], prompt_tokens=200, world_size=one.world_size)
         assert again.fits
         assert again.peak.bytes == one.peak_bytes
     roomy = make_plan(config, HARDWARE["h200"], prompt_tokens=200)
@@ -391,3 +394,46 @@ def test_this_machine_can_be_measured(monkeypatch):
 def test_the_fastest_call_counts():
     durations = iter([0.0, 0.03, 0.0, *[0.02] * 100])
     assert hardware._fastest(lambda: time.sleep(next(durations)), lambda: None, seconds=0.04) < 0.02
+
+
+def test_what_is_sampled_ahead_lives_beside_the_passes():
+    """Of the settings that the planner knows before the trainer has them, by hand."""
+    setup = make_plan(load_config("gsm8k-1.5b-8gpu"), HARDWARE["a100-80gb"]).setup
+    ahead = setup.changed(rollout__ahead=1)
+    learning, sampling = (next(p for p in phases(setup) if p.name == name) for name in ("learning", "sampling"))
+    found = next(p for p in phases(ahead) if p.name == "learning")
+    both = learning.bytes + sampling.bytes - sum(i.bytes for i in sampling.items if i.name in {j.name for j in learning.items})
+    assert item([found], "learning", "samplers' weights") == 2 * setup.shape.parameters
+    assert found.bytes == pytest.approx(both + 2 * setup.shape.parameters, rel=0.01)
+    cost = step_cost(ahead, HARDWARE["a100-80gb"])
+    assert cost.step_s == pytest.approx(max(cost.sampling_s, cost.learning_s + cost.optimizer_s))
+
+
+@pytest.mark.parametrize(("bits", "size"), [("4bit", 0.5158691), ("8bit", 1.0)])
+def test_a_quantised_base_has_few_bits_in_its_matrices_alone(bits, size):
+    setup = setup_of(KNOWN_SHAPES["Qwen/Qwen2.5-3B"], device="cuda", model={"lora": {"rank": 16}})
+    shape, few = setup.shape, setup.changed(model__quantization=bits)
+    matrices = shape.layers * shape.layer_matrices
+    assert setup.weights == 2 * shape.parameters
+    assert few.weights - 2 * (shape.parameters - matrices) == pytest.approx(size * matrices, rel=0.003)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
+def test_what_is_divided_is_divided_and_comes_together_for_sampling(mode):
+    config = load_config("gsm8k-7b-8gpu", ["training.sharding=none"])
+    whole = make_plan(config, HARDWARE["a100-80gb"], world_size=8).setup
+    few = whole.changed(training__sharding=mode)
+    parameters = whole.shape.parameters
+
+    def of(setup, phase, name):
+        return item(phases(setup), phase, name)
+
+    for name, size in (("master weights", 4), ("moments", 8), ("gradients", 4)):
+        assert of(whole, "optimiser step", name) == size * parameters
+        assert of(few, "optimiser step", name) == -(-size * parameters // 8)
+    weights = {"zero2": 2 * parameters, "zero3": 2 * parameters // 8, "fsdp2": 0}  # fsdp2's are the masters
+    assert of(few, "learning", "weights") == weights[mode]
+    assert of(few, "learning", "reference") == (2 * parameters if mode == "zero2" else 2 * parameters // 8)
+    assert of(few, "sampling", "gathered weights") == (0 if mode == "zero2" else 2 * parameters)
+    alone = dataclasses.replace(few, world_size=1)
+    assert phases(alone) == phases(dataclasses.replace(whole, world_size=1)), "with one process there is nothing to divide"

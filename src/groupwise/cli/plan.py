@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from groupwise.config.schema import Config
     from groupwise.planner import Hardware, Plan
 
-__all__ = ["plan"]
+__all__ = ["plan", "plan_of", "show_plan"]
 
 _GIB = 2**30
 
@@ -56,6 +56,27 @@ def plan(
     Exit code 1 means that it does not fit.
     """
     from groupwise.cli.show import console, print_json
+
+    made = plan_of(source, overrides, gpu_memory, hardware, world_size, prompt_tokens, completion_tokens, measure)
+    if as_json:
+        print_json(made.to_json() | ({"formulas": {i.name: i.formula for i in made.formulas()}} if formulas else {}))
+    else:
+        show_plan(made, console(), formulas)
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def plan_of(
+    source: str,
+    overrides: list[str] | None = None,
+    gpu_memory: str | None = None,
+    hardware: str | None = None,
+    world_size: int = 1,
+    prompt_tokens: int = 0,
+    completion_tokens: int = 0,
+    measure: bool = False,
+) -> Plan:
+    """What the command shows, for the same words."""
     from groupwise.config import load_config
     from groupwise.planner import make_plan
     from groupwise.planner.hardware import choose_hardware, parse_bytes
@@ -63,7 +84,7 @@ def plan(
     config = load_config(source, overrides or ())
     limit = parse_bytes(gpu_memory) if gpu_memory else None
     device = _measured(config, hardware) if measure else choose_hardware(config.model.device, hardware, limit)
-    made = make_plan(
+    return make_plan(
         config,
         device,
         limit_bytes=limit,
@@ -71,12 +92,6 @@ def plan(
         prompt_tokens=prompt_tokens,
         mean_completion_tokens=completion_tokens,
     )
-    if as_json:
-        print_json(made.to_json() | ({"formulas": {i.name: i.formula for i in made.formulas()}} if formulas else {}))
-    else:
-        _print(made, console(), formulas)
-    if not made.fits:
-        raise typer.Exit(1)
 
 
 def _measured(config: Config, hardware: str | None) -> Hardware:
@@ -91,9 +106,9 @@ def _measured(config: Config, hardware: str | None) -> Hardware:
     return measure(device, shape.width, shape.feed_forward, config.training.threads)
 
 
-def _print(made: Plan, out: Console, formulas: bool) -> None:
+def show_plan(made: Plan, out: Console, formulas: bool) -> None:
     from groupwise.cli.show import table
-    from groupwise.planner.plan import LEGEND, NOT_BUILT
+    from groupwise.planner.plan import LEGEND
     from groupwise.tracking.text import harmless
 
     setup, peak, cost = made.setup, made.peak, made.cost
@@ -128,8 +143,6 @@ def _print(made: Plan, out: Console, formulas: bool) -> None:
     )
     for line in made.assumptions:
         say(f"assumed: {line}", "dim")
-    if not made.fits:
-        say(f"not built yet: {'; '.join(NOT_BUILT)}", "dim")
     if formulas:
         out.print(table(["part", "GiB", "bytes ="], [(i.name, _gib(i.bytes), i.formula) for i in made.formulas()]))
         say("; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))

@@ -11,8 +11,9 @@ from typing import Any
 
 from groupwise.planner.hardware import HARDWARE, Hardware
 from groupwise.planner.setup import Setup
+from groupwise.planner.sharding import exchange_bytes, share
 
-__all__ = ["StepCost", "step_cost"]
+__all__ = ["StepCost", "decode_step_s", "step_cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,13 @@ class StepCost:
     optimizer_s: float
     communication_s: float
 
+    overlapped: bool = False
+    """Whether the next batch is sampled while this one is learnt, each on a part of the machine that the other does not need."""
+
     @property
     def step_s(self) -> float:
-        return self.sampling_s + self.learning_s + self.optimizer_s + self.communication_s
+        after = self.learning_s + self.optimizer_s + self.communication_s
+        return max(self.sampling_s, after) if self.overlapped else self.sampling_s + after
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "step_s": self.step_s}
@@ -37,9 +42,6 @@ class StepCost:
 
 def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
     """Of one step at the expected length of completions, every group learnt from."""
-    arithmetic = hardware.flops_per_s * hardware.arithmetic_share
-    if setup.weight_bytes == 4:
-        arithmetic /= 2 if setup.device == "cpu" else 8  # fp32 products (tensor cores of GPUs: TF32, off by default)
     bandwidth = hardware.bytes_per_s * hardware.bandwidth_share
     forward = _forward_flops(setup)
     learning = _learning_flops(setup, forward)
@@ -47,10 +49,11 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
     return StepCost(
         sampling_flops=forward,
         learning_flops=learning,
-        sampling_s=_sampling_s(setup, arithmetic, bandwidth),
-        learning_s=learning / arithmetic,
+        sampling_s=_sampling_s(setup, hardware),
+        learning_s=learning / _arithmetic(setup, hardware) + _merging_s(setup, bandwidth),
         optimizer_s=_update_s(setup, bandwidth) * updates + _reference_transfer_s(setup),
-        communication_s=updates * _communication_bytes(setup) / hardware.link_bytes_per_s,
+        overlapped=setup.ahead > 0,
+        communication_s=updates * exchange_bytes(setup) / hardware.link_bytes_per_s,
     )
 
 
@@ -75,19 +78,45 @@ def _learning_flops(setup: Setup, forward: float) -> float:
     return setup.config.algorithm.updates_per_batch * passes * forward + reference
 
 
-def _sampling_s(setup: Setup, arithmetic: float, bandwidth: float) -> float:
-    """Prefill, then one decode step a token: each reads all weights once and the cache of its rows, or computes, whichever is longer."""
-    shape, s, c = setup.shape, setup.weight_bytes, setup.mean_completion
+def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
+    """Seconds of one decode step of ``rows`` sequences that have ``length`` tokens of their own: it reads all weights once and the
+    rows' cache, or computes, whichever takes longer. ``devices``: as many divide both among them."""
+    shape, s = setup.shape, setup.weight_bytes
+    weights = shape.layers * shape.layer_matrices + shape.head
+    groups = max(1, rows // setup.config.rollout.completions_per_prompt)
+    read = s * weights + shape.cached(s) * (groups * setup.prompt + rows * length)
+    computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + length)
+    return max(read / (hardware.bytes_per_s * hardware.bandwidth_share), computed / _arithmetic(setup, hardware)) / devices
+
+
+def _arithmetic(setup: Setup, hardware: Hardware) -> float:
+    """Operations a second that are reached."""
+    reached = hardware.flops_per_s * hardware.arithmetic_share
+    if setup.weight_bytes == 4:
+        reached /= 2 if setup.device == "cpu" else 8  # fp32 products (tensor cores of GPUs: TF32, off by default)
+    return reached
+
+
+def _sampling_s(setup: Setup, hardware: Hardware) -> float:
+    """Prefill, then one decode step a token, for as many rounds as it takes."""
+    shape, c = setup.shape, setup.mean_completion
     total = setup.prompts * setup.config.rollout.completions_per_prompt
     rows = min(total, setup.config.rollout.max_concurrent_sequences)
-    steps = c * -(-total // rows)
-    weights = shape.layers * shape.layer_matrices + shape.head
-    per_position = 2 * shape.layers * shape.kv_heads * shape.head_width * s
-    groups = max(1, rows // setup.config.rollout.completions_per_prompt)
-    read = s * weights + per_position * (groups * setup.prompt + rows * c / 2)
-    computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + c / 2)
     prefill = 2.0 * shape.layers * shape.layer_matrices * setup.prompts * setup.prompt
-    return prefill / arithmetic + steps * max(read / bandwidth, computed / arithmetic)
+    return prefill / _arithmetic(setup, hardware) + c * -(-total // rows) * decode_step_s(setup, hardware, rows, c / 2)
+
+
+_MERGING_BYTES = 28
+"""Read and written to merge one weight with what an adapter adds to it, and to round it (``models/merging.py``)."""
+
+
+def _merging_s(setup: Setup, bandwidth: float) -> float:
+    """Of a base with an adapter, whose weights are made anew for each forward pass, each recomputed one, and each backward pass."""
+    if not (setup.adapted and setup.packed):
+        return 0.0
+    times = 3 if setup.config.model.gradient_checkpointing else 2
+    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.config.algorithm.beta > 0))
+    return made * _MERGING_BYTES * setup.shape.layers * setup.shape.layer_matrices / bandwidth
 
 
 _BUS_BYTES_PER_S = 20e9
@@ -104,7 +133,7 @@ def _update_s(setup: Setup, bandwidth: float) -> float:
 
 def _reference_transfer_s(setup: Setup) -> float:
     parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.config.algorithm.beta > 0
-    return setup.weight_bytes * setup.shape.parameters / _BUS_BYTES_PER_S if parked and not setup.adapted else 0.0
+    return setup.weights / _BUS_BYTES_PER_S if parked and not setup.adapted else 0.0
 
 
 def _optimizer_bytes(setup: Setup) -> float:
@@ -113,10 +142,4 @@ def _optimizer_bytes(setup: Setup) -> float:
     gradient, moments, masters, weights = {
         "fp32": (4, 8, 4, 0), "masters": (4, 8, 4, 2), "masters-8bit": (4, 2, 4, 2), "stochastic": (4, 4, 2, 0), "pure": (2, 4, 2, 0)
     }[precision]  # fmt: skip
-    return setup.trained * (gradient + 2 * moments + 2 * masters + weights)
-
-
-def _communication_bytes(setup: Setup) -> float:
-    """Averaging the gradients over n processes sends 2 (n - 1) / n of them from each (ring all-reduce)."""
-    n = setup.world_size
-    return 2.0 * (n - 1) / n * 4.0 * setup.trained
+    return share(setup, "optimiser", setup.trained * (gradient + 2 * moments + 2 * masters + weights))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from groupwise.planner.activations import head_bytes, kept_bytes, kept_formula, passing_bytes, prefill_bytes
 from groupwise.planner.item import Item, Phase
 from groupwise.planner.setup import Setup
+from groupwise.planner.sharding import exchange_buffers, flat_gradient, gathered_for_passes, gathered_for_sampling, scattered
 from groupwise.planner.state import critic_of, gradients, state
 
 __all__ = ["Item", "Phase", "peak_phase", "phases"]
@@ -18,8 +19,6 @@ _HOLES_NAME = "the allocator's holes"
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
 """What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
 docs/planning.md), on a GPU an allowance."""
-_BUCKET_ELEMENTS = 16 * 2**20
-"""Of ``distributed/world.py``."""
 _PREFILL_TOKENS = 4096
 _ROOM = {"cpu": 32, "cuda": 256}
 """Of ``engines/builtin``."""
@@ -33,11 +32,15 @@ def phases(setup: Setup) -> list[Phase]:
         passing["evaluation"] = _sampling(setup, -(-(setup.config.evaluation.problems or 10**6) // setup.world_size), 1)
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)
-    moments = _learning(setup)
+    beside = passing["sampling"] if setup.ahead else []  # the next batch is sampled while this one is learnt
+    moments = [[*items, *beside] for items in _learning(setup)]
     fullest = max(moments, key=lambda items: sum(item.bytes for item in items))
     if fullest is not moments[0]:
         passing["output head"] = moments[0]
-    passing |= {"learning": fullest, "optimiser step": [*_all_gradients(setup), *_exchange(setup)]}
+    passing |= {
+        "learning": fullest,
+        "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
+    }
     found = [_phase(name, [*state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
     return [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
 
@@ -53,7 +56,7 @@ def _phase(name: str, items: list[Item]) -> Phase:
 def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
     """On CPU with an adapter, what glibc loses of its forward pass instead of a share: freed fp32 blocks (a layer's two widest, and
     norms) that an aligned request of the same size does not fit into, which PyTorch's all are. Measured with glibc 2.36."""
-    if setup.device != "cpu" or not setup.adapted or setup.weight_bytes == 4:
+    if setup.device != "cpu" or not setup.adapted or setup.packed or setup.weight_bytes == 4:
         return learning
     shape, rows = setup.shape, setup.largest.padded
     lost = shape.layers * rows * (8 * shape.feed_forward + 2 * shape.width)
@@ -72,7 +75,7 @@ def _reference_pass(setup: Setup) -> list[Item]:
     """Of a reference that comes for its pass alone: its weights, one layer, and the head."""
     batch = setup.largest
     return [
-        Item("reference", setup.weight_bytes * setup.shape.parameters, "s P, while it is used"),
+        Item("reference", setup.weights, "s P, while it is used"),
         Item("one layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
         Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"),
     ]
@@ -86,32 +89,24 @@ def _all_gradients(setup: Setup) -> list[Item]:
     ]
 
 
-def _exchange(setup: Setup) -> list[Item]:
-    """What processes add their gradients up in: runs of them in fp32, one after the other (``distributed/world.py``)."""
-    if setup.world_size == 1:
-        return []
-    largest = setup.shape.head if not setup.adapted else 0
-    elements = min(setup.trained, max(_BUCKET_ELEMENTS, largest))
-    return [Item("communication buffers", 4 * elements, "4 x the larger of 2^24 numbers and V D")]
-
-
 def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     shape, s = setup.shape, setup.weight_bytes
     rows = min(setup.config.rollout.max_concurrent_sequences, prompts * samples)
     groups = min(prompts, rows)
-    per_position = 2 * shape.layers * shape.kv_heads * shape.head_width * s
+    per_position = shape.cached(s)
     room = _grown_room(setup)
     own = rows * room * per_position
     growing = 2 * own // (2 * shape.layers) if room > _ROOM[setup.device] else 0
     items = [
+        *gathered_for_sampling(setup),
         Item("KV cache", groups * setup.prompt * per_position + own + growing, "2 L K E s (groups x prompt + rows x completion)"),
         Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
         Item("prefill", prefill_bytes(setup, min(_PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
     if setup.device == "cpu" and s == 2 and shape.lean:
         copied = s * (shape.layers * shape.layer_matrices + shape.head)
-        items.append(Item("rearranged weights", copied, "s (L matrices + V D), while sampling"))
-    return items
+        return [*items, Item("rearranged weights", copied, "s (L matrices + V D), while sampling")]
+    return [*items, Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")]
 
 
 def _grown_room(setup: Setup) -> int:
@@ -135,16 +130,27 @@ def _learning(setup: Setup) -> list[list[Item]]:
     activations = Item("activations", kept_bytes(setup, batch), kept_formula(setup))
     layer = Item("one layer's backward pass", passing_bytes(setup, batch), "R s (D + 6F) + 2 s F D")
     gradient = Item("head's gradient", head, "s V D")
+    whole = gathered_for_passes(setup)
     moments = [
-        [*there, activations, Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"), gradient],
-        [*there, activations, layer, gradient],
-        [gradients(setup), *of_critic, Item(
+        [*there, *whole, activations, Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"), gradient],
+        [*there, *whole, activations, layer, gradient, *_merged_layer(setup), *scattered(setup, at_the_end=False)],
+        [gradients(setup), *of_critic, *whole, *scattered(setup, at_the_end=True), Item(
             "head's gradient", 3 * head if shape.tied else head, "3 s V D (head, embedding, their sum)"
         )],
     ]  # fmt: skip
     if critic is not None:
         moments.append([gradients(setup), *(of_critic if there else ()), *_critics_pass(critic)])
     return moments
+
+
+def _merged_layer(setup: Setup) -> list[Item]:
+    """Base and adapter of one layer, made into weights when it is computed: what is merged, and of its widest matrix the base's weight,
+    the exact one, and the thresholds by which that is rounded."""
+    if not (setup.adapted and setup.packed):
+        return []
+    shape, s = setup.shape, setup.weight_bytes
+    scratch = (s + 8) * shape.width * shape.feed_forward
+    return [Item("one layer merged", s * shape.layer_matrices + scratch, "s matrices + (s + 8) F D")]
 
 
 def _critics_pass(critic: Setup) -> list[Item]:

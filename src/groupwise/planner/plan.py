@@ -20,15 +20,9 @@ LEGEND = {
     "P": "weights of the model", "A": "weights of the adapter", "s": "bytes of a weight (model.dtype)", "L": "layers", "D": "model width",
     "F": "feed-forward width", "H": "query heads", "K": "key-value heads", "E": "head width", "V": "vocabulary",
     "R": "packed inputs of the largest micro-batch: a prompt once for its group", "T": "its predicted tokens",
-    "N": "its inputs where each completion carries its prompt",
+    "N": "its inputs where each completion carries its prompt", "n": "processes",
 }  # fmt: skip
 """Symbols of the formulas."""
-
-NOT_BUILT = (
-    "4-bit and 8-bit bases (QLoRA)",
-    "sharding over processes (ZeRO, FSDP)",
-)
-"""What would lower the peak and the trainer cannot do yet: said, and never suggested."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,15 @@ class Plan:
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
             found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
-            found.append(f"{setup.world_size} processes, each with all weights, share the prompts of a step")
+            found.append(f"{setup.world_size} processes share the prompts of a step; {_HOLD[setup.sharding]}")
+        if setup.offloaded:
+            found.append(
+                f"optimizer.offload takes {_host_bytes(setup) / 2**30:.0f} GiB of the machine's own memory for each process"
+            )
+        if setup.ahead:
+            found.append(
+                "time: sampling ahead hides the shorter of sampling and learning, if one device can do both at full rate"
+            )
         if setup.device == "cuda":
             found.append("the driver's context and the allocator's losses on a GPU are an allowance, not a measurement")
         return found
@@ -103,7 +105,6 @@ class Plan:
             "epoch_hours": self.epoch_hours,
             "hardware": asdict(self.hardware),
             "assumptions": self.assumptions,
-            "not_built_yet": list(NOT_BUILT),
         }
 
     def formulas(self) -> list[Item]:
@@ -113,6 +114,21 @@ class Plan:
             if item.name not in found or found[item.name].bytes < item.bytes:
                 found[item.name] = item
         return list(found.values())
+
+
+_HOLD = {
+    "none": "each holds everything",
+    "zero2": "each holds all weights, and its share of gradients, masters and moments",
+    "zero3": "each holds its share of weights, gradients, masters and moments",
+    "fsdp2": "each holds its share of weights, gradients, masters and moments",
+}
+
+
+def _host_bytes(setup: Setup) -> int:
+    """Of the machine's own memory, for what the optimiser keeps there: masters, moments and gradients in fp32, or less."""
+    near = setup.changed(optimizer__offload=False)
+    parts = next(phase for phase in phases(near) if phase.name == "optimiser step").items
+    return sum(i.bytes for i in parts if i.name in ("master weights", "moments", "gradients"))
 
 
 _PROBLEMS = {"gsm8k": 7473, "svamp": 700, "polaris": 53291}

@@ -16,6 +16,8 @@ __all__ = ["MicroBatchSize", "Setup"]
 
 _TYPICAL_PROMPT = 200
 """Tokens of a prompt where nothing says otherwise: a grade-school word problem with a system prompt has 60 to 250."""
+_FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in NF4: 4 bits, an 8-bit scale for 64 of them, and an fp32 scale for 256 scales (arXiv 2305.14314, section 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,15 @@ class Setup:
     @property
     def packed(self) -> bool:
         """Whether the lean decoder computes the passes; otherwise the model's own module, over padded rows."""
-        return self.shape.lean and not self.adapted
+        lora = self.config.model.lora
+        return self.shape.lean and (lora is None or lora.dropout == 0)
+
+    @property
+    def merged_bytes(self) -> int:
+        """Of the weights that the sampler reads in place of a base and its adapter."""
+        if not (self.adapted and self.shape.lean) or self.config.rollout.engine == "transformers":
+            return 0
+        return self.weight_bytes * self.shape.layers * self.shape.layer_matrices
 
     @property
     def in_fp32(self) -> bool:
@@ -111,6 +121,39 @@ class Setup:
         if lora is None:
             return self.shape.parameters - self.untrained
         return self.shape.adapter(lora.rank, lora.target_modules)
+
+    @property
+    def quantised(self) -> str:
+        """How the base's matrices are held: ``none``, ``8bit`` or ``4bit``."""
+        return self.config.model.quantization
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, the adapter's not counted. Of a quantised base the layers' matrices are of few bits and the rest is not."""
+        matrices = self.shape.layers * self.shape.layer_matrices
+        rest = self.weight_bytes * (self.shape.parameters - matrices)
+        if self.quantised == "4bit":
+            return int(matrices * _FOUR_BIT) + rest
+        if self.quantised == "8bit":
+            return matrices + 4 * self.shape.layers * self.shape.matrix_rows + rest
+        return self.weight_bytes * matrices + rest
+
+    @property
+    def sharding(self) -> str:
+        """What is divided over the processes: ``none``, ``zero2``, ``zero3`` or ``fsdp2``."""
+        chosen = self.config.training.sharding
+        return chosen if self.world_size > 1 and chosen != "auto" else "none"
+
+    @property
+    def ahead(self) -> int:
+        """Steps that sampling may be ahead of learning, whose weights are kept."""
+        return self.config.rollout.ahead
+
+    @property
+    def copies(self) -> int:
+        """Of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
+        own = self.merged_bytes > 0 or self.config.rollout.engine == "vllm"
+        return max(0, self.ahead - own)
 
     @property
     def has_reference(self) -> bool:
@@ -136,6 +179,11 @@ class Setup:
     def micro_batches(self) -> list[MicroBatchSize]:
         """The step's micro-batches, were all completions as long as allowed; cut by the trainer's own function."""
         return self._cut(self.completion)
+
+    @cached_property
+    def passes(self) -> int:
+        """Micro-batches of a step at the expected length."""
+        return len(self._cut(self.mean_completion))
 
     def _cut(self, completion: int) -> list[MicroBatchSize]:
         group: tuple[int, Sequence[int]] = (self.prompt, [completion] * self.config.rollout.completions_per_prompt)

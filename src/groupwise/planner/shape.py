@@ -55,6 +55,15 @@ class ModelShape:
         return self.width * (self.qkv + self.attended + 3 * self.feed_forward)
 
     @property
+    def matrix_rows(self) -> int:
+        """Outputs of one layer's matrices together: (H + 2K) E + 2 D + 2 F."""
+        return self.qkv + 2 * self.width + 2 * self.feed_forward
+
+    def cached(self, size: int) -> int:
+        """Bytes of one position's keys and values, ``size`` bytes a number: 2 L K E s."""
+        return 2 * self.layers * self.kv_heads * self.head_width * size
+
+    @property
     def head(self) -> int:
         """Weights of the output head: V D."""
         return self.vocabulary * self.width

@@ -13,6 +13,7 @@ from groupwise.errors import ModelError
 from groupwise.planner.item import Item
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import ModelShape, find_shape
+from groupwise.planner.sharding import Part, share, shared_formula
 
 __all__ = ["critic_of", "gradients", "state", "uses_own_critic"]
 
@@ -27,11 +28,12 @@ def state(setup: Setup) -> list[Item]:
     process = _PROCESS[setup.device] + (_PEFT if setup.adapted else 0)
     items = [
         Item("process", process, "what runs before any weights are loaded"),
-        Item("weights", setup.weight_bytes * setup.shape.parameters, "s P"),
+        _weights(setup),
         Item("reward models", setup.judges, "their weights, 2 bytes each or as their dtype says"),
         *_adapter(setup),
         *_optimiser(setup),
         *_reference(setup),
+        Item("samplers' weights", setup.copies * setup.weight_bytes * setup.shape.parameters, "s P for each step ahead"),
     ]
     critic = critic_of(setup)
     return items if critic is None else [*items, *_critic(critic)]
@@ -42,7 +44,7 @@ def gradients(setup: Setup) -> Item:
     if setup.offloaded:
         return Item("gradients", 0, "in the machine's memory")
     size = setup.weight_bytes if setup.config.optimizer.precision == "pure" and not setup.in_fp32 else 4
-    return Item("gradients", size * setup.trained, f"{size} {_learning(setup)}")
+    return _shared(setup, "gradients", "gradients", size * setup.trained, f"{size} {_learning(setup)}")
 
 
 def uses_own_critic(setup: Setup) -> bool:
@@ -68,6 +70,19 @@ def _shape_of(name: str) -> ModelShape | None:
         return None
 
 
+def _shared(setup: Setup, part: Part, name: str, total: int, formula: str) -> Item:
+    return Item(name, share(setup, part, total), shared_formula(setup, part, formula))
+
+
+_WEIGHTS = {"none": "s P", "4bit": "0.516 L matrices + s (the rest)", "8bit": "L (matrices + 4 rows) + s (the rest)"}
+
+
+def _weights(setup: Setup) -> Item:
+    if setup.sharding == "fsdp2" and _has_masters(setup):
+        return Item("weights", 0, "the masters, rounded when they are gathered")
+    return _shared(setup, "weights", "weights", setup.weights, _WEIGHTS[setup.quantised])
+
+
 def _learning(setup: Setup) -> str:
     return "A" if setup.adapted else "P"
 
@@ -75,17 +90,14 @@ def _learning(setup: Setup) -> str:
 def _adapter(setup: Setup) -> list[Item]:
     if not setup.adapted:
         return []
-    own = Item("adapter", 4 * setup.trained, "4 A, A weights of the adapter")
-    if not setup.shape.lean or setup.config.rollout.engine == "transformers":
-        return [own]
-    return [own, Item("merged weights", setup.weight_bytes * setup.shape.parameters, "s P, the sampler's copy")]
+    return [Item("adapter", 4 * setup.trained, "4 A, A weights of the adapter")]
 
 
 def _optimiser(setup: Setup) -> list[Item]:
     if setup.offloaded:
         return []
-    masters = [Item("master weights", 4 * setup.trained, f"4 {_learning(setup)}")] if _has_masters(setup) else []
-    return [*masters, _moments(setup)]
+    masters = _shared(setup, "optimiser", "master weights", 4 * setup.trained, f"4 {_learning(setup)}")
+    return [*([masters] if _has_masters(setup) else []), _moments(setup)]
 
 
 def _has_masters(setup: Setup) -> bool:
@@ -96,22 +108,22 @@ def _has_masters(setup: Setup) -> bool:
 def _moments(setup: Setup) -> Item:
     which = _learning(setup)
     if setup.config.optimizer.precision == "masters-8bit":
-        return Item("moments", int(2 * setup.trained * (1 + 4 / 256)), f"2 {which} + one fp32 for 256")
+        return _shared(setup, "optimiser", "moments", int(2 * setup.trained * (1 + 4 / 256)), f"(2 {which} + one fp32 for 256)")
     m = 4 if setup.in_fp32 or setup.config.optimizer.precision == "masters" else setup.weight_bytes
-    return Item("moments", 2 * m * setup.trained, f"2 x {m} {which}")
+    return _shared(setup, "optimiser", "moments", 2 * m * setup.trained, f"2 x {m} {which}")
 
 
 def _reference(setup: Setup) -> list[Item]:
     if not setup.has_reference or setup.parked:
         return []
-    parameters = setup.shape.parameters
-    average = [Item("reference average", 4 * parameters, "4 P")] if setup.config.algorithm.reference_mixing < 1 else []
-    return [Item("reference", setup.weight_bytes * parameters, "s P"), *average]
+    average = _shared(setup, "weights", "reference average", 4 * setup.shape.parameters, "4 P")
+    reference = _shared(setup, "weights", "reference", setup.weights, "s P")
+    return [reference, average] if setup.config.algorithm.reference_mixing < 1 else [reference]
 
 
 def _critic(critic: Setup) -> list[Item]:
     """Its weights and its optimiser; gradients belong to the phases in which there are some."""
-    weights = critic.weight_bytes * critic.shape.parameters + (4 * critic.trained if critic.adapted else 0)
+    weights = _weights(critic).bytes + (4 * critic.trained if critic.adapted else 0)
     learnt = sum(item.bytes for item in _optimiser(critic))
     return [
         Item("critic's weights", weights, "s P of the critic (+ 4 A with an adapter)"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from groupwise.config.schema import LoraConfig
@@ -11,8 +11,17 @@ from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
 from groupwise.planner.memory import peak_phase, phases
 from groupwise.planner.setup import Setup
+from groupwise.planner.state import uses_own_critic
 
 __all__ = ["Suggestion", "peak_bytes", "suggest"]
+
+_MORE_DEVICES = 3
+_MOST_PROCESSES = 512
+_WAYS_TO_DIVIDE = {
+    "zero2": "gradients and optimiser are divided (needs deepspeed)",
+    "fsdp2": "weights and optimiser are divided, and gathered for each pass",
+}
+"""Of ``training.sharding``, the nearer to whole replicas first. ``zero3`` holds what fsdp2 holds, and its weights beside the masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +36,18 @@ class Suggestion:
     effect: str
     """What changes beside memory."""
     rank: int
-    """0: same numbers, only speed; 1: rounding; 2: another objective, or fewer weights that learn."""
+    """0: same numbers, only speed; 1: rounding; 2: another objective, or fewer weights that learn; 3: same numbers on more devices."""
+    world_size: int = 1
+    """Processes that it takes."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def words(self) -> str:
-        """As one types it."""
-        return " ".join(f"{name}={_typed(value)}" for name, value in self.settings.items())
+        """As one types it after ``groupwise train RECIPE``."""
+        more = f" --num-processes {self.world_size}" if self.rank == _MORE_DEVICES else ""
+        return " ".join(f"{name}={_typed(value)}" for name, value in self.settings.items()) + more
 
 
 def _typed(value: Any) -> str:
@@ -56,6 +68,7 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
     if peak_bytes(setup) <= limit:
         return []
     tried = [_outcome(setup, changes, rank, effect, hardware, limit) for changes, rank, effect in _candidates(setup, limit)]
+    tried += _on_more_devices(setup, hardware, limit)
     fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
     return _without_supersets(fitting)[:most] if fitting else sorted(tried, key=lambda t: t.peak_bytes)[:1]
 
@@ -73,11 +86,37 @@ def _outcome(setup: Setup, changes: dict[str, Any], rank: int, effect: str, hard
     changed = setup.changed(**changes)
     peak = peak_bytes(changed)
     shown = {name.replace("__", "."): _plain(value) for name, value in changes.items()}
-    return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank)
+    return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank, setup.world_size)
 
 
 def _plain(value: Any) -> Any:
     return {"rank": value.rank, "alpha": value.alpha} if isinstance(value, LoraConfig) else value
+
+
+def _on_more_devices(setup: Setup, hardware: Hardware, limit: int) -> list[Suggestion]:
+    """The smallest number of processes, a power of two, over which the run fits divided."""
+    processes = 2
+    while processes <= _MOST_PROCESSES:
+        wider = replace(setup, world_size=processes)
+        if processes > setup.world_size:
+            for changes, effect in _divisions(wider):
+                found = _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
+                if found.fits:
+                    return [found]
+        processes *= 2
+    return []
+
+
+def _divisions(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
+    """Ways to divide what each process holds alone so far; only where the rest of the settings goes with it."""
+    config = setup.config
+    own = setup.world_size == 1 or setup.sharding != "none" or setup.adapted or uses_own_critic(setup)
+    elsewhere = config.optimizer.offload or config.training.offload_reference or config.optimizer.precision == "masters-8bit"
+    if setup.device != "cuda" or own or elsewhere or not setup.shape.lean:
+        return
+    for way, effect in _WAYS_TO_DIVIDE.items():
+        if way == "fsdp2" or config.optimizer.precision == "masters":
+            yield {"training__sharding": way}, effect
 
 
 Change = tuple[dict[str, Any], int, str]
@@ -113,6 +152,7 @@ def _slower(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
         away.append(({"optimizer__offload": True}, "each update waits for the bus and the CPU"))
         if reference:
             away.append(({**away[1][0], **away[2][0]}, f"{away[1][1]}; {away[2][1]}"))
+    away.extend(_divisions(setup))
     for one, words in recompute:
         for other, more in away:
             yield {**one, **other}, "; ".join(w for w in (words, more) if w)
@@ -127,9 +167,14 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
         yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
     if config.algorithm.beta > 0 and not setup.adapted:
         yield {"algorithm__beta": 0.0}, 2, "no reference and no KL: another objective"
-    if not setup.adapted:
+    if not setup.adapted and setup.sharding == "none":
         lora = LoraConfig(rank=16, alpha=32)
         yield {"model__lora": lora}, 2, "a low-rank adapter learns: raise the learning rate about tenfold"
+        both = "an adapter on a base of {} bits (needs bitsandbytes): raise the learning rate about tenfold"
+        yield {"model__lora": lora, "model__quantization": "8bit"}, 2, both.format(8)
+        yield {"model__lora": lora, "model__quantization": "4bit"}, 2, both.format(4)
+    elif setup.adapted and setup.quantised != "4bit":
+        yield {"model__quantization": "4bit"}, 2, "a base of 4 bits (needs bitsandbytes)"
 
 
 def _budget(setup: Setup, limit: int) -> int | None:

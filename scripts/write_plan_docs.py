@@ -1,0 +1,154 @@
+"""Writes docs/plans.md: what `groupwise plan` says of the set-ups people ask about. `python scripts/write_plan_docs.py`; a test says
+when that is due."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from groupwise.cli import app
+from groupwise.cli.plan import plan_of, show_plan
+from groupwise.planner import Plan
+
+__all__ = ["PAGE", "SETUPS", "SetUp", "made", "render"]
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "plans.md"
+WIDTH = 118
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """A machine and a recipe for it."""
+
+    title: str
+    words: str
+    """After ``groupwise plan``."""
+    about: str = ""
+
+
+SETUPS = (
+    SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70"),
+    SetUp("0.5B on a card of 16 GB", "gsm8k-0.5b --gpu-memory 16GiB"),
+    SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090"),
+    SetUp(
+        "The same with fp32 masters and 8-bit moments",
+        "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters-8bit training.offload_reference=true",
+    ),
+    SetUp(
+        "The same with fp32 masters outside the GPU",
+        "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters optimizer.offload=true",
+    ),
+    SetUp("0.5B and a length reward on two RTX 4090", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2"),
+    SetUp("The same divided by ZeRO-3", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2 training.sharding=zero3"),
+    SetUp(
+        "1.5B on eight GPUs of 80 GB",
+        "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8",
+        "Seven prompts x twelve completions of up to 400 tokens: one GPU has none of the seven.",
+    ),
+    SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8"),
+    SetUp("3B on POLARIS-53K, trained whole on one GPU of 80 GB", "polaris-3b --hardware a100-80gb --completion-tokens 800"),
+    SetUp("3B QLoRA on POLARIS-53K on a card of 24 GB", "polaris-3b-qlora --hardware rtx-4090 --completion-tokens 800"),
+    SetUp("3B QLoRA on POLARIS-53K on a card of 40 GB", "polaris-3b-qlora --hardware a100-40gb --completion-tokens 800"),
+)
+PUBLISHED = (
+    (
+        "16 bit",
+        500,
+        "polaris-3b optimizer.precision=stochastic training.offload_reference=true rollout.max_concurrent_sequences=64",
+    ),
+    ("with DeepSpeed", 800, "polaris-3b optimizer.offload=true rollout.max_concurrent_sequences=64"),
+    ("8-bit base", 1200, "polaris-3b-qlora model.quantization=8bit"),
+    ("QLoRA, 4-bit base", 2000, "polaris-3b-qlora"),
+)
+"""What a public guide reports for Qwen2.5-3B on POLARIS-53K, in examples an hour, and what comes nearest to it here."""
+_PROBLEMS_OF_POLARIS = 53_291
+INTRODUCTION = """\
+<!-- Written by scripts/write_plan_docs.py: change the recipes or the planner, then run it. -->
+
+# Plans of the recipes
+
+What `groupwise plan` says of each [recipe](recipes.md) on the machines it is for, before any weights are loaded. How the figures come
+about, and how they compare with measured peaks: [planning.md](planning.md). **Times and GPU memory are estimates from data sheets;
+none of these runs has been made here on a GPU.**
+"""
+
+
+def made(words: str) -> Plan:
+    """The plan that ``groupwise plan WORDS`` shows."""
+    command = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    given = command.make_context("plan", shlex.split(words)).params
+    return plan_of(**{name: value for name, value in given.items() if name not in ("formulas", "as_json")})
+
+
+def render() -> str:
+    """The page as Markdown."""
+    return "\n".join([INTRODUCTION, _overview(), _published(), *(_section(setup) for setup in SETUPS)]).rstrip() + "\n"
+
+
+def _published() -> str:
+    """Others' measurements beside our estimates."""
+    rows = [
+        "## POLARIS-53K on one A100 of 40 GB, beside published figures",
+        "",
+        "The middle columns are **others' figures**, of a public guide to GRPO for Qwen2.5-3B with a batch of 2; it does not say how long",
+        "completions were. The last ones are **our estimates** from the card's data sheet, nothing that was measured: completions of 800",
+        "tokens on average, four for each problem; at 2 problems a step, as there, and at the recipe's 8. An example is taken to be one",
+        "problem.",
+        "",
+        "| | published, an hour | hours for 53,291 | here | fits | 2 a step: an hour | hours | 8 a step: an hour | hours |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rate, words in PUBLISHED:
+        two, eight = (made(f"{words} --hardware a100-40gb --completion-tokens 800 rollout.prompts_per_step={n}") for n in (2, 8))
+        rates = [f"{plan.prompts_per_hour:,.0f} | {_PROBLEMS_OF_POLARIS / plan.prompts_per_hour:.0f}" for plan in (two, eight)]
+        fits = f"{eight.peak.bytes / 2**30:.0f} of 40 GiB" if eight.fits else "**no**"
+        rows.append(f"| {name} | {rate:,} | {_PROBLEMS_OF_POLARIS / rate:.0f} | `{words}` | {fits} | {' | '.join(rates)} |")
+    closing = (
+        "A step of 2 problems decodes 8 sequences at a time, and each of its tokens reads all weights: batches, not bits, are what makes",
+        "sampling fast here, and merged weights are sampled from whatever the base is held in. A base of 4 bits saves memory.",
+    )
+    return "\n".join([*rows, "", *closing, ""])
+
+
+def _overview() -> str:
+    rows = [
+        "| set-up | fits | peak of, GiB | most of it | a step, s | prompts an hour | once over the data, hours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for setup in SETUPS:
+        plan = made(setup.words)
+        link = f"[{setup.title}](#{_anchor(setup.title)})"
+        epoch = "-" if plan.epoch_hours is None else f"{plan.epoch_hours:,.1f}"
+        rows.append(
+            f"| {link} | {'yes' if plan.fits else '**no**'} | {plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f} | "
+            f"{plan.peak.cause.name} | {plan.cost.step_s:.1f} | {plan.prompts_per_hour:,.0f} | {epoch} |"
+        )
+    return "\n".join([*rows, ""])
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _section(setup: SetUp) -> str:
+    about = [setup.about, ""] if setup.about else []
+    return "\n".join(
+        [f"## {setup.title}", "", *about, f"`groupwise plan {setup.words}`", "", "```text", _shown(setup.words), "```", ""]
+    )
+
+
+def _shown(words: str) -> str:
+    text = io.StringIO()
+    show_plan(made(words), Console(file=text, width=WIDTH, highlight=False, soft_wrap=False), formulas=False)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
