@@ -17,7 +17,11 @@ from tests.distributed.test_processes import numbers, rows, weights
 
 SCRIPT = Path(__file__).with_name("run_ranks.py")
 SECTIONS = {
-    "training": {"steps": 5, "sharding": "fsdp2"},
+    "training": {
+        "steps": 5,
+        "sharding": "fsdp2",
+        "micro_batch_tokens": 60,
+    },  # so that one process makes more passes than the other
     "output": {"checkpoint_every": 3, "log_completions": 100},
     "algorithm": {"beta": 0.04},
     "warm_start": {"steps": 2, "examples_per_step": 3},
@@ -31,14 +35,17 @@ def fsdp_config(tiny_folder, sums):
     return conftest.small_config.__wrapped__(tiny_folder, sums)(**SECTIONS)
 
 
-@pytest.fixture(scope="module")
-def two_processes(fsdp_config, tmp_path_factory):
+def run_two(config, folder):
     """The folder in which two processes left what run_ranks.py says, and the exit code."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    (folder / "config.yaml").write_text(yaml.safe_dump(fsdp_config.model_dump(mode="json")))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return folder, launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
+
+
+@pytest.fixture(scope="module")
+def two_processes(fsdp_config, tmp_path_factory):
+    return run_two(fsdp_config, tmp_path_factory.mktemp("fsdp2"))
 
 
 @pytest.mark.slow
@@ -72,3 +79,58 @@ def test_two_processes_with_a_half_each_carry_on_bit_for_bit(two_processes):
     assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
     whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_one_process_carries_on_from_what_two_wrote(two_processes, fsdp_config, tmp_path):
+    """The files are those of one process: whole tensors, under the same names."""
+    folder = two_processes[0]
+    one = train(
+        fsdp_config, rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
+        resume_from=folder / "whole/checkpoints/step-3",
+    ).folder  # fmt: skip
+    for row, other in zip(numbers(one), numbers(folder / "whole")[3:], strict=True):
+        assert other == pytest.approx(row, rel=1e-4, abs=2e-6)
+    for name, values in weights(one).items():
+        torch.testing.assert_close(weights(folder / "whole")[name], values, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_both_with_its_error(two_processes):
+    folder, code = two_processes
+    assert code == 2
+    assert "process 1 of 2 failed: reward 'letters' on problem" in (folder / "error-0.txt").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["masters", "pure", "stochastic"])
+def test_every_precision_carries_on_and_is_read_by_one_process(tiny_folder, sums, tmp_path, dtype, precision):
+    """Two processes write, two carry on bit for bit, one finds every tensor it wants; with checkpointed gradients and a reference."""
+    from tests.training import conftest
+
+    make = conftest.small_config.__wrapped__(tiny_folder, sums)
+    sections = {
+        **SECTIONS,
+        "model": {"dtype": dtype, "gradient_checkpointing": True, "attention": "sdpa"},
+        "optimizer": {"precision": precision, "learning_rate": 1e-3},
+    }
+    config = make(**sections)
+    folder = run_two(config, tmp_path)[0]
+    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
+    assert all(torch.equal(a, weights(folder / "whole")[name]) for name, a in weights(folder / "resumed").items())
+    one = train(
+        config, rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
+        resume_from=folder / "whole/checkpoints/step-3",
+    ).folder  # fmt: skip
+    assert len(numbers(one)) == 2
+
+
+def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone():
+    from groupwise.training.budget import PassBudget
+
+    def fails():
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        PassBudget(100, fixed=True).attempt(fails, list, lambda: pytest.fail("it was tried again"))

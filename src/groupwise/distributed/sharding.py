@@ -39,15 +39,16 @@ class Sharding(Protocol):
         """The policy's weights, as they are now, whole where the engine reads them: around sampling."""
         ...
 
-    def even_out(self, scorer: Any, passes: int) -> None:
-        """After ``passes`` passes of ``scorer`` here: as many more that compute nothing of use, until all processes made equally many.
+    def evened(self, scorer: Any, passes: int) -> AbstractContextManager[None]:
+        """Around ``passes`` passes of ``scorer`` here: at its end as many more that compute nothing of use, until all processes have
+        made equally many; each with a backward pass where gradients are switched on.
 
-        Each with a backward pass where gradients are switched on.
+        How many those are is agreed on before the first: later, one process would ask while another waits in a pass.
         """
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Not a meeting of its own: what the backward pass exchanges is matched by ``even_out``."""
+        """Not a meeting of its own: what the backward pass exchanges is matched by ``evened``."""
         ...
 
     def sum_gradients(self, optimizer: Any) -> None:

@@ -243,8 +243,8 @@ class Learner:
         (``torch.no_grad``) only the numbers are computed. Names that begin with ``detail/`` are for callers, not for the records.
         """
         started = time.perf_counter()
-        found = merge([self._backward(micro_batch, first, scale) for micro_batch in micro_batches])
-        self.sharding.even_out(self.scorer, len(micro_batches))
+        with self.sharding.evened(self.scorer, len(micro_batches)):
+            found = merge([self._backward(micro_batch, first, scale) for micro_batch in micro_batches])
         return found | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     def step(self, rate: float | None = None) -> dict[str, Metric]:
@@ -294,10 +294,9 @@ class Learner:
         if self.moving_reference is None:
             return {}
         started = time.perf_counter()
-        with self.moving_reference.present() as reference:
+        with self.moving_reference.present() as reference, self.sharding.evened(reference, len(micro_batches)):
             for micro_batch in micro_batches:
                 micro_batch.reference_T = reference.logprobs(micro_batch.packed, self.config.rollout.temperature)
-            self.sharding.even_out(reference, len(micro_batches))
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()
@@ -308,14 +307,14 @@ class Learner:
             return {}
         started = time.perf_counter()
         entropies: list[Tensor] = []
-        for micro_batch in micro_batches:
-            scored = self._score(micro_batch, entropy=share < 1.0) if self._value_on_policy or share < 1.0 else None
-            if self.critic:
-                micro_batch.values_T = self.critic.value_of(micro_batch, scored)
-            if scored is not None and scored.entropy_T is not None:
-                entropies.append(scored.entropy_T)
-        if self._value_on_policy or share < 1.0:
-            self.sharding.even_out(self.scorer, len(micro_batches))
+        by_policy = self._value_on_policy or share < 1.0
+        with self.sharding.evened(self.scorer, len(micro_batches) if by_policy else 0):
+            for micro_batch in micro_batches:
+                scored = self._score(micro_batch, entropy=share < 1.0) if by_policy else None
+                if self.critic:
+                    micro_batch.values_T = self.critic.value_of(micro_batch, scored)
+                if scored is not None and scored.entropy_T is not None:
+                    entropies.append(scored.entropy_T)
         found: dict[str, Metric] = {"time/learn_s": Sum(time.perf_counter() - started)}
         everywhere = [e for part in self.world.gather([e.cpu() for e in entropies]) for e in part]
         if everywhere:

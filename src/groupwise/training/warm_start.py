@@ -83,10 +83,10 @@ def _backward(
     examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
     total = 0.0
     passes = list(cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget))
-    for parts in passes:
-        batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
-        loss = -scorer.logprobs(batch).sum() / tokens
-        sharding.backward(loss if scale == 1 else loss * scale)
-        total += float(loss.detach())
-    sharding.even_out(scorer, len(passes))
+    with sharding.evened(scorer, len(passes)):
+        for parts in passes:
+            batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
+            loss = -scorer.logprobs(batch).sum() / tokens
+            sharding.backward(loss if scale == 1 else loss * scale)
+            total += float(loss.detach())
     return sum(world.gather(total))

@@ -109,8 +109,11 @@ class Zero:
             finally:
                 self.scorer.inside = inside
 
-    def even_out(self, scorer: Scorer, passes: int) -> None:
-        for _ in range(max(self.world.gather(passes)) - passes):
+    @contextmanager
+    def evened(self, scorer: Scorer, passes: int) -> Iterator[None]:
+        missing = max(self.world.gather(passes)) - passes
+        yield
+        for _ in range(missing):
             found = scorer.logprobs(self._idle)
             if torch.is_grad_enabled():
                 self.backward(found.sum() * 0.0)
