@@ -40,10 +40,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, stochastic rounding": (*_SMALL, "optimizer.precision=stochastic"),
     "the same, LoRA": (*_SMALL, "model.lora={rank: 16, alpha: 32}"),
     "the same, LoRA recomputed": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.gradient_checkpointing=true"),
+    "the same, LoRA on a base of 8 bits": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.quantization=8bit"),
+    "the same, LoRA on a base of 4 bits": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.quantization=4bit"),
     "8 x 8 x 64, 2,048 tokens a pass": ("rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048"),
     "the same, 8-bit moments": (*_SMALL, "optimizer.precision=masters-8bit"),
     "the same, PPO with a critic of its own": (*_SMALL, "algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0"),
     "the same, two processes": _SMALL,
+    "the same, sampled a step ahead": (*_SMALL, "rollout.ahead=1"),
     "the same, two processes, FSDP2": (*_SMALL, "training.sharding=fsdp2"),
     "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
     "2 x 2 x 1,024, recomputed": (
