@@ -437,3 +437,16 @@ def test_what_is_divided_is_divided_and_comes_together_for_sampling(mode):
     assert of(few, "sampling", "gathered weights") == (0 if mode == "zero2" else 2 * parameters)
     alone = dataclasses.replace(few, world_size=1)
     assert phases(alone) == phases(dataclasses.replace(whole, world_size=1)), "with one process there is nothing to divide"
+
+
+def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
+    def found(*settings):
+        return make_plan(load_config("gsm8k-0.5b", ["rollout.engine=vllm", *settings]), HARDWARE["rtx-4090"]).phases
+
+    weights = 2 * KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"].parameters
+    assert item(found(), "learning", "vLLM") == int(0.3 * 24 * GIB)
+    assert item(found("rollout.vllm.cache_gib=2"), "learning", "vLLM") == weights + 2 * GIB
+    elsewhere = found("rollout.vllm.url=http://127.0.0.1:8300")
+    assert {i.name for phase in elsewhere for i in phase.items}.isdisjoint({"vLLM", "KV cache", "prefill", "samplers' weights"})
+    beside = found("rollout.ahead=1")
+    assert item(beside, "learning", "samplers' weights") == 0, "its weights are the copy"

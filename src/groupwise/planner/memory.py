@@ -15,6 +15,7 @@ from groupwise.planner.state import critic_of, gradients, state
 
 __all__ = ["Item", "Phase", "peak_phase", "phases"]
 
+_MIB = 2**20
 _HOLES_NAME = "the allocator's holes"
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
 """What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
@@ -90,6 +91,9 @@ def _all_gradients(setup: Setup) -> list[Item]:
 
 
 def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
+    if setup.by_vllm:
+        sent = 2 * setup.config.rollout.vllm.bucket_mib * _MIB if setup.device == "cpu" else 0
+        return [*gathered_for_sampling(setup), Item("weights on their way", sent, "2 x rollout.vllm.bucket_mib")]
     shape, s = setup.shape, setup.weight_bytes
     rows = min(setup.config.rollout.max_concurrent_sequences, prompts * samples)
     groups = min(prompts, rows)

@@ -76,6 +76,8 @@ class Plan:
             found.append(
                 f"optimizer.offload takes {_host_bytes(setup) / 2**30:.0f} GiB of the machine's own memory for each process"
             )
+        if setup.by_vllm and setup.config.rollout.vllm.url is not None:
+            found.append("vLLM's server has a device of the same kind for itself, and its memory is not counted here")
         if setup.ahead:
             found.append(
                 "time: sampling ahead hides the shorter of sampling and learning, if one device can do both at full rate"
@@ -160,6 +162,7 @@ def make_plan(
 
     Raises ModelError where the model's config.json cannot be had.
     """
+    limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
         config,
         find_shape(config.model),
@@ -167,6 +170,6 @@ def make_plan(
         world_size,
         prompt_tokens,
         mean_completion_tokens,
+        limit,
     )
-    limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

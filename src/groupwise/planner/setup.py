@@ -58,6 +58,8 @@ class Setup:
     """Longest prompt; 0 takes ``data.max_prompt_tokens``, or a typical length."""
     mean_completion_tokens: int = 0
     """Expected length, for time only; 0 takes the limit. Memory is planned for completions that all reach the limit."""
+    device_bytes: int = 0
+    """The device's whole memory, of which an engine may take a share; 0 where nobody has said."""
     untrained: int = 0
     """Weights of the model that never learn, of one that is trained whole: a critic's output head."""
 
@@ -98,9 +100,14 @@ class Setup:
         return self.shape.lean and (lora is None or lora.dropout == 0)
 
     @property
+    def by_vllm(self) -> bool:
+        """Whether another program samples, with weights and a cache of its own."""
+        return self.config.rollout.engine == "vllm"
+
+    @property
     def merged_bytes(self) -> int:
-        """Of the weights that the sampler reads in place of a base and its adapter."""
-        if not (self.adapted and self.shape.lean) or self.config.rollout.engine == "transformers":
+        """Of the weights that the built-in sampler reads in place of a base and its adapter."""
+        if not (self.adapted and self.shape.lean) or self.config.rollout.engine in ("transformers", "vllm"):
             return 0
         return self.weight_bytes * self.shape.layers * self.shape.layer_matrices
 
@@ -152,7 +159,7 @@ class Setup:
     @property
     def copies(self) -> int:
         """Of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
-        own = self.merged_bytes > 0 or self.config.rollout.engine == "vllm"
+        own = self.merged_bytes > 0 or self.by_vllm
         return max(0, self.ahead - own)
 
     @property

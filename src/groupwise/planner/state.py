@@ -33,6 +33,7 @@ def state(setup: Setup) -> list[Item]:
         *_adapter(setup),
         *_optimiser(setup),
         *_reference(setup),
+        *_vllm(setup),
         Item("samplers' weights", setup.copies * setup.weight_bytes * setup.shape.parameters, "s P for each step ahead"),
     ]
     critic = critic_of(setup)
@@ -119,6 +120,17 @@ def _reference(setup: Setup) -> list[Item]:
     average = _shared(setup, "weights", "reference average", 4 * setup.shape.parameters, "4 P")
     reference = _shared(setup, "weights", "reference", setup.weights, "s P")
     return [reference, average] if setup.config.algorithm.reference_mixing < 1 else [reference]
+
+
+def _vllm(setup: Setup) -> list[Item]:
+    """vLLM in the trainer's own process: its weights and its cache, or its share of a GPU, which is both."""
+    settings, weights = setup.config.rollout.vllm, setup.weight_bytes * setup.shape.parameters
+    if not setup.by_vllm or settings.url is not None:
+        return []
+    if settings.cache_gib is not None:
+        return [Item("vLLM", weights + int(settings.cache_gib * 2**30), "s P + rollout.vllm.cache_gib")]
+    taken = int(settings.gpu_memory_share * setup.device_bytes)
+    return [Item("vLLM", max(weights, taken), "rollout.vllm.gpu_memory_share of the GPU, its s P of weights included")]
 
 
 def _critic(critic: Setup) -> list[Item]:
