@@ -13,7 +13,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm import opening, versions
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.opening import check_vllm
-from groupwise.engines.vllm.protocol import PROTOCOL, Refused, StaleWeights
+from groupwise.engines.vllm.protocol import PROTOCOL, Broken, Refused, StaleWeights
 from groupwise.engines.vllm.service import Service
 from groupwise.engines.vllm.weights import packed_buckets
 from groupwise.errors import ConfigError, TrainingError
@@ -46,6 +46,31 @@ def test_a_server_that_breaks_off_is_asked_for_the_rest_alone(serve, engine_over
     backend.before_row, backend.asked = cut, []
     assert ids_of(engine.sample(prompts, 3, SAMPLED, seed=1, scope="s")) == first
     assert backend.asked == [6, 2]
+
+
+def test_a_sampler_that_broke_down_is_waited_for_until_its_server_starts_anew(
+    serve, engine_over, tiny_llama, make_prompts, ids_of
+):
+    prompts, server = make_prompts([4, 6]), serve(tiny_llama())
+    engine = engine_over(server, tiny_llama())
+    first = ids_of(engine.sample(prompts, 3, SAMPLED, seed=1, scope="s"))
+
+    def break_down(count):
+        raise Broken("vLLM broke down")
+
+    def start_anew():
+        server.close()
+        serve(tiny_llama(), port=server.port)
+
+    server.backend.before_row = break_down
+    later = threading.Timer(0.5, start_anew)
+    later.start()
+    assert ids_of(engine.sample(prompts, 3, SAMPLED, seed=1, scope="s")) == first
+    later.join()
+    link = Service(ModelBackend(tiny_llama(), before_row=break_down))  # in the trainer's own process nobody will
+    engine.link = link
+    with pytest.raises(TrainingError, match="does not sample: vLLM broke down"):
+        engine.refresh(1)
 
 
 def test_a_server_that_stays_away_ends_the_run_with_a_sentence(serve, engine_over, tiny_llama, make_prompts):

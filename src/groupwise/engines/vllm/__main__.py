@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def _serve(args: argparse.Namespace) -> None:
     from groupwise.engines.vllm.backend import VllmBackend, VllmOptions
 
     options = VllmOptions(
-        model=args.model, dtype=args.dtype, max_model_tokens=args.max_model_tokens, max_sequences=args.max_sequences,
+        model=_folder(args.model), dtype=args.dtype, max_model_tokens=args.max_model_tokens, max_sequences=args.max_sequences,
         memory_share=args.gpu_memory_share, cache_gib=args.cache_gib, tensor_parallel=args.tensor_parallel, eager=args.eager,
         block_tokens=args.block_tokens,
     )  # fmt: skip
@@ -61,9 +61,23 @@ def _serve(args: argparse.Namespace) -> None:
     about = server.service.hello()
     print(f"groupwise: {about['backend']} samples {about['model']} ({about['dtype']}) at {server.url}", flush=True)
     try:
-        server.wait()
+        backend.broken.wait()
+        raise TrainingError("vLLM broke down, as its own lines above say: start this server again, the trainer waits for it")
     finally:
         server.close()
+
+
+def _folder(model: str) -> str:
+    """The built-in model is a folder, once it was fetched; its making needs a package that vLLM does not bring."""
+    if model != "smollm2-135m-instruct":
+        return model
+    try:
+        from groupwise.models.embedded import ensure_embedded_model
+    except ImportError as error:
+        raise ConfigError(
+            f"{model} needs a package that is missing here ({error.name}): name its folder instead"
+        ) from error
+    return str(ensure_embedded_model())
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm.protocol import Job, Refused, shape_of
+from groupwise.engines.vllm.protocol import Broken, Job, Refused, shape_of
 from groupwise.engines.vllm.versions import check_versions, found_vllm
 from groupwise.engines.vllm.worker import EXTENSION
 from groupwise.errors import ModelError
@@ -63,13 +63,15 @@ class VllmBackend:
         block = options.block_tokens or (
             32 if current_platform.is_cpu() else None
         )  # on CPUs vLLM takes 128: few prompts have that
+        # vLLM 0.32 breaks down on CPUs where a prompt is cut for a step and its request has a seed ("CPU Generator does not use offset")
+        uncut: dict[str, Any] = {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
         cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
         arguments = EngineArgs(
             model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
             gpu_memory_utilization=options.memory_share, kv_cache_memory_bytes=cache, enforce_eager=options.eager,
             tensor_parallel_size=options.tensor_parallel, block_size=block, seed=options.seed, enable_prefix_caching=True,
             logprobs_mode="processed_logprobs", generation_config="vllm", skip_tokenizer_init=True, disable_log_stats=True,
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=EXTENSION, **uncut,
         )  # fmt: skip
         try:
             self.engine = LLMEngine.from_engine_args(arguments)
@@ -77,6 +79,7 @@ class VllmBackend:
             raise ModelError(f"vLLM cannot start with {options.model!r} ({_brief(error)}): see its own lines above") from error
         self.options = options
         self._inbox: queue.SimpleQueue[_Call | _Load | None] = queue.SimpleQueue()
+        self.broken = threading.Event()
         self._failed: BaseException | None = None
         self._steps = 0
         self._thread = threading.Thread(target=self._loop, name="groupwise-vllm", daemon=True)
@@ -84,7 +87,7 @@ class VllmBackend:
 
     def about(self) -> dict[str, Any]:
         if self._failed is not None:
-            raise Refused(f"vLLM broke down ({_brief(self._failed)}): start the server again")
+            raise Broken(f"vLLM broke down ({_brief(self._failed)})")
         config = self.engine.model_config
         return {
             "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
@@ -152,8 +155,9 @@ class VllmBackend:
                 self._abort_given_up(calls)
         except BaseException as error:
             self._failed = error
+            self.broken.set()
             for call in {id(call): call for call, _ in calls.values()}.values():
-                call.rows.put(Refused(f"vLLM broke down ({_brief(error)}): start the server again"))
+                call.rows.put(Broken(f"vLLM broke down ({_brief(error)})"))
             self._refuse_the_rest(error)
 
     def _arrivals(self, wait: bool) -> list[Any]:
@@ -165,7 +169,7 @@ class VllmBackend:
     def _refuse_the_rest(self, error: BaseException) -> None:
         while True:
             item = self._inbox.get()
-            refusal = Refused(f"vLLM broke down ({_brief(error)}): start the server again")
+            refusal = Broken(f"vLLM broke down ({_brief(error)})")
             if item is None:
                 return
             if isinstance(item, _Load):

@@ -45,6 +45,9 @@ def _check_server(client: Client, hf_config: Any, model: str) -> int:
     try:
         found = client.hello()
     except Unreachable as error:
+        from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
+
+        model = str(embedded_folder()) if model == EMBEDDED_NAME else model
         raise ConfigError(
             f"rollout.vllm.url is {client.where!r}, where nobody answers ({error}): start a server in vLLM's environment with "
             f"`python -m groupwise.engines.vllm {model}`"

@@ -20,6 +20,7 @@ from groupwise.engines.base import SamplingSettings
 
 __all__ = [
     "PROTOCOL",
+    "Broken",
     "Job",
     "Link",
     "Refused",
@@ -49,6 +50,11 @@ class Job:
 
 class Refused(Exception):
     """The server understood, and will not; the message is for a person."""
+
+
+class Broken(Refused):
+    """What computes has broken down, and will not come back by itself. Over HTTP it is silence: whoever started the server may start it
+    anew."""
 
 
 class StaleWeights(Exception):

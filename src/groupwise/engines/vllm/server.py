@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from groupwise.engines.vllm.protocol import Job, Refused, StaleWeights, settings_from
+from groupwise.engines.vllm.protocol import Broken, Job, Refused, StaleWeights, settings_from
 from groupwise.engines.vllm.service import Service
 
 __all__ = ["Server"]
@@ -32,10 +32,6 @@ class Server:
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until somebody closes it."""
-        self._thread.join()
-
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
@@ -49,10 +45,13 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        if urlsplit(self.path).path.rstrip("/") == "/groupwise":
-            self._answer(200, self.service.hello())
-        else:
+        if urlsplit(self.path).path.rstrip("/") != "/groupwise":
             self._answer(404, {"refused": f"there is nothing at {self.path}"})
+            return
+        try:
+            self._answer(200, self.service.hello())
+        except Broken:
+            self.close_connection = True
 
     def do_POST(self) -> None:
         path = urlsplit(self.path)
@@ -64,6 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, self._act(path.path, path.query, body))
         except StaleWeights as stale:
             self._answer(409, {"stale": stale.wanted, "held": stale.held})
+        except Broken:
+            self.close_connection = True
         except Refused as refused:
             self._answer(400, {"refused": str(refused)})
         except (KeyError, TypeError, ValueError) as error:
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             self._write_rows(first, rows)
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, Broken):
             self.close_connection = True
         finally:
             rows.close()  # type: ignore[attr-defined]
@@ -118,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             for row in rows:
                 self._chunk(row)
             self._chunk({"done": True})
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, Broken):
             raise
         except Exception as error:  # too late for a status: it is told as a row
             self._chunk({"failed": f"{type(error).__name__}: {error}"})
