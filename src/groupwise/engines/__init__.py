@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from groupwise.config.schema import RolloutConfig
@@ -23,18 +22,18 @@ def make_engine(
     rollout: RolloutConfig,
     scorer: Scorer | None = None,
     world: World | None = None,
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    collect: Callable[[Policy], Policy | None] = lambda policy: policy,
 ) -> Engine:
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
-    on the very same tensors. ``world``: the processes that make their engines at once; ``whole``: what they enter together where each
-    holds a part of the weights and the whole is needed.
+    on the very same tensors. ``world``: the processes that make their engines at once; ``collect``: where each holds a part of the
+    weights, what gives the first of them the policy with all of its weights, when all call it.
 
     Raises ConfigError where the built-in engine is asked for and does not cover the architecture, or vLLM cannot be had.
     """
     if rollout.engine == "vllm":
         from groupwise.engines.vllm.opening import open_vllm_engine
 
-        return open_vllm_engine(policy, rollout, world, whole)
+        return open_vllm_engine(policy, rollout, world, collect)
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted

@@ -73,7 +73,7 @@ def start(
             policy = _load(config.model, checkpoint, aside)
             scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
             sharding = make_sharding(config, world, scorer)
-            engine = make_engine(policy, config.rollout, scorer, world, sharding.whole)
+            engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)
         release_freed_memory()
     except BaseException:
         prepared.rewards.close()

@@ -75,7 +75,8 @@ def test_a_sampler_that_broke_down_is_waited_for_until_its_server_starts_anew(
 
 def test_a_server_that_stays_away_ends_the_run_with_a_sentence(serve, engine_over, tiny_llama, make_prompts):
     server = serve(tiny_llama())
-    engine = engine_over(server, tiny_llama(), patience_s=0.3)
+    engine = engine_over(server, tiny_llama())
+    engine.patience_s = 0.3
     server.close()
     with pytest.raises(TrainingError, match=rf"vLLM is gone: {server.url} does not answer .*--resume"):
         engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")

@@ -74,9 +74,7 @@ def _folder(model: str) -> str:
     try:
         from groupwise.models.embedded import ensure_embedded_model
     except ImportError as error:
-        raise ConfigError(
-            f"{model} needs a package that is missing here ({error.name}): name its folder instead"
-        ) from error
+        raise ConfigError(f"{model} needs a package that is missing here ({error.name}): name its folder instead") from error
     return str(ensure_embedded_model())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,19 +48,27 @@ class VllmEngine:
     holds_weights = True
 
     def __init__(
-        self, policy: Policy, link: Link, world: World | None = None, *, bucket_bytes: int = 2**28, patience_s: float = 300.0,
-        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:  # fmt: skip
-        """``whole``: entered by all processes where the weights are needed as a whole, for those that each hold a part of them. Sampling
-        is done inside of it.
+        self,
+        policy: Policy,
+        link: Link,
+        world: World | None = None,
+        *,
+        bucket_bytes: int = 2**28,
+        patience_s: float = 300.0,
+        collect: Callable[[Policy], Policy | None] = lambda policy: policy,
+    ) -> None:
+        """``collect``: for all processes at once, the policy with its whole weights, for the first process at least; where each holds
+        only a part of them.
 
-        Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them."""
+        Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them.
+        """
         check_pushable(policy.model, policy.name)
         self.policy, self.link, self.world = policy, link, world or World()
-        self.bucket_bytes, self.patience_s, self.whole = bucket_bytes, patience_s, whole
+        self.bucket_bytes, self.patience_s, self.collect = bucket_bytes, patience_s, collect
         self.end_token_ids = frozenset(policy.end_token_ids)
         self.policy_version = 0
         self._owner = self.world.first_does(lambda: uuid.uuid4().hex[:12])
+        self.divided = False
         self._pushes = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._push_s = self._probed = 0.0
@@ -77,9 +84,10 @@ class VllmEngine:
         started = time.perf_counter()
         self.policy_version = policy_version
         self._pushes += 1
-        with self.whole():
-            self.world.first_does(self._push)
-            self._probed = max(self._probed, self._probe())
+        found = self.collect(self.policy)
+        self.divided = found is not self.policy
+        self.world.first_does(lambda: self._push(found))
+        self._probed = max(self._probed, self.world.first_does(lambda: self._probe(found)))
         self._push_s += time.perf_counter() - started
 
     def metrics(self) -> dict[str, Metric]:
@@ -198,17 +206,19 @@ class VllmEngine:
 
     @property
     def _vocabulary(self) -> int:
-        return int(self.policy.model.get_output_embeddings().weight.shape[0])
+        config = self.policy.model.config
+        return int(config.get_text_config().vocab_size)
 
-    def _push(self) -> dict[str, Any]:
-        """Send the weights and have them loaded. Starts over where the server was started anew."""
+    def _push(self, policy: Policy | None) -> dict[str, Any]:
+        """Send its weights and have them loaded. Starts over where the server was started anew."""
+        assert policy is not None, "the first process was not given the whole weights"
         weights, patience = self.weights, _Patience(self.patience_s)
         while True:
             try:
                 if not self.link.begin(weights):
                     return {}
                 index = -1
-                for index, (data, sha256) in enumerate(packed_buckets(self.policy.model, self.bucket_bytes)):
+                for index, (data, sha256) in enumerate(packed_buckets(policy.model, self.bucket_bytes)):
                     self.link.bucket(weights, index, data, sha256)
                 return self.link.commit(weights, self.policy_version, index + 1)
             except Unreachable as error:
@@ -223,21 +233,26 @@ class VllmEngine:
                 f"another run has pushed its weights to {self.link.where} meanwhile: a server samples for one run at a time; start one "
                 "for each, and carry on with --resume"
             )
-        self._push()
+        if self.divided:
+            raise TrainingError(
+                f"vLLM at {self.link.where} was started anew and has lost the weights, which no single process has as a whole: carry on "
+                "with --resume"
+            )
+        self._push(self.policy)
 
-    def _probe(self) -> float:
-        """For all processes at once: sample a few tokens there, score them here; the mean difference in nats.
+    def _probe(self, policy: Policy | None) -> float:
+        """Sample a few tokens there, score them here; the mean difference in nats.
 
         Raises TrainingError where it shows that the server computes something else than this model.
         """
+        assert policy is not None, "the first process was not given the whole weights"
         prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
-        settings = SamplingSettings(max_tokens=_PROBE_TOKENS)
-        row = self.world.first_does(lambda: dict(self._rows([Job(prompt, 1)], settings))[0])
-        ids = torch.tensor([[*prompt, *row["tokens"]]], device=self.policy.device)
+        row = dict(self._rows([Job(prompt, 1)], SamplingSettings(max_tokens=_PROBE_TOKENS)))[0]
+        ids = torch.tensor([[*prompt, *row["tokens"]]], device=policy.model.device)
         with torch.no_grad():
-            logits = self.policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         scored_T = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
-        apart = self.world.first_does(lambda: float((scored_T - torch.tensor(row["logprobs"])).abs().mean()))
+        apart = float((scored_T - torch.tensor(row["logprobs"])).abs().mean())
         if not apart <= PROBE_NATS:
             raise TrainingError(
                 f"after the weights were pushed, {self.link.where} gives its own tokens log-probabilities {apart:.2f} nats away from the "

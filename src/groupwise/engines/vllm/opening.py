@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +74,9 @@ def open_vllm_engine(
     policy: Policy,
     rollout: RolloutConfig,
     world: World | None = None,
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    collect: Callable[[Policy], Policy | None] = lambda policy: policy,
 ) -> VllmEngine:
-    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. ``whole``: see `VllmEngine`.
+    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. ``collect``: see `VllmEngine`.
 
     Raises ConfigError, ModelError or TrainingError where that cannot be.
     """
@@ -88,7 +87,9 @@ def open_vllm_engine(
     check_vllm(rollout, policy.model.config, policy.name)
     settings = rollout.vllm
     link = _client(settings) if settings.url is not None else _own(policy, rollout)
-    return VllmEngine(policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, whole=whole)
+    return VllmEngine(
+        policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, collect=collect
+    )
 
 
 def _client(settings: VllmConfig) -> Client:
