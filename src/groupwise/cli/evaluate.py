@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.options import NumProcesses, ProgressAside, start_processes
+from groupwise.cli.options import DeviceMap, NumProcesses, ProgressAside, check_device_map, start_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts, one a line.")
     ] = None,
+    device_map: DeviceMap = None,
     as_json: ProgressAside = False,
     num_processes: NumProcesses = 1,
 ) -> None:
@@ -62,8 +63,10 @@ def evaluate(
       groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
       groupwise eval my-model --data gsm8k:test --shots 4 data.folder=~/data
       groupwise eval my-model --data gsm8k:test --num-processes 8
+      groupwise eval Qwen/Qwen2.5-32B-Instruct --device-map auto 'model.max_memory={0: 20GiB, cpu: 100GiB}'
       groupwise eval both.jsonl
     """
+    check_device_map(device_map, num_processes)
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
@@ -71,6 +74,7 @@ def evaluate(
     models, overrides = _models_and_settings(words)
     options = [f"evaluation.samples={samples}"] if samples else []
     options += [f"evaluation.shots={shots}"] if shots is not None else []
+    options += [f"model.device_map={device_map}"] if device_map else []
     aside = console(stderr=True, quiet=not is_first_process())
     judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], aside)
     from groupwise.evaluation.models import compare_models, write_records

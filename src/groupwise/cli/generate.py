@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import Model, NumProcesses, start_processes
+from groupwise.cli.options import DeviceMap, Model, NumProcesses, check_device_map, start_processes
 
 __all__ = ["generate"]
 
@@ -27,6 +27,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    device_map: DeviceMap = None,
     num_processes: NumProcesses = 1,
 ) -> None:
     """Let a model answer: one PROMPT, each line of standard input, or, in a terminal, a conversation.
@@ -42,6 +43,7 @@ def generate(
     from groupwise.distributed import open_world, world_size
     from groupwise.errors import ConfigError
 
+    check_device_map(device_map, num_processes)
     many = num_processes > 1 or world_size() > 1
     if many and (prompt is not None or sys.stdin.isatty()):
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
@@ -49,7 +51,7 @@ def generate(
     from groupwise.cli.chat import answer_dealt_lines, answer_lines, converse, make_speaker
     from groupwise.cli.models import fetch_model, settings_for_model
 
-    config, run_config = settings_for_model(model)
+    config, run_config = settings_for_model(model, [f"model.device_map={device_map}"] if device_map else [])
     if system is not None:
         config.prompt.system = system
     elif run_config is None:

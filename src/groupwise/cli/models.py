@@ -12,6 +12,8 @@ from groupwise.config import Config, load_config
 __all__ = ["fetch_model", "settings_for_model"]
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
+_MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
+"""How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
 
 
 def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
@@ -27,7 +29,7 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
     if not made_by_run:
         return load_config(None, [f"model.name={model}", *overrides]), None
-    return load_config(run_config, [f"model.name={path}", "model.revision=null", *overrides]), run_config
+    return load_config(run_config, [f"model.name={path}", *_MERGED, *overrides]), run_config
 
 
 def fetch_model(config: Config) -> None:

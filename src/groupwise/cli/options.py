@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "Model", "NumProcesses", "Overrides", "ProgressAside", "Source", "start_processes"]
+__all__ = [
+    "AsJson",
+    "DeviceMap",
+    "Model",
+    "NumProcesses",
+    "Overrides",
+    "ProgressAside",
+    "Source",
+    "check_device_map",
+    "start_processes",
+]
 
 Overrides = Annotated[
     list[str] | None,
@@ -16,6 +26,14 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ProgressAside = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        "--device-map",
+        metavar="auto",
+        help="For a model that no single device holds: lay it over all GPUs, the machine's memory and the disk.",
+    ),
+]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model folder, a run's folder, a Hub name, or smollm2-135m-instruct.")
 ]
@@ -31,6 +49,16 @@ NumProcesses = Annotated[
         help="Processes on this machine that share the work, one for each GPU; see docs/distributed.md.",
     ),
 ]
+
+
+def check_device_map(device_map: str | None, processes: int) -> None:
+    """Raise ConfigError where one model over all devices is asked for, and several processes with one each too."""
+    from groupwise.errors import ConfigError
+
+    if device_map and (processes > 1 or "RANK" in os.environ):
+        raise ConfigError(
+            f"--device-map {device_map} lays one model over all devices, but several processes take one each: leave one of the two out"
+        )
 
 
 def start_processes(count: int) -> None:

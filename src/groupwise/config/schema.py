@@ -64,6 +64,11 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
+    device_map: Literal["auto"] | None = None
+    """For `groupwise eval` and `generate` with a model that no single device holds: `auto` lays its layers over all GPUs, then the
+    machine's memory, then the disk (package accelerate). Training does not take it."""
+    max_memory: dict[int | str, str] | None = None
+    """The most that `device_map` may lay on each device, such as `{0: 20GiB, cpu: 60GiB}`; what is over goes to the disk."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     quantization: Literal["none", "4bit", "8bit"] = "none"

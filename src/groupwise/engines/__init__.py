@@ -40,9 +40,12 @@ def make_engine(
     from groupwise.models.decoder import Decoder, why_unsupported
     from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
     from groupwise.models.quantised import quantised_layers
+    from groupwise.models.spread import is_spread
 
     frozen = is_adapted(policy.model) or bool(quantised_layers(policy.model))
     reason = None if isinstance(scorer, Decoder) else (why_not_lean if frozen else why_unsupported)(policy.model)
+    if is_spread(policy.model):
+        reason = "its weights lie on several devices"
     if rollout.engine == "builtin" and reason is not None:
         raise ConfigError(
             f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.models.spread import input_device, is_spread
 from groupwise.types import Completion, Prompt
 
 __all__ = ["TransformersEngine"]
@@ -95,7 +96,7 @@ class TransformersEngine:
 
     def _decode(self, sequences: list[_Sequence], settings: SamplingSettings) -> Iterator[None]:
         """Sample until every sequence has ended, yielding after each token."""
-        device = self.model.device
+        device = input_device(self.model)
         training = self.model.training
         self.model.eval()  # gradient checkpointing, which takes the cache away, acts in training mode alone
         try:
@@ -129,7 +130,7 @@ class TransformersEngine:
                     break
                 if len(keep) <= len(alive) // 2 and hasattr(cache, "batch_select_indices"):
                     index = torch.tensor(keep, device=device)
-                    cache.batch_select_indices(index)
+                    cache.batch_select_indices(index.cpu() if is_spread(self.model) else index)
                     alive, inputs, mask, keys = [alive[i] for i in keep], inputs[index], mask[index], keys[index]
         finally:
             self.model.train(training)

@@ -28,6 +28,7 @@ from groupwise.models.folder import check_folder, is_folder_name, mend_folder, m
 from groupwise.models.hub import only_from_cache
 from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
 from groupwise.models.quiet import quiet
+from groupwise.models.spread import check_spread, input_device, placement, remove_with
 
 __all__ = [
     "Policy",
@@ -63,7 +64,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return input_device(self.model)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -71,6 +72,7 @@ def check_model(config: ModelConfig) -> None:
     resolve_device(config.device)
     _check_attention(config)
     quantisation_settings(config)
+    check_spread(config)
     if config.name == EMBEDDED_NAME:
         return
     if is_folder_name(config.name):
@@ -115,7 +117,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     model = settle(_load_weights(config, _attention(config, target), target))
-    if config.quantization == "none":  # else it was put there when it was quantised
+    if config.quantization == "none" and config.device_map is None:  # else it was put there when it was loaded
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
     _check_vocabulary(config, tokenizer, model)
     model.generation_config = GenerationConfig(
@@ -169,9 +171,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def copy_to_cpu(model: Any) -> Any:
-    """The model once more, with weights of its own in the CPU's memory; tensors that are one stay one."""
-    kept: dict[int, Any] = {}
+    """The model once more, with weights of its own in the CPU's memory; tensors that are one stay one.
+
+    Under an adapter the frozen weights are shared, wherever they lie: nothing changes them.
+    """
+    kept: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad} if is_adapted(model) else {}
     for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) in kept:
+            continue
         copied = tensor.detach().to("cpu", copy=True)
         kept[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
     return copy.deepcopy(model, kept)
@@ -231,6 +238,8 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
     how: dict[str, Any] = {}
     if (quantised := quantisation_settings(config)) is not None:
         how = {"quantization_config": quantised, "device_map": {"": device}}
+    if config.device_map is not None:
+        how |= placement(config)
     with _explained(config, "model"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             _source(config),
@@ -241,6 +250,8 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
             **_origin(config),
         )
     model, info = loaded
+    if "offload_folder" in how:
+        remove_with(model, how["offload_folder"])
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the weights of {config.name!r} lack {len(missing)} tensors of its architecture (such as {missing[0]}), which would "

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError, ModelError
+from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, copy_to_cpu, save_model
 from groupwise.training.learner import Learner
 
@@ -68,7 +69,8 @@ class Snapshot:
         """How much memory ``copied`` takes."""
         if self.is_copy:
             return 0
-        everything = [*self.policy.model.parameters(), *self.policy.model.buffers()]
+        model = self.policy.model
+        everything = [*(p for p in model.parameters() if p.requires_grad or not is_adapted(model)), *model.buffers()]
         everything += [tensor for file in self.tensors.values() for tensor in file.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in everything)
 

@@ -1,0 +1,63 @@
+"""A model whose layers lie on several devices, in the machine's memory and on the disk, by transformers' and accelerate's ``device_map``.
+
+It is computed by its own module: accelerate's hooks bring what each layer reads to where the layer is, and layers that are on the disk or
+in the machine's memory to a GPU when their turn comes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import ModelError
+
+__all__ = ["check_spread", "input_device", "is_spread", "placement", "remove_with"]
+
+
+def check_spread(config: ModelConfig) -> None:
+    """Raise ModelError where ``model.device_map`` asks for a package that is missing."""
+    if config.device_map is not None and importlib.util.find_spec("accelerate") is None:
+        raise ModelError(
+            f"model.device_map is {config.device_map}, which needs the package accelerate, and it is not installed: "
+            "pip install 'groupwise[distributed]', or leave it out"
+        )
+
+
+def placement(config: ModelConfig) -> dict[str, Any]:
+    """What to ask ``from_pretrained`` for; ``offload_folder`` is a new folder for what goes to the disk."""
+    folder = tempfile.mkdtemp(prefix="groupwise-offload-")
+    limits = {"max_memory": dict(config.max_memory)} if config.max_memory else {}
+    return {"device_map": config.device_map, "offload_folder": folder, **limits}
+
+
+def remove_with(model: Any, folder: str) -> None:
+    """Let ``folder`` go when ``model`` does, or when the process ends; at once where nothing was put there."""
+    if any(Path(folder).iterdir()):
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_spread(model: Any) -> bool:
+    """Whether ``model`` lies in more than one place."""
+    places = getattr(model, "hf_device_map", None) or {}
+    return len({str(place) for place in places.values()}) > 1 or "disk" in places.values()
+
+
+def input_device(model: Any) -> torch.device:
+    """Where ``model`` takes its inputs and leaves its logits: its own device, or the first GPU of those it is spread over."""
+    if not is_spread(model):
+        return model.device  # type: ignore[no-any-return]
+    computing = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
+    return (
+        torch.device("cuda", computing[0])
+        if computing and isinstance(computing[0], int)
+        else torch.device(computing[0] if computing else "cpu")
+    )
