@@ -24,7 +24,8 @@ from groupwise.tracking.environment import usable_cpus
 __all__ = ["CURVES", "Budget", "Job", "Variant", "carry_out", "grpo_job", "run_all", "warm_start_job"]
 
 CURVES = ("accuracy/strict", "reward/mean", "policy/loss", "policy/kl", "policy/entropy", "optimizer/grad_norm", "time/step_s",
-          "rollout/staleness", "policy/sampler_mismatch", "policy/correction_cut", "policy/clip_share")  # fmt: skip
+          "rollout/staleness", "policy/sampler_mismatch", "policy/correction_cut", "policy/clip_share",
+          "time/wait_s", "time/sample_s", "time/learn_s")  # fmt: skip
 """What is kept of each step, where it is logged."""
 
 
