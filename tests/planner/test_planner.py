@@ -450,3 +450,30 @@ def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
     assert {i.name for phase in elsewhere for i in phase.items}.isdisjoint({"vLLM", "KV cache", "prefill", "samplers' weights"})
     beside = found("rollout.ahead=1")
     assert item(beside, "learning", "samplers' weights") == 0, "its weights are the copy"
+
+
+@pytest.mark.parametrize(("recipe", "processes"), [("gsm8k-7b-8gpu", 8), ("gsm8k-1.5b-8gpu", 8), ("polaris-3b", 1)])
+def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkeypatch):
+    """The trainer's own checks over every suggestion, for a small card."""
+    from groupwise.distributed import zero_launch
+    from groupwise.training import sharding
+    from groupwise.training.sharding import zero
+
+    monkeypatch.setattr(zero, "refuse_without_deepspeed", lambda reason: None)
+    monkeypatch.setattr(zero_launch, "refuse_without_deepspeed", lambda reason: None)
+    monkeypatch.setattr(sharding, "world_size", lambda: 8)
+    made = make_plan(load_config(recipe), HARDWARE["rtx-4090"], world_size=processes)
+    assert not made.fits
+    assert made.suggestions
+    for one in made.suggestions:
+        overrides = [f"{name}={json.dumps(value)}" for name, value in one.settings.items()]
+        sharding.check_sharding(load_config(recipe, overrides), Qwen2Config())
+
+
+def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():
+    made = make_plan(load_config("polaris-3b"), HARDWARE["rtx-4090"])
+    last = made.suggestions[-1]
+    assert (last.rank, last.world_size) == (3, 8)
+    assert "--num-processes 8" in last.words
+    few = make_plan(load_config("polaris-3b", ["rollout.prompts_per_step=4"]), HARDWARE["rtx-4090"], limit_bytes=12 * GIB)
+    assert all(one.world_size <= 4 for one in few.suggestions)

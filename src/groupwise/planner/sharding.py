@@ -14,7 +14,7 @@ from groupwise.planner.setup import Setup
 
 __all__ = [
     "Part", "divided", "exchange_buffers", "exchange_bytes", "flat_gradient", "gathered_for_passes", "gathered_for_sampling",
-    "scattered", "share", "shared_formula",
+    "refused", "scattered", "share", "shared_formula",
 ]  # fmt: skip
 
 Part = Literal["weights", "gradients", "optimiser"]
@@ -80,6 +80,20 @@ def flat_gradient(setup: Setup) -> list[Item]:
     if setup.sharding not in ("zero2", "zero3"):
         return []
     return [Item("flat gradient", 4 * -(-setup.trained // setup.world_size), "4 P / n, at the step")]
+
+
+def refused(setup: Setup) -> bool:
+    """Whether the trainer does not divide a run with these settings (``training/sharding`` says why)."""
+    config, way = setup.config, setup.sharding
+    if way == "none":
+        return False
+    value = config.algorithm.baseline == "value"
+    elsewhere = config.optimizer.offload or config.training.offload_reference or config.rollout.ahead > 0
+    if elsewhere or setup.adapted or not setup.shape.lean or config.rollout.engine == "transformers":
+        return True
+    if way == "fsdp2":
+        return config.optimizer.precision == "masters-8bit" or (value and config.algorithm.critic != "shared")
+    return config.optimizer.precision != "masters" or value or config.model.dtype == "float16"
 
 
 def exchange_buffers(setup: Setup) -> list[Item]:

@@ -15,7 +15,7 @@ from groupwise.planner.setup import Setup
 from groupwise.planner.shape import ModelShape, find_shape
 from groupwise.planner.sharding import Part, share, shared_formula
 
-__all__ = ["critic_of", "gradients", "state", "uses_own_critic"]
+__all__ = ["critic_of", "gradients", "state"]
 
 _MIB = 2**20
 _PROCESS = {"cpu": 405 * _MIB, "cuda": 600 * _MIB}
@@ -48,7 +48,7 @@ def gradients(setup: Setup) -> Item:
     return _shared(setup, "gradients", "gradients", size * setup.trained, f"{size} {_learning(setup)}")
 
 
-def uses_own_critic(setup: Setup) -> bool:
+def _uses_own_critic(setup: Setup) -> bool:
     """Whether PPO's value is learned by a second model."""
     algorithm = setup.config.algorithm
     return algorithm.baseline == "value" and algorithm.critic != "shared"
@@ -56,7 +56,7 @@ def uses_own_critic(setup: Setup) -> bool:
 
 def critic_of(setup: Setup) -> Setup | None:
     """The critic as a run of its own shape; None without one. One whose config.json cannot be had counts as the policy's copy."""
-    if not uses_own_critic(setup):
+    if not _uses_own_critic(setup):
         return None
     name = setup.config.algorithm.critic
     shape = setup.shape if name == "copy" else _shape_of(name) or setup.shape

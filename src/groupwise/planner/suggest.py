@@ -11,12 +11,11 @@ from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
 from groupwise.planner.memory import peak_phase, phases
 from groupwise.planner.setup import Setup
-from groupwise.planner.state import uses_own_critic
+from groupwise.planner.sharding import refused
 
 __all__ = ["Suggestion", "peak_bytes", "suggest"]
 
 _MORE_DEVICES = 3
-_MOST_PROCESSES = 512
 _WAYS_TO_DIVIDE = {
     "zero2": "gradients and optimiser are divided (needs deepspeed)",
     "fsdp2": "weights and optimiser are divided, and gathered for each pass",
@@ -67,7 +66,11 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
     """
     if peak_bytes(setup) <= limit:
         return []
-    tried = [_outcome(setup, changes, rank, effect, hardware, limit) for changes, rank, effect in _candidates(setup, limit)]
+    tried = [
+        _outcome(setup, changes, rank, effect, hardware, limit)
+        for changes, rank, effect in _candidates(setup, limit)
+        if not refused(setup.changed(**changes))
+    ]
     tried += _on_more_devices(setup, hardware, limit)
     fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
     return _without_supersets(fitting)[:most] if fitting else sorted(tried, key=lambda t: t.peak_bytes)[:1]
@@ -94,12 +97,14 @@ def _plain(value: Any) -> Any:
 
 
 def _on_more_devices(setup: Setup, hardware: Hardware, limit: int) -> list[Suggestion]:
-    """The smallest number of processes, a power of two, over which the run fits divided."""
+    """The smallest number of processes, a power of two, over which the run fits divided; each has at least one prompt."""
     processes = 2
-    while processes <= _MOST_PROCESSES:
+    while processes <= setup.config.rollout.prompts_per_step:
         wider = replace(setup, world_size=processes)
         if processes > setup.world_size:
             for changes, effect in _divisions(wider):
+                if refused(wider.changed(**changes)):
+                    continue
                 found = _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
                 if found.fits:
                     return [found]
@@ -108,14 +113,9 @@ def _on_more_devices(setup: Setup, hardware: Hardware, limit: int) -> list[Sugge
 
 
 def _divisions(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
-    """Ways to divide what each process holds alone so far; only where the rest of the settings goes with it."""
-    config = setup.config
-    own = setup.world_size == 1 or setup.sharding != "none" or setup.adapted or uses_own_critic(setup)
-    elsewhere = config.optimizer.offload or config.training.offload_reference or config.optimizer.precision == "masters-8bit"
-    if setup.device != "cuda" or own or elsewhere or not setup.shape.lean:
-        return
-    for way, effect in _WAYS_TO_DIVIDE.items():
-        if way == "fsdp2" or config.optimizer.precision == "masters":
+    """Ways to divide what each process holds alone so far."""
+    if setup.device == "cuda" and setup.world_size > 1 and setup.sharding == "none":
+        for way, effect in _WAYS_TO_DIVIDE.items():
             yield {"training__sharding": way}, effect
 
 
@@ -167,12 +167,13 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
         yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
     if config.algorithm.beta > 0 and not setup.adapted:
         yield {"algorithm__beta": 0.0}, 2, "no reference and no KL: another objective"
-    if not setup.adapted and setup.sharding == "none":
+    if not setup.adapted:
         lora = LoraConfig(rank=16, alpha=32)
-        yield {"model__lora": lora}, 2, "a low-rank adapter learns: raise the learning rate about tenfold"
+        whole = {} if setup.sharding == "none" else {"training__sharding": "none"}
+        yield {**whole, "model__lora": lora}, 2, "a low-rank adapter learns: raise the learning rate about tenfold"
         both = "an adapter on a base of {} bits (needs bitsandbytes): raise the learning rate about tenfold"
-        yield {"model__lora": lora, "model__quantization": "8bit"}, 2, both.format(8)
-        yield {"model__lora": lora, "model__quantization": "4bit"}, 2, both.format(4)
+        yield {**whole, "model__lora": lora, "model__quantization": "8bit"}, 2, both.format(8)
+        yield {**whole, "model__lora": lora, "model__quantization": "4bit"}, 2, both.format(4)
     elif setup.adapted and setup.quantised != "4bit":
         yield {"model__quantization": "4bit"}, 2, "a base of 4 bits (needs bitsandbytes)"
 
