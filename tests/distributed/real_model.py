@@ -28,6 +28,8 @@ WAYS = {
     "one": [sys.executable],
     "ddp": ["accelerate", "launch", "--config_file", str(ROOT / "launch/ddp-cpu.yaml")],
     "fsdp2": ["accelerate", "launch", "--config_file", str(ROOT / "launch/fsdp2-cpu.yaml")],
+    "zero2": ["accelerate", "launch", "--config_file", str(ROOT / "launch/zero2-cpu.yaml")],
+    "zero3": ["accelerate", "launch", "--config_file", str(ROOT / "launch/zero3-cpu.yaml")],
 }
 SECTIONS = {
     "model": {"name": "smollm2-135m-instruct", "dtype": "float32", "device": "cpu"},
@@ -57,8 +59,28 @@ def run(config_file: Path, folder: Path) -> None:
         return step(self, rate)
 
     MasterAdamW.step = noting  # type: ignore[method-assign]
+    note_gradient_of_zero(folder / "gradient-0.safetensors")
     quiet = Console(quiet=True)
     train(load_config(config_file), rewards={"letters": lower_case_share}, run_folder=folder / "run", console=quiet)
+
+
+def note_gradient_of_zero(file: Path) -> None:
+    """DeepSpeed's first gradient, from the first moment that it left, which is a tenth of it, clipped."""
+    from groupwise.training.sharding.zero_optimizer import ZeroAdamW
+
+    step = ZeroAdamW.step
+
+    def noting(self: ZeroAdamW, rate: float) -> tuple[float, bool]:
+        norm, made = step(self, rate)
+        if self.engine.global_steps == 1:
+            limit = self.config.max_grad_norm or norm
+            factor = max(1.0, norm / limit) / (1 - self.config.betas[0])
+            moments = {name: tensor for name, tensor in self.state().items() if name.startswith("exp_avg.")}
+            if moments:
+                save_file({name.removeprefix("exp_avg."): tensor * factor for name, tensor in moments.items()}, file)
+        return norm, made
+
+    ZeroAdamW.step = noting  # type: ignore[method-assign]
 
 
 def go(way: str, folder: Path) -> None:

@@ -41,7 +41,7 @@ def one_process(tiny_folder, sums, tmp_path_factory):
 
     def run(dtype):
         if dtype not in made:
-            sections = SECTIONS | {"training": {"steps": 5}, "model": {"dtype": dtype}}
+            sections = SECTIONS | {"training": {"steps": 5, "micro_batch_tokens": 60}, "model": {"dtype": dtype}}
             config = conftest.small_config.__wrapped__(tiny_folder, sums)(**sections)
             folder = tmp_path_factory.mktemp("one")
             made[dtype] = (
@@ -102,6 +102,21 @@ def test_two_processes_carry_on_bit_for_bit(runs):
     assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
     whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_one_process_carries_on_what_two_began(runs, one_process, tmp_path):
+    """Their checkpoint is one as it would have written."""
+    dtype, one, folder = runs
+    path = train(
+        one_process(dtype)[0], rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
+        resume_from=folder / "whole/checkpoints/step-3",
+    ).folder  # fmt: skip
+    assert [row["step"] for row in numbers(path)] == [4, 5]
+    if dtype == "float32":
+        for name, values in weights(one).items():
+            torch.testing.assert_close(weights(path)[name], values, rtol=1e-4, atol=2e-5)
 
 
 @needs_deepspeed

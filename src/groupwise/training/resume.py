@@ -21,6 +21,7 @@ __all__ = ["about_run", "check_drift", "continue_in", "drift", "earlier_evaluati
 _HARMLESS = (
     "output.",
     "evaluation.",
+    "training.sharding",
     "training.threads",
     "training.process_timeout_s",
     "training.micro_batch_tokens",
