@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.config import Config, build_config, dump_config, load_config, recipes
+from groupwise.config import Config, build_config, build_known, dump_config, load_config, recipes
 from groupwise.errors import ConfigError
 
 RECIPES = [
@@ -307,3 +307,19 @@ def test_a_key_with_line_breaks_stays_in_one_line():
     with pytest.raises(ConfigError) as caught:
         build_config({"a\nb\x1b[31m": 1})
     assert str(caught.value).startswith("a\\nb\\x1b[31m is not a setting")
+
+
+def test_settings_of_another_version_keep_what_this_one_knows():
+    settings = load_config("quickstart", ["optimizer.learning_rate=3e-6", "algorithm.scale=none"]).model_dump(mode="json")
+    settings["optimizer"]["master_weights"] = True
+    settings["algorithm"]["aggregation"] = "as_it_was"
+    settings["rewards"]["functions"][0]["shade"] = "blue"
+    settings["gone"] = {"everything": 1}
+    config, left_out = build_known(settings)
+    assert sorted(left_out) == ["algorithm.aggregation", "gone", "optimizer.master_weights", "rewards.functions.0.shade"]
+    assert (config.optimizer.learning_rate, config.algorithm.scale) == (3e-6, "none")
+    assert len(config.rewards.functions) == len(settings["rewards"]["functions"])
+
+
+def test_settings_that_do_not_fit_together_in_any_way_are_no_config():
+    assert build_known({"rewards": {"functions": []}, "training": 7, "optimizer": {"warmup_steps": 10**6}})[0] is None

@@ -54,7 +54,8 @@ class OneAnswer:
     def sample(self, prompts, samples_per_prompt, settings, *, seed, scope, on_progress=None):
         if on_progress:
             on_progress(len(prompts), 7 * len(prompts))
-        return [(Completion(self.text, (1, 2), (-0.5, -0.5), "stop"),) for _ in prompts]
+        one = [Completion(self.text, (1, 2), (-0.5, -0.5), "stop", i) for i in range(samples_per_prompt)]
+        return [tuple(one) for _ in prompts]
 
 
 def prompts(question="2 + 2?"):
@@ -69,9 +70,9 @@ def terminal(width=80, live=True, encoding="utf-8"):
     return console, lambda: buffer.getvalue().decode(encoding)
 
 
-def whole_run(console, answers=("12", "<reasoning>r</reasoning><answer>4</answer>"), question="2 + 2?"):
-    trackers = Trackers([ConsoleTracker(console, show=1)])
-    config = Config()
+def whole_run(console, answers=("12", "<reasoning>r</reasoning><answer>4</answer>"), question="2 + 2?", samples=1, show=1):
+    trackers = Trackers([ConsoleTracker(console, show=show)])
+    config = Config(evaluation={"samples": samples})
     results = []
     for stage, answer in zip(("base", "final"), answers, strict=True):
         results += evaluate_stage(
@@ -118,6 +119,31 @@ def test_the_summary_says_what_a_newcomer_asks():
     assert "The whole run took 1:15." in text
     assert "Everything lies in  runs/x" in lines
     assert re.fullmatch(r"Talk to the model:  \S*groupwise generate 'runs/x/final model'", lines[-1])
+
+
+def test_several_samples_are_told_by_problem_to_the_end():
+    """The comparison then has no fixed and broken, and the first records are all of one problem."""
+    console, written = terminal(live=False)
+    whole_run(console, samples=2, show=2)
+    text = " ".join(written().split())
+    assert "base -> after GRPO: 3 of 3 better, 0 worse" in text
+    assert "Talk to the model" in text
+    assert {found for found in ("id 0", "id 1", "id 2") if f"base: {found}" in text} == {"id 0", "id 1"}
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_run_that_is_carried_on_counts_from_where_it_was(live, monkeypatch):
+    console, written = terminal(live=live)
+    trackers = Trackers([ConsoleTracker(console)])
+    with trackers.phase("GRPO", 10, "steps", 6) as bar:
+        (shown,) = trackers.sinks[0].phases
+        assert (shown.count, shown.left_s) == ("6/10 steps", None)
+        shown.started_s -= 20
+        bar.advance(1)
+        trackers.step(7, METRICS)
+        assert shown.left_s == pytest.approx(60, abs=1), "three more at 20 s each"
+        assert shown.count == "7/10 steps"
+    assert "7/10" in written()
 
 
 def test_a_terminal_gets_bars_while_it_lasts_and_its_cursor_back():

@@ -31,6 +31,7 @@ class Judged:
         return {
             "stage": self.stage, "mode": "greedy", "strict_accuracy": 0.25, "lenient_accuracy": 0.5, "format_rate": 0.75, "stop_rate": 1.0,
             "mean_tokens": 33.0,
+            "figures": {"pass_at": {"1": [0.25, 0.1, 0.4], "4": [0.5, 0.3, 0.7]}, "majority_at": {"4": [0.3, 0.2, 0.4]}},
         }  # fmt: skip
 
 
@@ -172,7 +173,9 @@ def test_a_service_that_hangs_at_the_end_is_waited_for_as_long_as_said(caplog):
 def test_evaluations_have_a_step_and_names_that_the_table_knows():
     assert [evaluation_step(stage, 60) for stage in ("base", "warm_start", "step-20", "final")] == [0, 0, 20, 60]
     numbers = evaluation_numbers(Judged("final").to_summary())
-    assert {name.replace("greedy", "<mode>") for name in numbers} == set(EVALUATION_METRICS)
+    assert {name.replace("greedy", "<mode>").replace("_at_4", "_at_<k>") for name in numbers} == set(EVALUATION_METRICS)
+    assert numbers["evaluation/greedy_pass_at_4"] == 0.5
+    assert numbers["evaluation/greedy_majority_at_4"] == 0.3
     assert all(describe_metric(name) for name in numbers)
 
 

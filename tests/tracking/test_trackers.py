@@ -134,10 +134,10 @@ class BrokenTerminal(ConsoleTracker):
         super().__init__(Console(file=io.StringIO(), force_terminal=True))
         self.fails_at = fails_at
 
-    def begin_phase(self, name, total, unit=""):
+    def begin_phase(self, name, total, unit="", begun_at=0):
         if self.fails_at == "begin":
             raise OSError("gone")
-        return super().begin_phase(name, total, unit)
+        return super().begin_phase(name, total, unit, begun_at)
 
     def end_phase(self, phase, completed):
         if self.fails_at == "end":

@@ -22,7 +22,7 @@ from groupwise.config.problems import explain_failure, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["Recipe", "build_config", "dump_config", "find_source", "load_config", "recipes"]
+__all__ = ["Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "recipes"]
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -57,6 +57,47 @@ def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     """The same from a mapping in the shape of the YAML: ``build_config({"training": {"steps": 10}})``."""
     with _in_one_line():
         return _build(settings, overrides)
+
+
+def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
+    """The config of a run that another version wrote, and the settings that this version cannot read, which keep their defaults.
+
+    ``None`` where even what is left does not fit together.
+    """
+    merged = _merge({}, settings)
+    left_out: list[str] = []
+    _spell_out_rewards(merged)
+    while True:
+        try:
+            return Config.model_validate(merged), left_out
+        except ValidationError as failure:
+            paths = [_remove(merged, error["loc"], error["type"] == "extra_forbidden") for error in failure.errors()]
+        found = [path for path in dict.fromkeys(paths) if path]
+        if not found:
+            return None, left_out
+        left_out += found
+
+
+def _remove(settings: Any, loc: Sequence[str | int], unknown: bool) -> str:
+    """Take what stands at ``loc`` out of ``settings`` and return its path; empty where nothing stands there any more, or a whole section
+    that is known. What pydantic adds to a location, such as a branch of a union, is not followed."""
+    here: Any = settings
+    path: list[str] = []
+    for i, part in enumerate(loc):
+        inside = part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if not inside:
+            return ""
+        path.append(str(part))
+        below = here[part]
+        next_part = loc[i + 1] if i + 1 < len(loc) else None
+        deeper = next_part is not None and (next_part in below if isinstance(below, dict) else isinstance(below, list))
+        if not deeper:
+            if isinstance(below, dict) and not unknown:
+                return ""
+            del here[part]
+            return ".".join(path)
+        here = below
+    return ""
 
 
 @contextmanager

@@ -85,14 +85,14 @@ class Trackers:
         self.each(lambda sink: sink.show_summary(summary) if isinstance(sink, ConsoleTracker) else None)
 
     @contextmanager
-    def phase(self, name: str, total: float | None, unit: str = "") -> Iterator[Phase]:
+    def phase(self, name: str, total: float | None, unit: str = "", begun_at: float = 0) -> Iterator[Phase]:
         """As ``ConsoleTracker.phase``; without a terminal the handle only counts."""
-        handle = Phase(name, total, unit, lambda changed: None)
+        handle = Phase(name, total, unit, lambda changed: None, begun_at=begun_at)
         shown: list[tuple[ConsoleTracker, Phase]] = []
 
         def forward(sink: Tracker) -> None:
             if isinstance(sink, ConsoleTracker):
-                shown.append((sink, sink.begin_phase(name, total, unit)))
+                shown.append((sink, sink.begin_phase(name, total, unit, begun_at)))
 
         self.each(forward)
         handle.changed = lambda changed: self.copy_phase(changed, shown)

@@ -56,13 +56,13 @@ class ConsoleTracker:
         self.last_line_s = time.monotonic()
 
     @contextmanager
-    def phase(self, name: str, total: float | None, unit: str = "") -> Iterator[Phase]:
+    def phase(self, name: str, total: float | None, unit: str = "", begun_at: float = 0) -> Iterator[Phase]:
         """Show a stretch of work while it lasts.
 
         >>> with ConsoleTracker().phase("warm start", 30, "steps") as bar:  # doctest: +SKIP
         ...     bar.advance(1, loss=0.3)
         """
-        handle = self.begin_phase(name, total, unit)
+        handle = self.begin_phase(name, total, unit, begun_at)
         completed = False
         try:
             yield handle
@@ -70,8 +70,8 @@ class ConsoleTracker:
         finally:
             self.end_phase(handle, completed)
 
-    def begin_phase(self, name: str, total: float | None, unit: str = "") -> Phase:
-        phase = Phase(name, total, unit, self.phase_changed)
+    def begin_phase(self, name: str, total: float | None, unit: str = "", begun_at: float = 0) -> Phase:
+        phase = Phase(name, total, unit, self.phase_changed, begun_at=begun_at)
         self.phases.append(phase)
         if self.live:
             self.display.begin(phase)
@@ -122,8 +122,9 @@ class ConsoleTracker:
             f"lenient {interval(row['lenient_accuracy'], row['lenient_interval'])}, format {percent(row['format_rate'])}, "
             f"stopped {percent(row['stop_rate'])}, {row['n']} problems",
             "bold",
+            wrap=self.live,
         )
-        for record in result.records[: self.show] if first else ():
+        for record in first_answers(result.records, self.show) if first else ():
             self.print(transcript(record, f"{stage_label(result.stage)}: {record['problem']}", self.text))
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
@@ -153,6 +154,16 @@ class ConsoleTracker:
     def close(self) -> None:
         self.phases.clear()
         self.display.stop()
+
+
+def first_answers(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The first answer to each of the first problems, where each was sampled several times."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for record in records:
+        if record["problem"] not in found and len(found) == count:
+            break
+        found.setdefault(record["problem"], record)
+    return list(found.values())[:count]
 
 
 def phrases(numbers: Mapping[str, float]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from groupwise.tracking.numbers import interval, percent
 
-__all__ = ["comparison_lines", "condition_line", "condition_lines", "judged_tables", "legend"]
+__all__ = ["changes", "comparison_lines", "condition_line", "condition_lines", "judged_tables", "legend"]
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]
 """A model's name and one of its evaluations, as ``Evaluation.to_summary`` has it."""
@@ -112,7 +112,8 @@ def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def changes(row: Mapping[str, Any]) -> str:
-    if row["samples"] > 1:
+    """What became of the problems between two evaluations; with several samples each, by their mean."""
+    if row.get("samples", 1) > 1:
         return f"{row['better']} of {row['n']} problems better, {row['worse']} worse"
     return (
         f"{row['fixed']} problems fixed, {row['broken']} broken, {row['both_right']} right both times, "

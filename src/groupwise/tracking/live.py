@@ -34,8 +34,13 @@ class Phase:
     unit: str
     changed: Callable[[Phase], None]
     done: float = 0
+    begun_at: float = 0
+    """What was done before, such as the steps of a run that is carried on: it says nothing about the pace."""
     numbers: dict[str, float] = field(default_factory=dict)
     started_s: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self.done = max(self.done, self.begun_at)
 
     def advance(self, n: float = 1, **numbers: float) -> None:
         """``n`` more units are done; ``numbers`` are shown beside the bar, the latest value of each name."""
@@ -50,9 +55,10 @@ class Phase:
     @property
     def left_s(self) -> float | None:
         """Time left if the rest goes at the phase's mean pace; ``None`` before anything is done or where no total is known."""
-        if not self.total or self.done <= 0:
+        gone = self.done - self.begun_at
+        if not self.total or gone <= 0:
             return None
-        return max(0.0, self.elapsed_s / self.done * (self.total - self.done))
+        return max(0.0, self.elapsed_s / gone * (self.total - self.done))
 
     @property
     def count(self) -> str:

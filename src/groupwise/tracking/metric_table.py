@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["EVALUATION_METRICS", "METRICS", "describe_metric"]
 
 _EACH = "<component>"
@@ -128,6 +130,8 @@ EVALUATION_METRICS: dict[str, tuple[str, str]] = {
     "evaluation/<mode>_format": ("share", "Held-out problems answered in exactly the form asked for."),
     "evaluation/<mode>_stopped": ("share", "Held-out problems whose answer the model ended by itself."),
     "evaluation/<mode>_tokens": ("tokens", "Mean length of an answer to a held-out problem."),
+    "evaluation/<mode>_pass_at_<k>": ("share", "Problems of which one of k samples is right, unbiased; with several samples."),
+    "evaluation/<mode>_majority_at_<k>": ("share", "Problems whose most frequent of k answers is right; with several samples."),
 }
 """What tensorboard, wandb and trackio get of an evaluation; ``<mode>`` is ``greedy`` or ``sampled``. The run's folder has it whole."""
 
@@ -137,6 +141,7 @@ def describe_metric(name: str) -> tuple[str, str] | None:
     if name in METRICS:
         return METRICS[name]
     if name.startswith("evaluation/"):
-        return EVALUATION_METRICS.get("evaluation/<mode>_" + name.rpartition("_")[2])
+        figure = name.removeprefix("evaluation/").partition("_")[2]
+        return EVALUATION_METRICS.get("evaluation/<mode>_" + re.sub(r"_at_\d+$", "_at_<k>", figure))
     families = (known for known in METRICS if known.endswith(_EACH) and name.startswith(known.removesuffix(_EACH)))
     return next((METRICS[family] for family in families), None)

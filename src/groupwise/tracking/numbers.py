@@ -98,7 +98,11 @@ def evaluation_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
         "strict": "strict_accuracy", "lenient": "lenient_accuracy", "format": "format_rate", "stopped": "stop_rate",
         "tokens": "mean_tokens",
     }  # fmt: skip
-    return {f"evaluation/{mode}_{name}": float(summary[key]) for name, key in names.items()}
+    numbers = {f"evaluation/{mode}_{name}": float(summary[key]) for name, key in names.items()}
+    for name in ("pass_at", "majority_at"):
+        several = {int(k): found for k, found in summary.get("figures", {}).get(name, {}).items() if int(k) > 1}
+        numbers |= {f"evaluation/{mode}_{name}_{k}": float(found[0]) for k, found in sorted(several.items())}
+    return numbers
 
 
 def evaluation_step(stage: str, last_step: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from groupwise.config import Config, build_config
+from groupwise.config import Config, build_known
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
@@ -176,10 +176,14 @@ def fitting_config(settings: Mapping[str, Any], bad: Counter[str]) -> Config | N
     if not settings:
         return None
     try:
-        return build_config(settings)
+        config, left_out = build_known(settings)
     except (GroupwiseError, ValueError, TypeError, AttributeError, RecursionError):
+        config, left_out = None, []
+    for path in left_out:
+        bad[f"config.yaml: {text(path)}, which this version does not have so"] += 1
+    if config is None:
         bad["config.yaml, as settings of this version"] += 1
-        return None
+    return config
 
 
 def read_object(path: Path, bad: Counter[str]) -> Mapping[str, Any] | None:

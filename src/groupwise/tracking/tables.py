@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.tracking.judged import condition_line
+from groupwise.tracking.judged import changes, condition_line
 from groupwise.tracking.numbers import clock, interval, percent
 
 __all__ = ["before_and_after", "next_command", "stage_label", "summary_lines", "summary_table", "transcript"]
@@ -76,10 +76,11 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
         yield f"Asked: {way}."
     paired = summary.get("comparison")
     if paired:
+        told = changes(paired).replace(" problems", "", 1)
+        test = paired.get("test", "exact McNemar test")
         yield (
-            f"Problem by problem, {stage_label(paired['before'])} -> {stage_label(paired['after'])}: {paired['fixed']} fixed, "
-            f"{paired['broken']} broken, {paired['both_right']} right both times, {paired['both_wrong']} wrong both times "
-            f"(exact McNemar test, p = {paired['p_value']:.2g})."
+            f"Problem by problem, {stage_label(paired['before'])} -> {stage_label(paired['after'])}: {told} ({test}, "
+            f"p = {paired['p_value']:.2g})."
         )
     if summary.get("seconds") is not None:
         yield f"The whole run took {clock(summary['seconds'])}."

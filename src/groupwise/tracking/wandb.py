@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
-from groupwise.tracking.base import EvaluationResult, TokenAdvantages
-from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
+from groupwise.tracking.numeric import NumericTracker
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.secrets import hide_secrets
-from groupwise.types import Group
 
 __all__ = ["WandbTracker"]
 
 START_TIMEOUT_S = 60.0
 
 
-class WandbTracker:
+class WandbTracker(NumericTracker):
     """Logs each step under our own axis, so that a run which is carried on draws over what it did again.
 
     Raises:
@@ -28,7 +26,7 @@ class WandbTracker:
     def __init__(self, config: Config, folder: RunFolder, done: int) -> None:
         import wandb
 
-        self.last_step = done
+        super().__init__(done)
         # Its metadata would hold the command as it was typed, with whatever keys stand in it; environment.json has it without them.
         settings = wandb.Settings(
             init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True, x_disable_meta=True
@@ -53,22 +51,8 @@ class WandbTracker:
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.last_step = step
-        self.run.log({**metrics, "step": step})
-
-    def completions(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        advantages: Sequence[Sequence[float]] | None = None,
-        token_advantages: TokenAdvantages | None = None,
-    ) -> None:
-        """Texts stay in the run's folder: what a model or a data set says is not sent to anybody."""
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        numbers = evaluation_numbers(result.to_summary())
-        self.run.log({**numbers, "step": evaluation_step(result.stage, self.last_step)})
+    def send(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log({**numbers, "step": step})
 
     def close(self) -> None:
         self.run.finish()
