@@ -2,7 +2,7 @@
 
     python -m tests.doctor.diseases                          # all of them, a few minutes of one core
     python -m tests.doctor.diseases --only length stop       # those whose name has one of the words
-    python -m tests.doctor.diseases --small                  # also on the quickstart's model of 135M, half an hour
+    python -m tests.doctor.diseases --small                  # also on the quickstart's model of 135M, much longer
     python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/doctor.md
 
 Each is a real run (or settings before a run) with the disease caused in it; a defect of the program itself is put in, and the table
