@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from groupwise.cli import algorithms, configuration, data, doctor, evaluate, generate, plan, report, train
+from groupwise.cli import algorithms, configuration, data, doctor, evaluate, generate, merge, plan, report, train
 from groupwise.errors import GroupwiseError
 
 __all__ = ["app", "main"]
@@ -79,6 +79,7 @@ def root(
 app.command("train", short_help="Train a model by a recipe or a YAML file.")(train.train)
 app.command("eval", short_help="Judge a model on held-out problems.")(evaluate.evaluate)
 app.command("generate", short_help="Put a question to a model, or chat with it.")(generate.generate)
+app.command("merge", short_help="Make a whole model of an adapter.")(merge.merge)
 app.command("report", short_help="Write a page about one run or several.")(report.report)
 app.command("doctor", short_help="Say what ails a run, or its settings.")(doctor.doctor)
 app.command("plan", short_help="Say whether a run fits, and how long a step takes.")(plan.plan)

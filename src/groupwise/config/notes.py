@@ -183,6 +183,9 @@ def _output(config: Config) -> Iterator[str]:
             reason = f"output.trackers does not name {' or '.join(sorted(users))}"
             for chosen in _chosen(output, name):
                 yield _without_effect(f"output.{chosen}", getattr(output, chosen), reason)
+    if config.model.lora is None:
+        for name in _chosen(output, "adapter_only"):
+            yield _without_effect(f"output.{name}", output.adapter_only, "model.lora is null, so there is no adapter")
     if output.log_tokens > output.log_completions:
         for name in _chosen(output, "log_tokens"):
             yield _without_effect(f"output.{name}", output.log_tokens, f"output.log_completions is {output.log_completions}")

@@ -295,6 +295,9 @@ class OutputConfig(Section):
     that is short the run waits for the disk instead."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
+    adapter_only: bool = False
+    """With `model.lora`: write checkpoints and final model as the adapter alone: megabytes instead of the whole merged model each time.
+    `groupwise merge` makes a whole model of one later."""
     keep_best: bool = False
     """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "drops_out",
     "is_adapted",
     "load_adapter",
+    "load_trained",
     "merged",
     "peft_config_of",
     "why_not_mergeable",
@@ -96,6 +98,19 @@ def load_adapter(model: Any, folder: Path) -> None:
     found = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
     if found.unexpected_keys:
         raise ModelError(f"the adapter in {folder} has {found.unexpected_keys[0]}, which this one lacks: use the same settings")
+
+
+def load_trained(policy: Any, folder: Path) -> Any:
+    """``policy`` with the adapter that peft's ``save_pretrained`` wrote into ``folder``. Raises ModelError where it does not fit."""
+    peft = _peft()
+    try:
+        model = peft.PeftModel.from_pretrained(policy.model, folder)
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"the adapter in {folder} does not fit {policy.name} ({reason}): name its own base with --base"
+        ) from error
+    return replace(policy, model=model.eval())
 
 
 class KeepsAdapter:

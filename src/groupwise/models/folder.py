@@ -32,8 +32,12 @@ def check_folder(folder: Path) -> None:
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(f"the model folder {folder} {what}: name a folder with config.json and weights, or a Hub name")
     if not (folder / "config.json").is_file():
-        adapter = " (it holds a LoRA adapter)" if (folder / "adapter_config.json").is_file() else ""
-        raise ModelError(f"the model folder {folder} has no config.json{adapter}: name a folder with a whole Hugging Face model")
+        if any((folder / place / "adapter_config.json").is_file() for place in (".", "adapter")):
+            raise ModelError(
+                f"the model folder {folder} holds an adapter alone, without config.json and weights: make a whole model of it with "
+                f"`groupwise merge {folder} NEW_FOLDER`"
+            )
+        raise ModelError(f"the model folder {folder} has no config.json: name a folder with a whole Hugging Face model")
     _read_json(folder / "config.json")
     weights = _weight_files(folder)
     if not weights:

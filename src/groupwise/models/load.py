@@ -61,6 +61,8 @@ class Policy:
     """Positions the model was made for: prompt and completion together, in tokens."""
     name: str
     """The name it was asked for by."""
+    adapter_only: bool = False
+    """Whether ``save_model`` writes its adapter alone."""
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +191,7 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
 
     The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete. In a
     folder that exists already, the model's own files are replaced and others are left alone. A model with an adapter is written
-    merged, and the adapter beside it in ``adapter/``. Raises ModelError when the folder cannot be written.
+    merged, and the adapter beside it in ``adapter/``, or the adapter alone (``policy.adapter_only``). Raises ModelError when the folder cannot be written.
     """
     target = Path(folder).expanduser().absolute()
     aside = target.with_name(f".{target.name}.partial")
@@ -200,6 +202,9 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
             model: Any = policy.model
             if is_adapted(model):
                 model.save_pretrained(aside / "adapter", selected_adapters=[model.active_adapter])
+                if policy.adapter_only:
+                    move_into_place(aside, target)
+                    return target
             if is_adapted(model) or quantised_layers(model):
                 model = merged(model)
             model.save_pretrained(aside, safe_serialization=True)

@@ -70,7 +70,7 @@ def start(
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
             aside = loading_device(config, world)
-            policy = _load(config.model, checkpoint, aside)
+            policy = replace(_load(config.model, checkpoint, aside), adapter_only=config.output.adapter_only)
             scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
             sharding = make_sharding(config, world, scorer)
             engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)

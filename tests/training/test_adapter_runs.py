@@ -1,0 +1,77 @@
+"""Whole runs with adapters: the same bit for bit after a resume, and a whole model from what they leave behind."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from groupwise import train
+from groupwise.cli.app import app
+
+pytest.importorskip("peft")
+
+KINDS = pytest.mark.parametrize("kind", ["none", "4bit", "8bit"])
+
+
+@pytest.fixture
+def go(small_config, letters, quiet, tmp_path):
+    def run(name, kind, **more):
+        if kind != "none":
+            pytest.importorskip("bitsandbytes")
+        output = {"checkpoint_every": 1, "keep_checkpoints": 9, **more.pop("output", {})}
+        config = small_config(
+            model={"lora": {"rank": 2, "alpha": 4}, "quantization": kind}, training={"steps": 3}, algorithm={"beta": 0.05},
+            optimizer={"learning_rate": 1e-2}, output=output,
+        )  # fmt: skip
+        return train(config, rewards=letters, console=quiet, run_folder=tmp_path / name, **more).folder
+
+    return run
+
+
+def rows(folder):
+    kept = ("step", "reward/mean", "policy/loss", "policy/kl", "optimizer/grad_norm", "policy/entropy")
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row.get(key) for key in kept} for row in found]
+
+
+@KINDS
+def test_a_resumed_run_goes_on_bit_for_bit(go, kind):
+    whole = go("whole", kind)
+    resumed = go("resumed", kind, resume_from=whole / "checkpoints" / "step-1")
+    assert rows(resumed) == rows(whole)[1:]
+    for file in ("final_model/model.safetensors", "final_model/adapter/adapter_model.safetensors"):
+        one, other = load_file(whole / file), load_file(resumed / file)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+    assert rows(whole)[-1]["policy/kl"] > 0, "it moved away from the base"
+
+
+@KINDS
+def test_the_adapter_alone_is_written_if_asked_for_and_merged_later_to_the_same_weights(go, tmp_path, kind):
+    whole, alone = go("whole", kind), go("alone", kind, output={"adapter_only": True})
+    left = {p.relative_to(alone / "final_model").as_posix() for p in (alone / "final_model").rglob("*") if p.is_file()}
+    assert "adapter/adapter_model.safetensors" in left
+    assert not any(name.startswith("model") or name == "config.json" for name in left), left
+    assert rows(go("on", kind, resume_from=alone / "checkpoints" / "step-2", output={"adapter_only": True})) == rows(whole)[2:]
+    done = CliRunner().invoke(app, ["merge", str(alone), str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    one, other = (load_file(f / "model.safetensors") for f in (whole / "final_model", tmp_path / "merged"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_what_cannot_be_merged_or_read_is_one_sentence(go, tmp_path):
+    folder = go("alone", "none", output={"adapter_only": True})
+    for words, sentence in (
+        (["merge", str(tmp_path), str(tmp_path / "new")], "holds no adapter"),
+        (["merge", str(folder), str(tmp_path)], "exists already"),
+        (["generate", str(folder), "hello"], "groupwise merge"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2, done.output
+        assert sentence in " ".join(done.output.split())
