@@ -191,7 +191,8 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
 
     The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete. In a
     folder that exists already, the model's own files are replaced and others are left alone. A model with an adapter is written
-    merged, and the adapter beside it in ``adapter/``, or the adapter alone (``policy.adapter_only``). Raises ModelError when the folder cannot be written.
+    merged, and the adapter beside it in ``adapter/``, or the adapter alone (``policy.adapter_only``). Raises ModelError when
+    the folder cannot be written.
     """
     target = Path(folder).expanduser().absolute()
     aside = target.with_name(f".{target.name}.partial")
