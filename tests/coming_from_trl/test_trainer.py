@@ -239,6 +239,31 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
 
 
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_a_quantised_model_takes_an_adapter_and_nothing_else(tiny_folder, prompts, letters, settings, tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    def load():
+        how = BitsAndBytesConfig(load_in_4bit=kind == "4bit", load_in_8bit=kind == "8bit", bnb_4bit_quant_type="nf4")
+        return AutoModelForCausalLM.from_pretrained(
+            tiny_folder, dtype=torch.float32, quantization_config=how, device_map={"": "cpu"}
+        )
+
+    with pytest.raises(ModelError, match="pass peft_config"):
+        GRPOTrainer(load(), letters, settings(), prompts)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(load(), letters, settings(beta=0.1, learning_rate=1e-2), prompts, peft_config=config)
+    trainer.train()
+    assert trainer.state.log_history[1]["kl"] > 1e-4, "it learns"
+    trainer.save_model(str(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter", is_trainable=True)
+    more = GRPOTrainer(again, letters, settings(beta=0.1, learning_rate=1e-2), prompts)
+    more.train()
+    assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
+
+
 def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, letters, settings, capsys):
     from pyarrow import parquet
 

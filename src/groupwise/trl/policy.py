@@ -11,9 +11,10 @@ import torch
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import Engine, make_engine
 from groupwise.errors import ConfigError, ModelError
-from groupwise.models.adapters import AdapterScorer, attach, base_module, is_adapted
+from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.load import Policy, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
 from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.translate import model_config
@@ -37,7 +38,7 @@ def make_policy(model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any) 
                 f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers"
             )
         config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
-        policy = _adopt(model, args, config, tokenizer)
+        policy = _adopt(model, args, config, tokenizer, peft_config is not None)
     if tokenizer is not None:
         policy = _with_tokenizer(policy, tokenizer)
     _refuse_auxiliary_loss(policy.model, args)
@@ -58,17 +59,22 @@ def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Sco
         return ModuleScorer(policy.model), engine
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
     scorer = make_scorer(policy, config.model)
-    if given and config.algorithm.beta > 0 and isinstance(scorer, AdapterScorer):
+    if given and config.algorithm.beta > 0 and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     return scorer, make_engine(policy, config.rollout, scorer)
 
 
-def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any) -> Policy:
+def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
-    if getattr(base_module(model), "is_quantized", False) and not is_adapted(model):
-        raise ModelError("the model is quantised, which is not covered: load it in bfloat16")
-    if model.device.type == "cpu" and not args.use_cpu:
+    quantised = getattr(base_module(model), "is_quantized", False)
+    if quantised and not (quantised_layers(model) and (is_adapted(model) or adapted)):
+        raise ModelError(
+            "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
+            "a model, or load it in bfloat16"
+        )
+    settle(model)
+    if not quantised and model.device.type == "cpu" and not args.use_cpu:
         model.to(resolve_device("auto"))
     if args.gradient_checkpointing:
         base_module(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
