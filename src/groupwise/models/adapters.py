@@ -263,8 +263,8 @@ def merged(model: Any) -> Any:
 def _with_weights(base: Any, state: dict[str, Tensor]) -> Any:
     """A model of ``base``'s class with these very tensors for weights."""
     config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for name in ("quantization_config", "_pre_quantization_dtype"):  # the second is no JSON, and 4.57 would write it
+        config.__dict__.pop(name, None)
     config._attn_implementation = base.config._attn_implementation
     with torch.device("meta"):
         plain = type(base)(config)
