@@ -44,6 +44,31 @@ def test_the_allocator_is_left_alone_on_request(monkeypatch):
     assert freed_mib(monkeypatch, "0") == (False, pytest.approx(64, abs=4))
 
 
+HOLES = """
+import psutil
+from groupwise.memory import give_back_freed_memory
+made, resident = give_back_freed_memory(), psutil.Process().memory_info
+first = bytearray(20 * 2**20)
+del first  # from here on glibc by itself takes blocks of this size from its heap
+pairs = [(bytearray(8 * 2**20), bytearray(2**16)) for _ in range(8)]
+full = resident().rss
+kept = [small for _, small in pairs]
+del pairs
+print(made, (full - resident().rss) // 2**20)
+"""
+
+
+@glibc
+@pytest.mark.parametrize("setting", ["1", "0"])
+def test_blocks_between_what_stays_go_back_where_weights_come_and_go(monkeypatch, setting):
+    """64 MiB in eight blocks, with something that stays after each. Left alone, the heap keeps all but the last."""
+    monkeypatch.setenv("GROUPWISE_KEEP_MEMORY", setting)
+    out = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60)
+    made, mib = out.stdout.split()
+    assert (made == "True") is (setting == "1")
+    assert (int(mib) > 60) is (setting == "1")
+
+
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.delenv("GROUPWISE_KEEP_MEMORY", raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_memory_bytes", "keep_freed_memory", "peak_memory_bytes", "release_freed_memory"]
+__all__ = ["available_memory_bytes", "give_back_freed_memory", "keep_freed_memory", "peak_memory_bytes", "release_freed_memory"]
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
 
 def keep_freed_memory() -> bool:
@@ -22,13 +22,25 @@ def keep_freed_memory() -> bool:
     page, which on many servers costs more than the arithmetic done in it. The process's size then stays at its peak.
     ``GROUPWISE_KEEP_MEMORY=0`` leaves the allocator alone. Returns whether the setting was made (glibc on Linux only).
     """
+    return _set((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
+
+
+def give_back_freed_memory() -> bool:
+    """Tell glibc to give every block of a MiB and more back to the system as soon as it is freed.
+
+    Where weights are divided among processes, layers come and go between what stays, and blocks that are kept leave holes: together as
+    large as what dividing saves. Returns as ``keep_freed_memory``.
+    """
+    return _set((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**22), (_M_TOP_PAD, 2**20))
+
+
+def _set(*settings: tuple[int, int]) -> bool:
     if os.environ.get("GROUPWISE_KEEP_MEMORY", "1") == "0" or not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
+from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import make_engine
 from groupwise.evaluation import Evaluation
-from groupwise.memory import keep_freed_memory, release_freed_memory
+from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy, resolve_device
 from groupwise.models.scorer import make_scorer
@@ -47,7 +48,8 @@ def start(
     world = world or World()
     said: list[str] = []
     checkpoint = world.first_does(lambda: find_checkpoint(resume_from, said.append)) if resume_from else None
-    keep_freed_memory()
+    divided = chosen_sharding(config.training.sharding, world.size) != "none"
+    give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
