@@ -6,6 +6,7 @@ it, chooses the backend and this process's device, and makes the process group.
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def open_world(on_cpu: bool, timeout_s: float) -> Iterator[World]:
     with world.watching():
         yield world
         world.gather(None)  # nobody leaves before all are done
+    _joined_to_the_end()
 
 
 @dataclass
@@ -57,6 +59,8 @@ class _Joined:
     rank: int
     size: int
     runs: int = 0
+    done: bool = False
+    """Whether its last run came to its end, so that no other process waits for this one."""
 
 
 _joined: _Joined | None = None
@@ -77,6 +81,20 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
         state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s))
     _joined = _Joined(state.process_index, state.num_processes)
+    atexit.register(_leave)
+
+
+def _joined_to_the_end() -> None:
+    assert _joined is not None
+    _joined.done = True
+
+
+def _leave() -> None:
+    """Take the process group down before the interpreter: gloo's threads, where they outlive it, abort a process that was done."""
+    import torch.distributed as dist
+
+    if _joined is not None and _joined.done and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _next_world(timeout_s: float) -> World:
@@ -84,6 +102,7 @@ def _next_world(timeout_s: float) -> World:
 
     assert _joined is not None
     _joined.runs += 1
+    _joined.done = False
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
     return World(_joined.rank, _joined.size, control=control, board=Board(store, _joined.rank))
