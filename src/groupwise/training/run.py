@@ -219,6 +219,7 @@ class Run:
         A signal abandons it here: nothing has been learnt from it yet.
         """
         self.step_started = time.perf_counter()
+        engine_metrics(self.engine)  # what it has to say of evaluations and the warm start belongs to no step
         if self.held.found:
             self._refuse_to_share_a_window()
             if self.ahead is not None:
