@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,26 +34,48 @@ CHECKED: dict[str, Any] = {"groups": 2, "completions": 3, "max_tokens": 48, "rep
 
 
 def measure(
-    model: str | None = None, budgets: Sequence[int] = BUDGETS, sizes: Mapping[str, Any] = SIZES, cores: int = 2
+    model: str | None = None,
+    budgets: Sequence[int] = BUDGETS,
+    sizes: Mapping[str, Any] = SIZES,
+    cores: int = 2,
+    work: Path = ROOT / "runs" / "sweep",
 ) -> dict[str, Any]:
-    """Every combination in processes of its own, one after the other; the same batch for all of a precision."""
+    """Every combination in processes of its own, one after the other; the same batch for all of a precision.
+
+    Finished lines are kept in ``work`` until all are there, so that a stop loses one of them.
+    """
     model = model or str(ensure_embedded_model())
     found: dict[str, Any] = {}
     for dtype in DTYPES:
-        with tempfile.TemporaryDirectory() as folder:
-            given = {**sizes, "model": model, "dtype": dtype, "budgets": sorted(budgets), "folder": folder}
-            if dtype != DTYPES[-1]:
-                given |= {**CHECKED, "budgets": [min(budgets), max(budgets)]}
-            found[dtype] = {
-                f"{name}, {count} process{'es' if count > 1 else ''}": _run(
-                    {**given, "packed": packed, "threads": max(1, cores // count)}, count
-                )
-                for name, packed in SETTINGS.items()
-                for count in (1, 2)
-            }
-            batch = json.loads((Path(folder) / "batch.json").read_text(encoding="utf-8"))
-            tokens = sum(len(completion["token_ids"]) for group in batch for completion in group)
+        folder = work.resolve() / dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        given = {**sizes, "model": model, "dtype": dtype, "budgets": sorted(budgets), "folder": str(folder)}
+        if dtype != DTYPES[-1]:
+            given |= {**CHECKED, "budgets": [min(budgets), max(budgets)]}
+        found[dtype] = {
+            f"{name}, {count} process{'es' if count > 1 else ''}": _line(
+                {**given, "packed": packed, "threads": max(1, cores // count)}, count
+            )
+            for name, packed in SETTINGS.items()
+            for count in (1, 2)
+        }
+        batch = json.loads((folder / "batch.json").read_text(encoding="utf-8"))
+        tokens = sum(len(completion["token_ids"]) for group in batch for completion in group)
+    shutil.rmtree(work)
     return {"curves": found, "sizes": dict(sizes), "completion_tokens": tokens, "cores": cores}
+
+
+def _line(given: Mapping[str, Any], processes: int) -> list[dict[str, Any]]:
+    """As ``_run``, unless the same was done before and is kept."""
+    kept = Path(given["folder"]) / f"line-{given['packed']}-{processes}.json"
+    if kept.exists():
+        before = json.loads(kept.read_text(encoding="utf-8"))
+        if before["given"] == dict(given):
+            return before["points"]  # type: ignore[no-any-return]
+    points = _run(given, processes)
+    kept.write_text(json.dumps({"given": dict(given), "points": points}), encoding="utf-8")
+    print(f"{given['dtype']}, {'packed' if given['packed'] else 'padded'}, {processes}: done", flush=True)
+    return points
 
 
 def _run(given: Mapping[str, Any], processes: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from experiments.sweep import DTYPES, EXPERIMENT, draw, measure, report
 def test_no_setting_changes_the_gradient(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr("experiments.sweep.DTYPES", ("float32",))
     sizes = {"groups": 2, "completions": 3, "max_tokens": 6, "repeats": 1}
-    numbers = measure(str(tiny_folder), (16, 4096), sizes, cores=1)
+    numbers = measure(str(tiny_folder), (16, 4096), sizes, cores=1, work=tmp_path / "work")
     lines = numbers["curves"]["float32"]
     assert list(lines) == ["packed, 1 process", "packed, 2 processes", "padded rows, 1 process", "padded rows, 2 processes"]
     first = lines["packed, 1 process"]
