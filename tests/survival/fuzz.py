@@ -156,22 +156,38 @@ ROW = st.fixed_dictionaries(
     {}, optional={"question": st.one_of(TEXT, JSON), "answer": st.one_of(TEXT, JSON, NUMBERS), "level": JSON}
 )
 GOOD_ROW = st.builds(lambda a, q: {"question": f"{q} {a} + 1?", "answer": str(a)}, st.integers(-999, 999), TEXT)
-DATA = st.fixed_dictionaries(
+WILD_DATA = st.fixed_dictionaries(
     {
-        "suffix": st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt"]),
+        "suffix": st.sampled_from([".jsonl", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt"]),
         "content": st.one_of(
             st.binary(max_size=120),
             st.text(max_size=120),
             st.lists(st.one_of(ROW, GOOD_ROW), max_size=6),
             st.lists(GOOD_ROW, min_size=2, max_size=6),
-            st.lists(GOOD_ROW, min_size=4, max_size=9),
-            st.lists(GOOD_ROW, min_size=4, max_size=9),
         ),
-        "format": st.sampled_from(["auto", "gsm8k", "boxed", "xml", "plain"]),
+        "format": st.sampled_from(["auto", "auto", "auto", "plain", "gsm8k", "boxed", "xml"]),
         "holdout": st.integers(0, 3),
         "bad": st.sampled_from(["error", "drop"]),
     }
 )  # fmt: skip
+FORMS = {
+    "auto": "{}", "plain": "{}", "gsm8k": "so it is\n#### {}", "boxed": "it is \\boxed{{{}}}", "xml": "<answer>{}</answer>",
+}  # fmt: skip
+"""How a reference answer stands in its column, by ``data.answer_format``."""
+GOOD_DATA = st.sampled_from([*FORMS]).flatmap(
+    lambda form: st.fixed_dictionaries(
+        {
+            "suffix": st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".parquet"]),
+            "content": st.lists(
+                GOOD_ROW.map(lambda row: {**row, "answer": FORMS[form].format(row["answer"])}), min_size=4, max_size=9
+            ),
+            "format": st.just(form),
+            "holdout": st.integers(0, 2),
+            "bad": st.sampled_from(["error", "drop"]),
+        }
+    )
+)
+DATA = st.one_of(WILD_DATA, WILD_DATA, GOOD_DATA)
 
 
 def file_bytes(content: Any, suffix: str) -> bytes:
