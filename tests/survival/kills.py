@@ -64,7 +64,10 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "a step ahead, lora": {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}},
     "epoch boundaries": {"data": {"limit": 11, "holdout": 4}, "optimizer": {"schedule": "cosine", "warmup_steps": 3}},
     "rewards normalised by running statistics": {"rewards": {"normalise": "mean_std"}},
+    "rollouts ahead": {"rollout": {"ahead": 1}},
+    "rollouts ahead, mu 3": {"rollout": {"ahead": 2}, "algorithm": MU},
     "two processes": {},
+    "two processes, weights divided (fsdp2)": {"training": {"sharding": "fsdp2"}},
     "two processes, mu 3, micro-batches": {"algorithm": {"beta": 0.1, **MU}, "training": {"micro_batch_tokens": 60}},
     "two processes, lora with dropout": {"model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "algorithm": {"beta": 0.1}},
     "two processes, renewed reference, epochs": {
