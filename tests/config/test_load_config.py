@@ -64,6 +64,12 @@ def test_no_source_means_the_defaults():
     assert load_config(None) == Config()
 
 
+@pytest.mark.parametrize("text", ["\x85", "a\x85 b", "\u2028", " x ", "a\nb: c", "null", "1e3", "\ufeff", "\x7f'\"", "- \u2029"])
+def test_any_text_reads_back_as_it_was(text):
+    config = build_config({"prompt": {"system": text}})
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+
+
 def test_a_dump_names_every_setting():
     dumped = yaml.safe_load(dump_config(Config()))
     assert list(dumped) == list(Config.model_fields)

@@ -22,7 +22,7 @@ from groupwise.config.problems import explain_failure, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "recipes"]
+__all__ = ["Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "recipes", "yaml_text"]
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -127,7 +127,24 @@ def _build(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, every setting written out; `load_config` reads it back to an equal config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+    return yaml_text(config.model_dump(mode="json"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Reads back as it was: PyYAML writes U+0085 and its like as line breaks, and reads blanks."""
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    breaks = any(c in text for c in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _text_node)
+
+
+def yaml_text(value: Any) -> str:
+    """Plain values as YAML, in their order; ``yaml.safe_load`` reads them back to equal ones."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def recipes() -> list[Recipe]:

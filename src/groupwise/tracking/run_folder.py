@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from groupwise.config.load import yaml_text
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
@@ -122,7 +121,7 @@ class RunFolder:
 
     def write_start(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
         resolved = hide_secrets(config.model_dump(mode="json"))
-        write_text(self.config, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True, width=120))
+        write_text(self.config, yaml_text(resolved))
         seeds = {
             "training.seed": config.training.seed,
             "data.split_seed": config.data.split_seed,
