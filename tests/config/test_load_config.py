@@ -64,6 +64,11 @@ def test_no_source_means_the_defaults():
     assert load_config(None) == Config()
 
 
+def test_a_device_is_a_number_again_after_writing():
+    config = build_config({"model": {"max_memory": {0: "20GiB", "cpu": "60GiB"}}})
+    assert build_config(yaml.safe_load(dump_config(config))).model.max_memory == {0: "20GiB", "cpu": "60GiB"}
+
+
 @pytest.mark.parametrize("text", ["\x85", "a\x85 b", "\u2028", " x ", "a\nb: c", "null", "1e3", "\ufeff", "\x7f'\"", "- \u2029"])
 def test_any_text_reads_back_as_it_was(text):
     config = build_config({"prompt": {"system": text}})

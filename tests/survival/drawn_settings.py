@@ -21,6 +21,7 @@ MOST = 4096
 CHOSEN: dict[str, st.SearchStrategy[Any]] = {
     "model.name": st.sampled_from(["TINY", "TINY", "TINY", *sorted(KNOWN_SHAPES)]),
     "model.revision": st.none(),
+    "model.max_memory": st.dictionaries(st.one_of(st.integers(0, 7), st.just("cpu")), st.just("20GiB"), max_size=3),
     "data.source": st.sampled_from(["SUMS", "SUMS", "SUMS", "arithmetic", "gsm8k", "missing.jsonl"]),
     "data.eval_source": st.sampled_from([None, "SUMS"]),
     "data.eval_split": st.none(),
@@ -101,6 +102,9 @@ def _of(kind: Any, info: FieldInfo) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(kind))
     if get_origin(kind) is list:
         return st.lists(_of(get_args(kind)[0], FieldInfo()), min_size=1, max_size=3)
+    if get_origin(kind) is dict:
+        keys, values = (st.one_of([_of(inner, FieldInfo()) for inner in _options(one)]) for one in get_args(kind))
+        return st.dictionaries(keys, values, max_size=2)
     if get_origin(kind) is tuple:
         return st.tuples(*(st.floats(0, 1, exclude_max=True) for _ in get_args(kind))).map(list)
     assert kind is str, f"no values are known for {kind}"

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 
+from groupwise.config.schema import Config
 from tests.survival import fuzz
+from tests.survival.drawn_settings import _leaves, _value
 from tests.survival.page import PAGE, section
 
 
@@ -39,3 +41,9 @@ def test_the_page_has_every_target_without_a_crash():
     ]
     found = {row[0].strip(): row[-1].strip() for row in rows[2:]}
     assert found == dict.fromkeys(fuzz.TARGETS, "0")
+
+
+def test_every_setting_of_the_schema_can_be_drawn():
+    for path, info in _leaves(Config):
+        if path != "rewards.functions":
+            _value(path, info).validate()

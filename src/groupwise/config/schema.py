@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
@@ -77,6 +77,12 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`: far less memory for the optimiser, and the
     reference costs none. It wants a learning rate about ten times higher. Null trains all weights."""
+
+    @field_validator("max_memory")
+    @classmethod
+    def number_devices(cls, value: dict[int | str, str] | None) -> dict[int | str, str] | None:
+        """A run's written settings have every key as text; a device is a number all the same."""
+        return value and {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
 
 
 class ArithmeticConfig(Section):
