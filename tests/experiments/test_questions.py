@@ -206,7 +206,9 @@ def test_the_readme_lists_every_experiment():
         re.findall(r"^\| `(\w+)` \|", (ROOT / "experiments" / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     )
     runnable = {
-        p.stem for p in (ROOT / "experiments").glob("*.py") if re.search(r"^(EXPERIMENT|COMPARISON) =", p.read_text(), re.M)
+        p.stem
+        for p in (ROOT / "experiments").glob("*.py")
+        if re.search(r"^(EXPERIMENT|COMPARISON|MODES\b.*) =", p.read_text(), re.M)
     }
     assert listed == runnable
     assert all(importlib.import_module(f"experiments.{name}").__doc__ for name in listed)

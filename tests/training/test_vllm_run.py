@@ -38,6 +38,7 @@ def test_it_learns_from_a_server_as_from_its_own_engine(server, small_config, le
         assert 0 <= step.metrics["policy/sampler_kl"] < 1e-6
         assert step.metrics["policy/push_probe"] < 1e-3
         assert step.metrics["time/push_s"] > 0
+        assert 0 <= step.metrics["completions/prompt_cached"] <= 1
     rewards = [step.metrics["reward/mean"] for step in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     kept = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
