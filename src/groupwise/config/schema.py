@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section
 
@@ -31,58 +32,6 @@ __all__ = [
     "VllmConfig",
     "WarmStartConfig",
 ]
-
-
-class LoraConfig(Section):
-    """A low-rank adapter (arXiv 2106.09685), trained in place of the model's own weights. Needs the package peft."""
-
-    rank: int = Field(default=16, ge=1)
-    """Rank of the two factors. 1 to 32 carry what rewards teach; more only costs memory."""
-    alpha: int = Field(default=32, ge=1)
-    """The adapter is scaled by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in learning only. It makes the ratio to the old policy noisy: leave it at 0 for GRPO."""
-    target_modules: str | list[str] = "all-linear"
-    """Which layers get one: `all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
-
-
-class ModelConfig(Section):
-    """Which policy is trained, and in which numbers."""
-
-    name: str = "smollm2-135m-instruct"
-    """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub; set it to make a run repeatable."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Numbers of the weights that sample and compute. bfloat16 is 2 to 5 times faster than float32; what learns is chosen by
-    `optimizer.precision`. float16 is for GPUs without bfloat16: its loss is scaled, and updates that overflow are left out."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
-    kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` is plain products. `flash_attention_2` needs the package flash-attn and acts in
-    models that are computed by their own module; Llama and Qwen models take `sdpa` for it."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
-    device: str = "auto"
-    """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
-    device_map: Literal["auto"] | None = None
-    """For `groupwise eval` and `generate` with a model that no single device holds: `auto` lays its layers over all GPUs, then the
-    machine's memory, then the disk (package accelerate). Training does not take it."""
-    max_memory: dict[int | str, str] | None = None
-    """The most that `device_map` may lay on each device, such as `{0: 20GiB, cpu: 60GiB}`; what is over goes to the disk."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
-    quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Store the frozen projections in 4 bits (QLoRA: NF4 with double quantisation, 0.52 bytes a weight) or 8 (a byte a weight) in place of
-    `dtype`, which they are computed in. Only an adapter can be trained on them (`lora`). Needs the package bitsandbytes."""
-    lora: LoraConfig | None = None
-    """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`: far less memory for the optimiser, and the
-    reference costs none. It wants a learning rate about ten times higher. Null trains all weights."""
-
-    @field_validator("max_memory")
-    @classmethod
-    def number_devices(cls, value: dict[int | str, str] | None) -> dict[int | str, str] | None:
-        """A run's written settings have every key as text; a device is a number all the same."""
-        return value and {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
 
 
 class ArithmeticConfig(Section):

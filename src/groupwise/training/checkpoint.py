@@ -32,6 +32,7 @@ __all__ = [
     "MODEL",
     "Snapshot",
     "find_checkpoint",
+    "last_good",
     "latest_checkpoint",
     "load_checkpoint",
     "newest_sound_checkpoint",
@@ -195,6 +196,23 @@ def set_suspect_aside(folder: Path, updates: int) -> Path | None:
     last = max(good, key=_step_of)
     _set_aside(folder, last, "suspect")
     return last
+
+
+def last_good(folder: Path, updates: int, resumed_from: Path | None) -> str | None:
+    """In words, the newest checkpoint whose weights a sound update was made from, others set aside; None where there is none at all.
+
+    ``updates``: how many the run has made. ``resumed_from``: the checkpoint of another folder that it began with.
+    """
+    try:
+        found = set_suspect_aside(folder, updates)
+    except (CheckpointError, OSError):
+        found = None
+    if found is None and resumed_from is not None and int(read_state(resumed_from)["updates"]) < updates:
+        found = resumed_from
+    if found is not None:
+        return f"the last good checkpoint is {found}; later ones are set aside, so --resume with --accept-changes goes on from it"
+    newest = latest_checkpoint(folder)
+    return f"from the weights of the checkpoints, up to {newest}, no sound update was made" if newest else None
 
 
 def set_damaged_aside(folder: Path, sound: Path) -> None:

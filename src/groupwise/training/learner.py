@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
-from groupwise.training.window import Window, WindowOpenError
+from groupwise.training.window import Stateful, Window, WindowOpenError
 from groupwise.types import Group
 
 __all__ = ["Advantages", "Learner", "MicroBatch", "Share", "Stateful"]
@@ -38,16 +38,6 @@ HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 _FIRST_SWEEP = ("old_T", "correction_T")
 """What a micro-batch's first sweep notes about it."""
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
-
-
-class Stateful(Protocol):
-    """Something with a state that a resumed run needs: put it into ``Learner.parts`` under a name, and checkpoints hold it."""
-
-    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Named tensors, and JSON values."""
-
-    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore exactly what ``checkpoint_state`` gave. KeyError or ValueError: it belongs to another run."""
 
 
 class Learner:

@@ -26,10 +26,10 @@ from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
 from groupwise.training.checkpoint import (
     Snapshot,
+    last_good,
     latest_checkpoint,
     load_checkpoint,
     read_state,
-    set_suspect_aside,
     take_snapshot,
 )
 from groupwise.training.learner import Advantages, Learner
@@ -310,22 +310,9 @@ class Run:
         return self.world.first_does(lambda: on_step(report) is not False)
 
     def _last_good(self) -> str:
-        """The newest checkpoint whose weights have been learnt from since: those of later ones may be what is wrong."""
         assert self.learner is not None
-        updates = self.learner.updates
         self.writer.finish()
-        try:
-            found = set_suspect_aside(self.folder.checkpoints, updates)
-        except (CheckpointError, OSError):
-            found = None
-        if found is None and self.checkpoint is not None and int(read_state(self.checkpoint)["updates"]) < updates:
-            found = self.checkpoint
-        if found is not None:
-            return f"the last good checkpoint is {found}; later ones are set aside, so --resume with --accept-changes goes on from it"
-        newest = latest_checkpoint(self.folder.checkpoints)
-        return (
-            self.saved() if newest is None else f"from the weights of the checkpoints, up to {newest}, no sound update was made"
-        )
+        return last_good(self.folder.checkpoints, self.learner.updates, self.checkpoint) or self.saved()
 
     def saved(self) -> str:
         """What there is to carry on from, in words."""

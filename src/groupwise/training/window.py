@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,21 @@ from groupwise.training.credit import Advantages
 from groupwise.training.microbatches import MicroBatch, members_of
 from groupwise.types import Completion, Group, Prompt, StepScores
 
-__all__ = ["HeldWindow", "Window", "WindowOpenError"]
+__all__ = ["HeldWindow", "Stateful", "Window", "WindowOpenError"]
 
 _PER_TOKEN = ("advantages_T", "reference_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T")
 _PER_COMPLETION = ("advantages_N",)
 _METRICS = {kind.__name__: kind for kind in (metrics.Mean, metrics.Sum, metrics.Max, metrics.Min)}
+
+
+class Stateful(Protocol):
+    """Something with a state that a resumed run needs: put it into ``Learner.parts`` under a name, and checkpoints hold it."""
+
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Named tensors, and JSON values."""
+
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore exactly what ``checkpoint_state`` gave. KeyError or ValueError: it belongs to another run."""
 
 
 @dataclass
