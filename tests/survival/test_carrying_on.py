@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from groupwise.errors import CheckpointError, ConfigError, StoppedError, Trainin
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
 from groupwise.training.learner import Learner
+from groupwise.training.resume import drift
 from groupwise.training.window import HeldWindow, _group_values
 from groupwise.types import Completion, Group, Problem, Prompt, StepScores
 from tests.survival.kills import differences
@@ -209,6 +211,18 @@ def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, le
         go(other, letters, quiet, folder, resume=True)
     go(other, letters, quiet, folder, resume=True, accept_changes=True)
     go(small_config(**EVERY, evaluation={"problems": 2}), letters, quiet, folder, resume=True)
+
+
+def test_a_setting_that_came_since_had_its_default(small_config):
+    """A checkpoint of an earlier version: it does not know the setting, and ran as its default runs."""
+    config = small_config(**EVERY)
+    written = config.model_dump(mode="json")
+    assert written["rollout"].pop("ahead") == 0
+    problems = SimpleNamespace(fingerprint="f")
+    same = SimpleNamespace(config=config, problems=problems)
+    assert drift({"config": written, "data": "f"}, same) == ([], [])
+    other = SimpleNamespace(config=small_config(**EVERY, rollout={"ahead": 1}), problems=problems)
+    assert drift({"config": written, "data": "f"}, other) == (["rollout.ahead: 0 -> 1"], [])
 
 
 def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.load import build_known
 from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
@@ -80,7 +81,7 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
 
 def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:
     """What differs from the run that wrote ``state``: what changes the result, and what does not, a line each."""
-    before, now = _flat(state.get("config", {})), _flat(hide_secrets(prepared.config.model_dump(mode="json")))
+    before, now = _settings_before(state.get("config", {})), _flat(hide_secrets(prepared.config.model_dump(mode="json")))
     harmful: list[str] = []
     harmless: list[str] = []
     for key in sorted(before.keys() | now.keys()) if before else []:
@@ -126,6 +127,12 @@ def _steps_only_extend(config: Config) -> bool:
     """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it, and no batch
     behind the former end would have been sampled before it."""
     return config.rollout.ahead == 0 and config.optimizer.schedule == "constant" and config.algorithm.reference_updates == 1
+
+
+def _settings_before(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's run was made of. One that an earlier version wrote lacks the settings that came since: it had their defaults."""
+    known, _ = build_known(written) if written else (None, [])
+    return (_flat(known.model_dump(mode="json")) if known else {}) | _flat(written)
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
