@@ -1,6 +1,7 @@
 """The modes are settings that exist, and the table says what the numbers say."""
 
-from experiments.memory_modes import MODES, report, settings_of
+from experiments.common import read_block, read_numbers
+from experiments.memory_modes import MODES, NAME, PAGE, report, settings_of
 from groupwise import load_config
 
 
@@ -21,3 +22,10 @@ def test_the_table_has_what_was_measured():
     assert "| 1.23 GiB | 2 MB | 0% | 40% | **75%** (70% to 80%) |" in text
     assert "7 steps of 8 x 8" in text
     assert "bitsandbytes 0.50.2" in text
+
+
+def test_the_page_has_every_mode_as_it_was_measured_and_each_one_learnt():
+    numbers = read_numbers(NAME)
+    assert read_block(PAGE, NAME) == report(numbers).strip("\n")
+    assert [run["name"] for run in numbers["runs"]] == [mode.name for mode in MODES]
+    assert all(run["interval"][0] > run["accuracy"]["warm_start"] for run in numbers["runs"])
