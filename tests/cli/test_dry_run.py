@@ -160,3 +160,26 @@ def test_the_quick_length_test_never_lets_a_long_prompt_through(small, tmp_path,
     assert prepare(load_config("quickstart", [*words, f"max_prompt_tokens={longest}"])).notes == prepared.notes
     with pytest.raises(DataError, match=f"{longest - 1}"):
         prepare(load_config("quickstart", [*words, f"max_prompt_tokens={longest - 1}"]))
+
+
+ADAPTER = "model.lora={rank: 8}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.sharding=zero3", ADAPTER], "training.sharding is zero3, which does not go with model.lora"),
+        (["training.sharding=fsdp2", ADAPTER], "training.sharding is fsdp2, which does not go with model.lora"),
+        (["training.sharding=fsdp2", "rollout.ahead=1"], "rollout.ahead is 1"),
+    ],
+)
+def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwise, small, no_weights, overrides, said):
+    """Though a dry run is one process itself."""
+    assert said in refusal(groupwise, *small, *overrides, "--num-processes", "2")
+    alone = groupwise("train", "quickstart", *small, *overrides, "--dry-run")
+    assert alone.exit_code == 0, "one process divides nothing"
+
+
+def test_a_dry_run_for_several_processes_asks_for_deepspeed(groupwise, small, no_weights, monkeypatch):
+    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    assert "groupwise[deepspeed]" in refusal(groupwise, *small, "training.sharding=zero2", "--num-processes", "2")

@@ -461,13 +461,12 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
 
     monkeypatch.setattr(zero, "refuse_without_deepspeed", lambda reason: None)
     monkeypatch.setattr(zero_launch, "refuse_without_deepspeed", lambda reason: None)
-    monkeypatch.setattr(sharding, "world_size", lambda: 8)
     made = make_plan(load_config(recipe), HARDWARE["rtx-4090"], world_size=processes)
     assert not made.fits
     assert made.suggestions
     for one in made.suggestions:
         overrides = [f"{name}={json.dumps(value)}" for name, value in one.settings.items()]
-        sharding.check_sharding(load_config(recipe, overrides), Qwen2Config())
+        sharding.check_sharding(load_config(recipe, overrides), Qwen2Config(), processes=8)
 
 
 def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():

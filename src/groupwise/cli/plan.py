@@ -53,7 +53,7 @@ def plan(
       groupwise plan polaris-3b --hardware a100-40gb rollout.prompts_per_step=4 --formulas
       groupwise plan gsm8k-0.5b --hardware rtx-4090 --json
 
-    Exit code 1 means that it does not fit.
+    Exit code 1 means that it does not fit, 2 that the settings contradict each other or cannot be run.
     """
     from groupwise.cli.show import console, print_json
 
@@ -77,14 +77,18 @@ def plan_of(
     measure: bool = False,
 ) -> Plan:
     """What the command shows, for the same words."""
+    from dataclasses import replace
+
     from groupwise.config import load_config
+    from groupwise.config.load import find_source
     from groupwise.planner import make_plan
     from groupwise.planner.hardware import choose_hardware, parse_bytes
+    from groupwise.planner.hints import hints
 
     config = load_config(source, overrides or ())
     limit = parse_bytes(gpu_memory) if gpu_memory else None
     device = _measured(config, hardware) if measure else choose_hardware(config.model.device, hardware, limit)
-    return make_plan(
+    made = make_plan(
         config,
         device,
         limit_bytes=limit,
@@ -92,6 +96,8 @@ def plan_of(
         prompt_tokens=prompt_tokens,
         mean_completion_tokens=completion_tokens,
     )
+    by_size = limit is not None and hardware is None and not measure
+    return replace(made, hints=tuple(hints(config, find_source(source), device, hardware, by_size, world_size)))
 
 
 def _measured(config: Config, hardware: str | None) -> Hardware:
@@ -143,6 +149,8 @@ def show_plan(made: Plan, out: Console, formulas: bool) -> None:
     )
     for line in made.assumptions:
         say(f"assumed: {line}", "dim")
+    for line in made.hints:
+        say(f"hint: {line}", "yellow")
     if formulas:
         out.print(table(["part", "GiB", "bytes ="], [(i.name, _gib(i.bytes), i.formula) for i in made.formulas()]))
         say("; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))

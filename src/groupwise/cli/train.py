@@ -81,7 +81,7 @@ def train(
     config = load_config(source, overrides or ())
     fetch_model(config)
     if dry_run:
-        _dry_run(config, as_json)
+        _dry_run(config, as_json, num_processes)
         return
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
@@ -116,11 +116,12 @@ def _hints(shown: Console) -> Callable[[StepReport], None]:
     return lambda report: watch(report.folder, report.step)
 
 
-def _dry_run(config: Config, as_json: bool) -> None:
+def _dry_run(config: Config, as_json: bool, num_processes: int) -> None:
     from groupwise.cli.show import print_json
+    from groupwise.distributed import world_size
     from groupwise.training.setup import prepare
 
-    prepared = prepare(config)
+    prepared = prepare(config, processes=max(num_processes, world_size()))
     if as_json:
         print_json(_facts(prepared))
     else:

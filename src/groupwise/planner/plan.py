@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config
 from groupwise.planner.cost import StepCost, step_cost
 from groupwise.planner.hardware import Hardware
@@ -35,6 +36,8 @@ class Plan:
     phases: tuple[Phase, ...]
     cost: StepCost
     suggestions: tuple[Suggestion, ...]
+    hints: tuple[str, ...] = ()
+    """What may have been meant by whoever asked, a sentence each."""
 
     @property
     def peak(self) -> Phase:
@@ -107,6 +110,7 @@ class Plan:
             "epoch_hours": self.epoch_hours,
             "hardware": asdict(self.hardware),
             "assumptions": self.assumptions,
+            "hints": list(self.hints),
         }
 
     def formulas(self) -> list[Item]:
@@ -160,7 +164,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has.
 
-    Raises ModelError where the model's config.json cannot be had.
+    Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot divide the model as the
+    settings ask, whatever is installed.
     """
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
@@ -172,4 +177,5 @@ def make_plan(
         mean_completion_tokens,
         limit,
     )
+    refuse_undividable(config, setup.sharding, setup.shape.architecture)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

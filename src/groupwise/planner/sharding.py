@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from groupwise.config.division import refuse_undividable
+from groupwise.errors import ConfigError
 from groupwise.planner.item import Item
 from groupwise.planner.setup import Setup
 
@@ -83,17 +85,12 @@ def flat_gradient(setup: Setup) -> list[Item]:
 
 
 def refused(setup: Setup) -> bool:
-    """Whether the trainer does not divide a run with these settings (``training/sharding`` says why)."""
-    config, way = setup.config, setup.sharding
-    if way == "none":
-        return False
-    value = config.algorithm.baseline == "value"
-    elsewhere = config.optimizer.offload or config.training.offload_reference or config.rollout.ahead > 0
-    if elsewhere or setup.adapted or not setup.shape.lean or config.rollout.engine == "transformers":
+    """Whether the trainer does not divide a run with these settings."""
+    try:
+        refuse_undividable(setup.config, setup.sharding, setup.shape.architecture)
+    except ConfigError:
         return True
-    if way == "fsdp2":
-        return config.optimizer.precision == "masters-8bit" or (value and config.algorithm.critic != "shared")
-    return config.optimizer.precision != "masters" or value or config.model.dtype == "float16"
+    return False
 
 
 def exchange_buffers(setup: Setup) -> list[Item]:

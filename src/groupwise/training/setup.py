@@ -81,10 +81,11 @@ class Prepared:
     """Settings without effect, and what was dropped on the way, a sentence each."""
 
 
-def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
+def prepare(config: Config, rewards: Rewards | None = None, processes: int | None = None) -> Prepared:
     """Check and load everything but the weights, what is quick first.
 
     ``rewards`` are functions from Python, by name or in a list, as for `RewardSuite.from_config`.
+    ``processes``: how many a run that is only checked would have; by itself as many as were started.
 
     Raises:
         ModelError: the model cannot be loaded (a folder without weights, an unknown name).
@@ -106,7 +107,7 @@ def prepare(config: Config, rewards: Rewards | None = None) -> Prepared:
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    check_sharding(config, hf_config)
+    check_sharding(config, hf_config, processes)
     context = context_length(hf_config, tokenizer)
     context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
     check_critic(config, tokenizer, context)

@@ -10,7 +10,6 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import Sharding, chosen_sharding
-from groupwise.errors import ConfigError
 from groupwise.models.load import resolve_device
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.replicas import Replicas
@@ -18,14 +17,12 @@ from groupwise.training.sharding.replicas import Replicas
 __all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding"]
 
 
-def check_sharding(config: Config, hf_config: Any) -> None:
-    """Raise ConfigError for a run that cannot be divided as it is asked to be; before any weights are read."""
-    chosen = chosen_sharding(config.training.sharding, world_size())
-    if chosen != "none" and config.rollout.ahead:
-        raise ConfigError(
-            f"rollout.ahead is {config.rollout.ahead}, which needs a whole copy of the weights on each process, but training.sharding "
-            f"({chosen}) is there because none has room for it: set rollout.ahead to 0, or training.sharding to none"
-        )
+def check_sharding(config: Config, hf_config: Any, processes: int | None = None) -> None:
+    """Raise ConfigError for a run that cannot be divided as it is asked to be; before any weights are read.
+
+    ``processes``: how many the run would have, where they have not been started; by itself as many as the launcher started.
+    """
+    chosen = chosen_sharding(config.training.sharding, processes or world_size())
     if chosen == "fsdp2":
         from groupwise.training.sharding.fsdp2 import check_fsdp2
 

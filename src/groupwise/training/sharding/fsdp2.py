@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
@@ -24,7 +25,7 @@ from groupwise.distributed.shards import Rows, local, read_rows, rows_of
 from groupwise.errors import ConfigError
 from groupwise.metrics import Mean
 from groupwise.models.blocks import Blocks, copy_filled
-from groupwise.models.decoder import FAMILIES, Decoder
+from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
 from groupwise.training.loss_scale import LossScale
@@ -37,23 +38,12 @@ _IDLE = ([0], [[0]])
 
 
 def check_fsdp2(config: Config, hf_config: Any) -> None:
-    """Raise ConfigError for what FSDP2 does not go with."""
-    value = config.algorithm.baseline == "value"
-    for reason, remedy in (
-        (not _torch_fits() and f"torch {torch.__version__}, which is too old", "install torch 2.8 or newer"),
-        (config.model.lora is not None and "model.lora", "an adapter's states are small: use training.sharding=none"),
-        (hf_config.model_type not in FAMILIES and f"the architecture {hf_config.model_type!r}",
-         f"it divides models of the kinds {', '.join(FAMILIES)}: use training.sharding=none"),
-        (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
-        (config.optimizer.precision == "masters-8bit" and "optimizer.precision=masters-8bit",
-         "use masters, which are divided, or training.sharding=none"),
-        (config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
-        (config.training.offload_reference and "training.offload_reference", "the reference is divided like the policy: leave it out"),
-        (value and config.algorithm.critic != "shared" and f"algorithm.critic={config.algorithm.critic}",
-         "use a shared one, or training.sharding=none"),
-    ):  # fmt: skip
-        if reason:
-            raise ConfigError(f"training.sharding is fsdp2, which does not go with {reason}: {remedy}")
+    """Raise ConfigError for what FSDP2 does not go with, and where torch is too old for it."""
+    refuse_undividable(config, "fsdp2", hf_config.model_type)
+    if not _torch_fits():
+        raise ConfigError(
+            f"training.sharding is fsdp2, which does not go with torch {torch.__version__}, which is too old: install torch 2.8 or newer"
+        )
 
 
 def _torch_fits() -> bool:

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
@@ -24,7 +25,7 @@ from groupwise.distributed.shards import local
 from groupwise.distributed.zero_launch import refuse_without_deepspeed
 from groupwise.errors import ConfigError
 from groupwise.models.blocks import copy_filled
-from groupwise.models.decoder import FAMILIES, Decoder
+from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.zero_engine import import_deepspeed, make_engine
@@ -38,21 +39,8 @@ _IDLE = ([0], [[0]])
 
 def check_zero(config: Config, hf_config: Any, name: str) -> None:
     """Raise ConfigError for what ZeRO does not go with, and where DeepSpeed is not installed."""
+    refuse_undividable(config, name, hf_config.model_type)
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
-    for reason, remedy in (
-        (config.model.lora is not None and "model.lora", "an adapter's states are small: use training.sharding=none"),
-        (hf_config.model_type not in FAMILIES and f"the architecture {hf_config.model_type!r}",
-         f"it divides models of the kinds {', '.join(FAMILIES)}: use training.sharding=none"),
-        (config.model.dtype == "float16" and "model.dtype=float16", "use bfloat16"),
-        (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
-        (config.optimizer.precision != "masters" and f"optimizer.precision={config.optimizer.precision}",
-         "DeepSpeed steps on fp32 masters, divided among the processes: use masters, or training.sharding=none"),
-        (config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
-        (config.training.offload_reference and "training.offload_reference", "leave it out"),
-        (config.algorithm.baseline == "value" and "algorithm.baseline=value", "use training.sharding=fsdp2 or none"),
-    ):  # fmt: skip
-        if reason:
-            raise ConfigError(f"training.sharding is {name}, which does not go with {reason}: {remedy}")
 
 
 class Zero:

@@ -1,0 +1,59 @@
+"""What does not go with dividing a model among processes (``training.sharding``): for the trainer, and for a plan, which needs no torch."""
+
+from __future__ import annotations
+
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
+
+__all__ = ["DIVISIBLE", "refuse_undividable"]
+
+DIVISIBLE = ("llama", "qwen2", "qwen3")
+"""Architectures that can be divided: those of the lean decoder (``models/decoder.py``)."""
+
+
+def refuse_undividable(config: Config, way: str, architecture: str) -> None:
+    """Raise ConfigError for settings that the trainer cannot divide in this way, whatever is installed.
+
+    ``way``: ``none``, which goes with everything, ``fsdp2``, ``zero2`` or ``zero3``. ``architecture``: the model's ``model_type``.
+    """
+    if way == "none":
+        return
+    if config.rollout.ahead:
+        raise ConfigError(
+            f"rollout.ahead is {config.rollout.ahead}, which needs a whole copy of the weights on each process, but training.sharding "
+            f"({way}) is there because none has room for it: set rollout.ahead to 0, or training.sharding to none"
+        )
+    own = _against_fsdp2(config) if way == "fsdp2" else _against_zero(config)
+    for reason, remedy in (
+        (config.model.lora is not None and "model.lora", "an adapter's states are small: use training.sharding=none"),
+        (architecture not in DIVISIBLE and f"the architecture {architecture!r}",
+         f"it divides models of the kinds {', '.join(DIVISIBLE)}: use training.sharding=none"),
+        (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
+        (config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
+        (config.training.offload_reference and "training.offload_reference", "leave it out: use more processes where memory is short"),
+        *own,
+    ):  # fmt: skip
+        if reason:
+            raise ConfigError(f"training.sharding is {way}, which does not go with {reason}: {remedy}")
+
+
+def _against_fsdp2(config: Config) -> list[tuple[str | bool, str]]:
+    """What FSDP2 alone does not go with, or False where the settings have none of it; and a remedy."""
+    critic, precision = config.algorithm.critic, config.optimizer.precision
+    return [
+        (precision == "masters-8bit" and "optimizer.precision=masters-8bit",
+         "use masters, which are divided, or training.sharding=none"),
+        (config.algorithm.baseline == "value" and critic != "shared" and f"algorithm.critic={critic}",
+         "use a shared one, or training.sharding=none"),
+    ]  # fmt: skip
+
+
+def _against_zero(config: Config) -> list[tuple[str | bool, str]]:
+    """The same of DeepSpeed's stages."""
+    precision = config.optimizer.precision
+    return [
+        (config.model.dtype == "float16" and "model.dtype=float16", "use bfloat16"),
+        (precision != "masters" and f"optimizer.precision={precision}",
+         "DeepSpeed steps on fp32 masters, divided among the processes: use masters, or training.sharding=none"),
+        (config.algorithm.baseline == "value" and "algorithm.baseline=value", "use training.sharding=fsdp2 or none"),
+    ]  # fmt: skip

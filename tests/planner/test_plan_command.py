@@ -1,0 +1,91 @@
+"""What `groupwise plan` refuses, and what it hints at."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from groupwise.cli import app
+from groupwise.config.division import DIVISIBLE
+from groupwise.models.decoder import FAMILIES
+from groupwise.planner.hardware import HARDWARE
+
+ADAPTER = "model.lora={rank: 8}"
+
+
+def plan(*words):
+    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def hints(*words):
+    found = json.loads(plan(*words, "--json"))["hints"]
+    assert all(f"hint: {one}" in plan(*words) for one in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.sharding=zero3", ADAPTER], "sharding is zero3, which does not go with model.lora"),
+        (["training.sharding=fsdp2", ADAPTER], "sharding is fsdp2, which does not go with model.lora"),
+        (["training.sharding=zero2", "rollout.ahead=1"], "rollout.ahead is 1"),
+        (["training.sharding=fsdp2", "rollout.ahead=1"], "rollout.ahead is 1"),
+    ],
+)
+def test_what_no_installation_could_run_is_not_planned(overrides, said):
+    words = ["quickstart", "--hardware", "rtx-4090", *overrides]
+    refused = CliRunner().invoke(app, ["plan", *words, "--world-size", "2"])
+    assert refused.exit_code == 2, refused.output
+    assert said in refused.stderr
+    assert "fits" in plan(*words), "one process divides nothing"
+
+
+def test_what_only_lacks_a_package_here_is_planned(monkeypatch):
+    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.training.sharding.fsdp2._torch_fits", lambda: False)
+    for way in ("zero2", "zero3", "fsdp2"):
+        assert "fits" in plan("quickstart", "--hardware", "rtx-4090", "--world-size", "2", f"training.sharding={way}")
+
+
+def test_what_can_be_divided_is_what_the_lean_decoder_covers():
+    assert DIVISIBLE == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("gsm8k-7b-8gpu", "--world-size 8 --hardware a100-80gb"),
+        ("gsm8k-1.5b-8gpu", "--world-size 8 --hardware a100-80gb"),
+        ("length-0.5b-2gpu", "--world-size 2 --hardware rtx-4090"),
+    ],
+)
+def test_a_recipe_for_several_devices_that_is_planned_for_one_says_how_to_plan_it(recipe, options, monkeypatch):
+    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda: None)
+    size, card = options.split(" --hardware ")
+    result = CliRunner().invoke(app, ["plan", recipe, "--json"])
+    (hint,) = json.loads(result.stdout)["hints"]
+    assert options in hint
+    (named,) = json.loads(CliRunner().invoke(app, ["plan", recipe, "--json", "--hardware", card]).stdout)["hints"]
+    assert size in named
+    assert "--hardware" not in named, "that was said already"
+    assert hints(recipe, *options.split()) == []
+
+
+def test_sharding_of_ones_own_is_hinted_at_too_and_a_plan_for_one_device_is_left_alone():
+    (hint,) = hints("quickstart", "training.sharding=zero2", "--hardware", "rtx-4090")
+    assert "training.sharding is zero2" in hint
+    assert "--world-size 8" in hint
+    assert hints("quickstart", "--hardware", "cpu") == []
+
+
+def test_a_size_of_memory_says_whose_rates_it_takes():
+    (hint,) = hints("quickstart", "--gpu-memory", "24GiB")
+    assert "the times are those of l4;" in hint
+    assert hint.endswith("another's rates: rtx-4090, rtx-3090, a10")
+    (roomy,) = hints("quickstart", "--gpu-memory", "100GiB")
+    assert "those of h200;" in roomy or "those of b200;" in roomy
+    assert all(name in roomy or name == "cpu" for name in HARDWARE)
+    assert hints("quickstart", "--gpu-memory", "24GiB", "--hardware", "rtx-4090") == []
