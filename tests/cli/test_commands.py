@@ -17,7 +17,7 @@ COMMANDS += [["report"], ["doctor"], ["plan"]]
 @pytest.mark.parametrize("command", [[], ["data"]])
 def test_help_without_a_command_lists_the_commands(groupwise, command):
     shown = groupwise(*command, "--help").stdout
-    listed = ["train", "eval", "generate", "report", "doctor", "plan", "data", "recipes", "algorithms", "config"]
+    listed = ["train", "eval", "generate", "merge", "report", "doctor", "plan", "data", "recipes", "algorithms", "config"]
     expected = ["inspect", "prepare"] if command else listed
     assert re.findall(r"^  (\w+)  +[A-Z]", shown.partition("Commands:")[2], flags=re.MULTILINE) == sorted(
         expected, key=lambda name: shown.index(f"\n  {name} ")

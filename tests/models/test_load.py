@@ -96,7 +96,7 @@ def change_config(folder: Path, **values: Any) -> None:
     [
         (shutil.rmtree, "does not exist"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "LoRA adapter"),
+        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "an adapter alone"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (cut_short, "was cut short"),

@@ -125,8 +125,8 @@ def find_shape(config: ModelConfig) -> ModelShape:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the config of model {config.name!r} cannot be read from {path} ({error}): name a model folder with config.json, or one "
-            f"of {', '.join(sorted(KNOWN_SHAPES)[:3])} ..."
+            f"the config of model {config.name!r} cannot be read from {str(path)!r} ({error}): name a model folder with config.json, or "
+            f"one of {', '.join(sorted(KNOWN_SHAPES)[:3])} ..."
         ) from error
     return shape_of_config(found, config.name)
 
