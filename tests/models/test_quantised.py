@@ -236,3 +236,23 @@ def test_a_quantised_model_alone_is_sampled_and_saved_whole(tiny_qwen2, tmp_path
     assert [c.token_ids for c in first] == [c.token_ids for c in second]
     with torch.no_grad():
         torch.testing.assert_close(slow(merged(model)), slow(copy.deepcopy(model)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["none", "4bit", "8bit"])
+def test_the_merged_export_of_the_real_small_model_gives_the_same_logits(embedded_model_folder, tmp_path, kind):
+    """In fp32, where merging rounds nothing away: what plain transformers computes from the folder is what base and adapter give."""
+    base = AutoModelForCausalLM.from_pretrained(embedded_model_folder, dtype=torch.float32).eval()
+    if kind != "none":
+        base = in_few_bits(base, kind, tmp_path / "base")
+    policy = adapted(base, filled=True, rank=16, alpha=32)
+    save_model(policy, tmp_path / "out")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.tensor([[*range(100, 140)]])
+    with torch.no_grad(), policy.model.disable_adapter():
+        without = policy.model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        expected, found = (m(input_ids=ids, use_cache=False).logits for m in (policy.model, whole))
+    assert (expected - without).abs().max() > 1, "the adapter matters"
+    print(f"{kind}: logits differ by at most {float((found - expected).abs().max()):.1e} of {float(expected.abs().max()):.1f}")
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
