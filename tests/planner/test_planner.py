@@ -182,6 +182,15 @@ def test_the_optimiser_is_as_large_as_planned(tiny_qwen2, dtype, precision):
     assert item(found, "optimiser step", "gradients") == sum(optimizer.gradient(m).nbytes for m in optimizer.masters)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_a_run_that_samples_few_sequences_at_once_is_planned_too(at_once):
+    """Fewer than eight at once are not suggested, and never more than were asked for."""
+    config = load_config("gsm8k-0.5b", ["model.name=Qwen/Qwen2.5-1.5B", f"rollout.max_concurrent_sequences={at_once}"])
+    made = make_plan(config, HARDWARE["cpu"], limit_bytes=2 * 2**30)
+    assert not made.fits
+    assert all(one.settings.get("rollout.max_concurrent_sequences", 0) < at_once for one in made.suggestions)
+
+
 def test_what_fits_is_suggested_nearest_first_and_really_fits():
     config = load_config("gsm8k-1.5b-8gpu")
     made = make_plan(config, HARDWARE["rtx-4090"], prompt_tokens=200)

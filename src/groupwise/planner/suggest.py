@@ -198,7 +198,7 @@ def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
     names = {"sampling", "evaluation"}
     if not any(p.name in names and p.bytes > limit for p in phases(setup)):
         return
-    rows = 1 << (setup.config.rollout.max_concurrent_sequences - 1).bit_length() - 1
+    rows = 1 << max(1, setup.config.rollout.max_concurrent_sequences - 1).bit_length() - 1
     while rows >= 8:
         fewer = {"rollout__max_concurrent_sequences": rows}
         if all(p.bytes <= limit for p in phases(setup.changed(**fewer)) if p.name in names):
