@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from groupwise.errors import ModelError
+from groupwise.models.quiet import quieten_bitsandbytes
 
 if TYPE_CHECKING:
     from groupwise.config.schema import ModelConfig
@@ -48,6 +49,7 @@ def quantisation_settings(config: ModelConfig) -> Any:
             )
     from transformers import BitsAndBytesConfig
 
+    quieten_bitsandbytes()
     if config.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

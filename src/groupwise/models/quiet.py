@@ -1,25 +1,31 @@
-"""Silence while a library loads something."""
+"""Silence while a library loads something, or asks for what is not needed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import transformers
 
-__all__ = ["quiet"]
+__all__ = ["quiet", "quieten_bitsandbytes"]
+
+
+def quieten_bitsandbytes() -> None:
+    """Before its first import: on CPUs it asks for another package's 4-bit product, which nothing here computes with."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and warnings of transformers for as long as this lasts; a failure still raises."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        log.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            log.enable_progress_bar()

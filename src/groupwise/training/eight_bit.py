@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.models.quiet import quieten_bitsandbytes
 
 __all__ = ["eight_bit_adamw"]
 
@@ -14,6 +15,7 @@ def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> Any:
 
     Raises ConfigError where the package is missing or too old for this device.
     """
+    quieten_bitsandbytes()
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
