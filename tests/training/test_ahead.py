@@ -96,6 +96,12 @@ def test_who_is_faster_does_not_matter(go, monkeypatch, sections):
     """With a sampler that is done before learning begins, one that dawdles, and one that waits for its turn: the same run."""
     slow = go("slow", **_with_delay(monkeypatch, 0.05, sections))
     monkeypatch.undo()
+    _sampled_at_once(monkeypatch)
+    assert same_run(slow, go("at once", **sections))
+
+
+def _sampled_at_once(monkeypatch):
+    """Whoever puts an order waits until it is over."""
     put = SamplingThread.put
 
     def at_once(thread, order):
@@ -103,7 +109,29 @@ def test_who_is_faster_does_not_matter(go, monkeypatch, sections):
         thread.wait(order)
 
     monkeypatch.setattr(SamplingThread, "put", at_once)
-    assert same_run(slow, go("at once", **sections))
+
+
+def _sampled_when_waited_for(monkeypatch):
+    """No order is begun before somebody waits for it (orders are waited for as they were put)."""
+    wanted = threading.Semaphore(0)
+    serve, wait, close = SamplingThread._sample, SamplingThread.wait, SamplingThread.close
+
+    def sample(thread, order):
+        wanted.acquire()
+        return serve(thread, order)
+
+    def wait_for_it(thread, order, on_progress=None):
+        wanted.release()
+        return wait(thread, order, on_progress)
+
+    def close_at_last(thread):
+        thread._unwanted = True
+        wanted.release(100)
+        close(thread)
+
+    monkeypatch.setattr(SamplingThread, "_sample", sample)
+    monkeypatch.setattr(SamplingThread, "wait", wait_for_it)
+    monkeypatch.setattr(SamplingThread, "close", close_at_last)
 
 
 def _with_delay(monkeypatch, seconds, sections):
@@ -125,7 +153,7 @@ def test_a_learning_rate_of_almost_nothing_gives_the_synchronous_run(go):
     assert text == [(r["step"], r["problem"], r["completion"], r["reward"]) for r in other]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.15], ids=["batches are there", "batches are under way"])
+@pytest.mark.parametrize("there", [True, False], ids=["batches are there", "batches are under way"])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -135,11 +163,12 @@ def test_a_learning_rate_of_almost_nothing_gives_the_synchronous_run(go):
     ],
     ids=["one", "two", "lora"],
 )
-def test_a_checkpoint_has_the_batches_under_way(go, monkeypatch, sections, delay):
-    whole = go("whole", **_with_delay(monkeypatch, delay, sections))
+def test_a_checkpoint_has_the_batches_under_way(go, monkeypatch, sections, there):
+    (_sampled_at_once if there else _sampled_when_waited_for)(monkeypatch)
+    whole = go("whole", **sections)
     parts = [load_file(p) for p in sorted((whole / "checkpoints").glob("step-2/part-ahead.safetensors"))]
     kept = {name.split(".")[0] for part in parts for name in part}
-    assert ("weights" in kept) if delay else (kept == {"batch"})
+    assert (kept == {"batch"}) if there else ("weights" in kept)
     monkeypatch.undo()
     for done in (1, 3):
         resumed = go(f"from {done}", resume_from=whole / "checkpoints" / f"step-{done}", **sections)
