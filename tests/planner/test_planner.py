@@ -4,7 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -400,9 +400,16 @@ def test_this_machine_can_be_measured(monkeypatch):
             hardware.measure("cuda")
 
 
-def test_the_fastest_call_counts():
-    durations = iter([0.0, 0.03, 0.0, *[0.02] * 100])
-    assert hardware._fastest(lambda: time.sleep(next(durations)), lambda: None, seconds=0.04) < 0.02
+def test_the_fastest_call_counts(monkeypatch):
+    """By a clock that only the calls move. The first is not counted, and those in the time that is left are."""
+    now, durations = [0], iter([0, 9, 3, 7, 1])
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def action():
+        now[0] += next(durations)
+
+    assert hardware._fastest(action, lambda: None, seconds=15) == 3
+    assert next(durations) == 1, "there was no time for it"
 
 
 def test_what_is_sampled_ahead_lives_beside_the_passes():

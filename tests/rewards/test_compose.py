@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,10 +12,13 @@ import torch
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
-from groupwise.rewards import RewardFailure, RewardSuite
+from groupwise.rewards import RewardFailure, RewardSuite, calls
 from groupwise.types import Group
 
 from .conftest import RIGHT, make_completions, make_prompt, make_suite
+
+LONG_S = 120.0
+"""A limit that nothing here comes near, however busy the machine is."""
 
 
 def constant(value):
@@ -194,7 +196,7 @@ def test_a_function_that_changes_its_inputs_disturbs_no_other():
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout_s", [5.0, None])
+@pytest.mark.parametrize("timeout_s", [LONG_S, None])
 @pytest.mark.parametrize("error", [ValueError("too odd"), TimeoutError("socket"), SystemExit(3)])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_function_that_raises(error, timeout_s, asynchronous):
@@ -214,9 +216,7 @@ def test_a_function_that_raises(error, timeout_s, asynchronous):
     failure = make_suite(functions, on_error="skip", timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
     assert (failure.function, failure.problem_id, failure.kind) == ("broken", "gsm8k:train:0", "raised")
     # The next call works: neither a thread nor the event loop was lost.
-    assert isinstance(
-        make_suite({"fine": sleepy_async(0.0)}, timeout_s=timeout_s).score(make_prompt(), make_completions("x")), Group
-    )
+    assert isinstance(make_suite({"fine": quick}, timeout_s=timeout_s).score(make_prompt(), make_completions("x")), Group)
 
 
 def test_a_coroutine_that_cancels_itself_has_raised():
@@ -236,53 +236,87 @@ def test_a_message_of_many_lines_becomes_one():
     assert len(failure.message) < 450
 
 
-def sleepy(seconds):
-    def sleep(completions):
-        time.sleep(seconds)
+def waits_for(held):
+    def wait(completions):
+        held.wait()
         return [1.0] * len(completions)
 
-    return sleep
+    return wait
 
 
-def sleepy_async(seconds, ended=None):
-    async def sleep(completions):
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            if ended is not None:
-                ended.set()
+def waits_for_async(held):
+    async def wait(completions):
+        while not held.is_set():
+            await asyncio.sleep(0.001)
         return [1.0] * len(completions)
 
-    return sleep
+    return wait
 
 
-@pytest.mark.parametrize("make", [sleepy, sleepy_async])
-def test_a_function_that_takes_too_long(make):
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"'slow' .* did not return within rewards.timeout_s = 0.1 seconds; make it faster"):
-        make_suite({"slow": make(2.0)}, timeout_s=0.1).score(make_prompt(), make_completions("x"))
-    skipping = make_suite({"slow": make(2.0)}, timeout_s=0.1, on_error="skip")
+async def quick(completions):
+    await asyncio.sleep(0)
+    return [1.0] * len(completions)
+
+
+@pytest.fixture
+def held():
+    """Set when the test is over: what waits for it comes back in no other way."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("make", [waits_for, waits_for_async])
+def test_a_function_that_takes_too_long(make, held):
+    """None of the abandoned calls has come back by the end: they hold up nothing."""
+    with pytest.raises(RewardError, match=r"'slow' .* did not return within rewards.timeout_s = 0.1 seconds.*; make it faster"):
+        make_suite({"slow": make(held)}, timeout_s=0.1).score(make_prompt(), make_completions("x"))
+    skipping = make_suite({"slow": make(held)}, timeout_s=0.1, on_error="skip")
     scoring = skipping.score_all([(make_prompt(), make_completions("x"))] * 2)
     assert (scoring.groups, [failure.kind for failure in scoring.failures]) == ([], ["timed_out", "timed_out"])
-    assert time.monotonic() - started < 1.9  # the abandoned calls hold up nothing
-    assert make_suite({"quick": make(0.0)}, timeout_s=5.0).score(make_prompt(), make_completions("x")).rewards == (1.0,)
+    done = threading.Event()
+    done.set()
+    assert make_suite({"quick": make(done)}, timeout_s=LONG_S).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
 
-def test_an_async_function_is_cancelled_when_its_time_is_up():
+@pytest.fixture
+def begun(monkeypatch):
+    """Set by a function that has begun; before that no time limit runs."""
+    event, wait = threading.Event(), calls._await
+
+    def wait_from_then_on(outcome, timeout_s):
+        assert event.wait(LONG_S)
+        return wait(outcome, timeout_s)
+
+    monkeypatch.setattr(calls, "_await", wait_from_then_on)
+    return event
+
+
+def test_an_async_function_is_cancelled_when_its_time_is_up(begun):
     ended = threading.Event()
-    make_suite({"slow": sleepy_async(30, ended)}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
-    assert ended.wait(2.0)
+
+    async def for_ever(completions):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    failure = make_suite({"slow": for_ever}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
+    assert failure.kind == "timed_out"
+    assert ended.wait(LONG_S)
 
 
-def test_a_coroutine_that_blocks_does_not_block_the_next():
+def test_a_coroutine_that_blocks_does_not_block_the_next(begun, held):
     async def blocks(completions):
-        time.sleep(1.5)
+        begun.set()
+        held.wait()
         return [1.0]
 
     failure = make_suite({"blocks": blocks}, timeout_s=0.05, on_error="skip").score(make_prompt(), make_completions("x"))
     assert failure.kind == "timed_out"
     assert failure.message.endswith("(some async function held up all others by computing or sleeping without await)")
-    assert make_suite({"fine": sleepy_async(0.0)}, timeout_s=0.5).score(make_prompt(), make_completions("x")).rewards == (1.0,)
+    assert make_suite({"fine": quick}, timeout_s=LONG_S).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
 
 def test_async_calls_share_one_loop_and_work_inside_a_notebooks_loop():
@@ -302,7 +336,7 @@ def test_async_calls_share_one_loop_and_work_inside_a_notebooks_loop():
 
 def test_without_a_limit_a_function_runs_in_the_callers_thread():
     threads = []
-    for timeout_s in (None, 5.0):
+    for timeout_s in (None, LONG_S):
         suite = make_suite({"f": lambda completions: threads.append(threading.current_thread()) or [0.0]}, timeout_s=timeout_s)
         suite.score(make_prompt(), make_completions("x"))
     assert threads[0] is threading.current_thread()

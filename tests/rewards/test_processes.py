@@ -14,8 +14,9 @@ import pytest
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import values
-from groupwise.rewards import RewardSuite
+from groupwise.rewards import RewardSuite, calls
 from groupwise.rewards.background import Background
+from groupwise.rewards.processes import _Worker
 
 from .conftest import make_completions, make_prompt
 
@@ -31,9 +32,10 @@ def obey(completions, folder=None, **columns):
             pass
     if text == "hang in C":
         re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock for years
-    if text == "children":
+    if text == "begets":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open(os.path.join(folder, "child"), "w").write(str(child.pid))
+    if text == "sleeps":
         time.sleep(600)
     if text == "crash":
         os.kill(os.getpid(), 11)
@@ -77,18 +79,34 @@ def step(suite, *texts):
 
 
 def is_alive(pid):
+    """A zombie is not: whoever inherits it need not be quick to bury it."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return sys.platform != "linux" or "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return "zombie" not in Path(f"/proc/{pid}/status").read_text() if sys.platform == "linux" else True
 
 
-def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, tmp_path):
+@pytest.fixture
+def limits_only_for(monkeypatch):
+    """``limits_only_for("loop", ...)``: calls about other completions have all the time they need, however busy the machine is."""
+
+    def change(*texts):
+        ask = _Worker.ask
+
+        def ask_with_patience(worker, name, keywords, timeout_s):
+            assert timeout_s is not None
+            return ask(worker, name, keywords, timeout_s if keywords["completions"][0][0]["content"] in texts else None)
+
+        monkeypatch.setattr(_Worker, "ask", ask_with_patience)
+
+    return change
+
+
+def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, limits_only_for):
+    limits_only_for("loop", "hang in C", "sleeps")
     suite = mischief(timeout_s=1.0, processes=2)
-    started = time.monotonic()
-    scoring = step(suite, "fine", "loop", "hang in C", "children", "fine")
-    assert time.monotonic() - started < 30
+    scoring = step(suite, "fine", "loop", "hang in C", "sleeps", "fine")
     assert [group.rewards for group in scoring.groups] == [(1.0,), (1.0,)]
     assert [failure.kind for failure in scoring.failures] == ["timed_out"] * 3
     said = (
@@ -96,12 +114,19 @@ def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, tmp_path):
     )
     assert scoring.failures[0].message == said
     assert values(scoring.metrics) == {"calls/killed_obey": 3, "calls/failed_obey": 3}
+    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+
+
+def test_what_a_killed_process_has_started_ends_with_it(mischief, limits_only_for, tmp_path):
+    limits_only_for("sleeps")
+    suite = mischief(timeout_s=0.2, processes=1)
+    scoring = step(suite, "begets", "sleeps")
+    assert [failure.kind for failure in scoring.failures] == ["timed_out"]
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120  # it is killed, but not waited for
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(child)
-    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
 
 
 def test_what_ends_or_fills_its_process_is_told_apart_from_what_works(mischief):
@@ -232,41 +257,66 @@ def test_a_bound_on_async_calls_is_noted_where_there_are_none():
     assert async_suite(judge, concurrent_calls=3).notes() == []
 
 
-def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up():
+def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up(monkeypatch):
+    """The clock of a call starts when it has a place: no more run than there are places, each with the whole limit."""
+    call, lock, limits, running, most = calls._call_async, threading.Lock(), [], 0, 0
+
     async def judge(completions):
-        await asyncio.sleep(30 if completions[0][0]["content"] == "slow" else 0.15)
+        await (asyncio.Event().wait() if completions[0][0]["content"] == "slow" else asyncio.sleep(0))
         return [1.0]
 
-    scoring = step(async_suite(judge, concurrent_calls=2, limit=1.0, on_error="skip"), *["a"] * 12, "slow", "b")
+    def timed(function, keywords, timeout_s):
+        nonlocal running, most
+        with lock:
+            running += 1
+            limits.append(timeout_s)
+            most = max(most, running)
+        try:  # only the one that never ends is short of time, however busy the machine is
+            return call(function, keywords, timeout_s if keywords["completions"][0][0]["content"] == "slow" else None)
+        finally:
+            with lock:
+                running -= 1
+
+    monkeypatch.setattr(calls, "_call_async", timed)
+    scoring = step(async_suite(judge, concurrent_calls=2, limit=0.2, on_error="skip"), *["a"] * 12, "slow", "b")
     assert len(scoring.groups) == 13
     assert [failure.kind for failure in scoring.failures] == ["timed_out"]
+    assert limits == [0.2] * 14
+    assert most <= 2
 
 
 def test_after_a_failure_that_stops_the_run_no_further_call_begins():
-    begun = []
+    """The second call may have begun before the first was heard of; it is held until the run has ended."""
+    begun, gate = [], threading.Event()
 
     async def judge(completions):
         begun.append(0)
+        if len(begun) > 1:
+            gate.wait(120)
         raise ValueError("no")
 
     with pytest.raises(RewardError, match="raised ValueError: no"):
         step(async_suite(judge, concurrent_calls=1), *["a"] * 50)
-    assert len(begun) < 50
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "async reward":
+            thread.join(120)
+    assert len(begun) <= 2
 
 
 def test_a_background_begins_in_order_and_drops_what_has_not_begun():
-    order, gate = [], threading.Event()
+    order, begun, gate = [], threading.Event(), threading.Event()
 
     def work(i):
         order.append(i)
-        assert gate.wait(10)
+        begun.set()
+        assert gate.wait(120)
         return i
 
     with Background(1, "test") as background:
         futures = [background.submit(lambda i=i: work(i)) for i in range(5)]
-        while not order:
-            time.sleep(0.001)
+        assert begun.wait(120)
     gate.set()
-    assert futures[0].result(10) == 0
+    assert futures[0].result(120) == 0
     assert all(future.cancelled() for future in futures[1:])
     assert order == [0]
