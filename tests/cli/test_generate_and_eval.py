@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 from groupwise.cli.chat import Speaker, answer_lines, converse
 from groupwise.cli.models import settings_for_model
@@ -140,6 +141,14 @@ def test_a_model_that_a_run_made_is_used_with_that_run_s_settings(run_folder, na
     assert source == run_folder / "config.yaml"
     assert config.model.name == str(run_folder / "final_model")
     assert (config.model.revision, config.prompt.system, config.prompt.style) == (None, "boxed", "plain")
+
+
+def test_a_model_whose_run_was_sampled_by_vllm_needs_no_server(run_folder):
+    config_file = run_folder / "config.yaml"
+    settings = yaml.safe_load(config_file.read_text()) | {"rollout": {"engine": "vllm", "vllm": {"url": "http://a-node:8300"}}}
+    config_file.write_text(yaml.safe_dump(settings))
+    assert settings_for_model(str(run_folder))[0].rollout.engine == "auto"
+    assert settings_for_model(str(run_folder), ["rollout.engine=vllm"])[0].rollout.engine == "vllm"
 
 
 def test_another_model_is_used_with_the_defaults(tiny_model):

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from groupwise import train
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.evaluation import evaluate_model
 from tests.engines.vllm.model_backend import ModelBackend
 
 
@@ -43,6 +44,56 @@ def test_it_learns_from_a_server_as_from_its_own_engine(server, small_config, le
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     kept = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert "policy/push_probe" in json.dumps(kept)
+
+
+def test_sampling_ahead_takes_the_weights_that_the_schedule_names(server, small_config, letters, quiet, tmp_path):
+    """The server is one update behind; what it samples is told apart by its own log-probabilities, which the trainer finds changed."""
+    sections = {"rollout": {"engine": "vllm", "ahead": 1, "vllm": {"url": server.url}}, "optimizer": {"learning_rate": 1e-2}}
+    config, steps, held = small_config(**sections, training={"steps": 6}), [], []
+    load = server.service.backend.load
+    server.service.backend.load = lambda files, label: held.append(label) or load(files, label)
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", on_step=steps.append)
+    assert [{c.policy_version for g in step.groups for c in g.completions} for step in steps] == [{0}, {0}, {1}, {2}, {3}, {4}]
+    assert [step.metrics["rollout/staleness"] for step in steps] == [0, 1, 1, 1, 1, 1]
+    assert steps[0].metrics["policy/sampler_mismatch"] < 1e-4
+    assert all(step.metrics["policy/sampler_mismatch"] > 1e-3 for step in steps[1:])
+    # once for the engine, once before each batch that is begun (the first two together), once for the last evaluation
+    assert len(held) == len(set(held)) == 1 + 5 + 1
+    assert server.service.hello()["version"] == 6
+
+
+def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, small_config, letters, quiet, tmp_path):
+    """... and with a checkpoint it is carried on, with the numbers that it would have had."""
+    sections = {"rollout": {"engine": "vllm", "ahead": 1, "vllm": {"url": server.url}}, "output": {"checkpoint_every": 1}}
+    config, whole, steps = small_config(**sections, training={"steps": 4}), [], []
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole", on_step=whole.append)
+    service, sample = server.service, server.service.sample
+
+    def lose(weights, settings, jobs, **how):
+        if weights.endswith(":4") and len(jobs) > 1:  # the weights were looked at, and a batch is sampled from them
+            service.weights = None
+        return sample(weights, settings, jobs, **how)
+
+    service.sample = lose
+    with pytest.raises(TrainingError, match=r"was started anew .*which learning has changed since.*--resume"):
+        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", on_step=steps.append)
+    assert 1 <= len(steps) < 4
+    service.sample = sample
+    done = len(steps)
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True, on_step=steps.append)
+    assert len(steps) >= 4 > done
+    of_whole = {s.step: [c.token_ids for g in s.groups for c in g.completions] for s in whole}
+    for step in steps:
+        assert [c.token_ids for g in step.groups for c in g.completions] == of_whole[step.step]
+
+
+def test_models_are_judged_one_after_the_other_by_one_server(server, tiny_folder, small_config):
+    config = small_config(rollout={"engine": "vllm", "vllm": {"url": server.url}}, evaluation={"problems": 3})
+    for loads in (1, 2):
+        (judged,) = evaluate_model(str(tiny_folder), config)
+        assert judged.n == 3
+        assert server.service.backend.loads == loads
+        server.service.hold("somebody", "the next")()  # it is free
 
 
 def test_a_server_that_is_not_there_is_told_before_weights_are_read(small_config, letters, quiet, tmp_path):

@@ -20,7 +20,8 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     """The settings with which to use ``model``: those of the run that made it, or the defaults.
 
     ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
-    filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows.
+    filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
+    that sampled for the run may be gone, or work for another: it is used where ``overrides`` say so.
     """
     path = Path(model).expanduser()
     if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
@@ -29,7 +30,11 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
     if not made_by_run:
         return load_config(None, [f"model.name={model}", *overrides]), None
-    return load_config(run_config, [f"model.name={path}", *_MERGED, *overrides]), run_config
+    settings = [f"model.name={path}", *_MERGED]
+    config = load_config(run_config, [*settings, *overrides])
+    if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
+        config = load_config(run_config, [*settings, "rollout.engine=auto", *overrides])
+    return config, run_config
 
 
 def fetch_model(config: Config) -> None:

@@ -41,11 +41,14 @@ def evaluate_model(
 
     Raises:
         ModelError, DataError: what the model or the data lack.
+        ConfigError: no vLLM samples for the config.
     """
     from groupwise.data.prompts import resolve_system
     from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
+    from groupwise.engines.base import close_engine
     from groupwise.engines.dealt import DealtEngine
+    from groupwise.engines.vllm.opening import check_vllm
     from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 
     revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
@@ -55,20 +58,26 @@ def evaluate_model(
     held_out = load_held_out(config.data)
     problems = with_shots(held_out[: config.evaluation.problems], config, style)
     tokenizer = load_tokenizer(model_config)
-    room = context_length(load_model_config(model_config), tokenizer)
+    hf_config = load_model_config(model_config)
+    room = context_length(hf_config, tokenizer)
+    room = min(room, check_vllm(config.rollout, hf_config, model) or room)
     prompts = held_out_prompts(problems, tokenizer, config, system, room)
-    engine = make_engine(load_policy(model_config), config.rollout)
-    results = evaluate_stage(
-        DealtEngine(engine, world or World()),
-        prompts,
-        stage=stage,
-        config=config,
-        style=style,
-        system=system,
-        further=further,
-        available=len(held_out),
-        trackers=trackers,
-    )
+    world = world or World()
+    engine = make_engine(load_policy(model_config), config.rollout, world=world)
+    try:
+        results = evaluate_stage(
+            DealtEngine(engine, world),
+            prompts,
+            stage=stage,
+            config=config,
+            style=style,
+            system=system,
+            further=further,
+            available=len(held_out),
+            trackers=trackers,
+        )
+    finally:
+        close_engine(engine)
     del engine
     gc.collect()  # the next model needs the memory
     return results

@@ -13,7 +13,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm import opening, versions
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.opening import check_vllm
-from groupwise.engines.vllm.protocol import PROTOCOL, Broken, Refused, StaleWeights
+from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
 from groupwise.engines.vllm.service import Service
 from groupwise.engines.vllm.weights import packed_buckets
 from groupwise.errors import ConfigError, TrainingError
@@ -84,14 +84,6 @@ def test_a_server_that_stays_away_ends_the_run_with_a_sentence(serve, engine_ove
         engine.refresh(1)
 
 
-def test_weights_of_another_run_are_told(serve, engine_over, tiny_llama, make_prompts):
-    server = serve(tiny_llama())
-    engine = engine_over(server, tiny_llama())
-    engine_over(server, tiny_llama())
-    with pytest.raises(TrainingError, match="another run has pushed its weights"):
-        engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")
-
-
 def test_an_older_version_than_was_asked_for_is_refused(serve, engine_over, tiny_llama):
     server = serve(tiny_llama())
     engine = engine_over(server, tiny_llama())
@@ -141,19 +133,21 @@ def test_damaged_and_missing_parts_change_nothing(tiny_llama, tmp_path):
     parts = list(packed_buckets(tiny_llama(), 40_000))
     assert len(parts) > 3
 
+    service.hold("run", "a test")
+
     def push(name, chosen):
-        assert service.begin(name)
+        assert service.begin(name) is None
         for index, (data, sha256) in chosen:
             service.bucket(name, index, data, sha256)
-        return service.commit(name, 1, len(parts))
+        return service.commit(name, 1, [sha256 for _, sha256 in parts])
 
     push("run:1", enumerate(parts))
     before = [p.clone() for p in service.backend.model.parameters()]
-    with pytest.raises(Refused, match=r"part 2 .* arrived damaged"):
+    with pytest.raises(BeginAgain, match=r"part 2 .* arrived damaged"):
         push("run:2", [(2, (parts[2][0][:-1] + b"\x7f", parts[2][1]))])
-    with pytest.raises(Refused, match=r"parts \[1\] .* did not arrive"):
+    with pytest.raises(BeginAgain, match=r"parts \[1\] .* did not arrive"):
         push("run:2", [(i, part) for i, part in enumerate(parts) if i != 1])
-    with pytest.raises(Refused, match="no update to the weights run:3"):
+    with pytest.raises(BeginAgain, match="no update to the weights run:3"):
         service.bucket("run:3", 0, *parts[0])
     assert service.weights == "run:1"
     assert all(torch.equal(a, b) for a, b in zip(before, service.backend.model.parameters(), strict=True))
@@ -161,22 +155,16 @@ def test_damaged_and_missing_parts_change_nothing(tiny_llama, tmp_path):
     assert list(tmp_path.iterdir()) == []  # half an update does not stay behind
 
 
-def test_one_run_at_a_time_pushes(tiny_llama, tmp_path):
-    service = Service(ModelBackend(tiny_llama()), spool=tmp_path)
-    assert service.begin("one:1")
-    assert service.begin("one:2")  # the same run may start over
-    with pytest.raises(Refused, match="another run is pushing"):
-        service.begin("two:1")
-
-
 def test_a_shared_folder_is_all_that_a_file_may_come_from(tiny_llama, tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "secret").write_bytes(b"x")
     service = Service(ModelBackend(tiny_llama()), spool=tmp_path, shared=tmp_path / "shared")
+    service.hold("run", "a test")
     service.begin("run:1")
     with pytest.raises(Refused, match="no file in the server's shared folder"):
         service.bucket_in_file("run:1", 0, "../secret", "0" * 64)
     alone = Service(ModelBackend(tiny_llama()), spool=tmp_path)
+    alone.hold("run", "a test")
     alone.begin("run:1")
     with pytest.raises(Refused, match="without --shared-folder"):
         alone.bucket_in_file("run:1", 0, "a", "0" * 64)
@@ -192,10 +180,12 @@ def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
     service = Service(ModelBackend(tiny_llama(), before_row=hold), spool=tmp_path)
     parts = list(packed_buckets(tiny_llama(), 2**28))
 
+    service.hold("run", "a test")
+
     def push(name):
         service.begin(name)
         service.bucket(name, 0, *parts[0])
-        service.commit(name, 1, 1)
+        service.commit(name, 1, [parts[0][1]])
 
     push("run:1")
     from groupwise.engines.vllm.protocol import Job
@@ -229,7 +219,9 @@ def test_a_server_with_another_model_is_refused_before_anything_is_loaded(serve,
 def test_a_server_of_another_protocol_is_refused_by_name(serve, tiny_llama, monkeypatch):
     server = serve(tiny_llama())
     monkeypatch.setattr(opening, "PROTOCOL", PROTOCOL + 1)
-    with pytest.raises(ConfigError, match=rf"groupwise .* speaks protocol {PROTOCOL}, but this is groupwise .* with protocol 2"):
+    with pytest.raises(
+        ConfigError, match=rf"groupwise .* speaks protocol {PROTOCOL}, but this is groupwise .* with protocol {PROTOCOL + 1}"
+    ):
         check_vllm(RolloutConfig(engine="vllm", vllm={"url": server.url}), tiny_llama().config, "a/b")
 
 

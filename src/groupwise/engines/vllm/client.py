@@ -7,13 +7,13 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm.protocol import Job, Refused, StaleWeights, Unreachable, settings_values
+from groupwise.engines.vllm.protocol import BeginAgain, Job, Refused, StaleWeights, Unreachable, settings_values
 from groupwise.errors import ConfigError
 
 __all__ = ["Client"]
@@ -42,9 +42,24 @@ class Client:
         with self._call("GET", "/groupwise", b"", _CONNECT_S) as answer:
             return self._values(answer)
 
-    def begin(self, weights: str) -> bool:
+    def hold(self, owner: str, who: str) -> Callable[[], None]:
+        """The server is this run's until what is returned is called, or this process ends."""
+        answer = self._call("POST", "/groupwise/hold", json.dumps({"owner": owner, "who": who}).encode(), self.patience_s)
+        if answer.status != 200:
+            with answer:
+                self._values(answer)
+        try:
+            told = answer.readline()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+        if not told:
+            raise Unreachable(f"{self.where} broke off before it answered")
+        return answer.close
+
+    def begin(self, weights: str) -> str | None:
         self._forget_files()
-        return bool(self._post("/groupwise/begin", {"id": weights})["wanted"])
+        held = self._post("/groupwise/begin", {"id": weights})["held"]
+        return None if held is None else str(held)
 
     def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None:
         asked = {"id": weights, "index": str(index), "sha256": sha256}
@@ -75,9 +90,9 @@ class Client:
             path.unlink(missing_ok=True)
         self._files.clear()
 
-    def commit(self, weights: str, version: int, buckets: int) -> dict[str, Any]:
+    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]:
         try:
-            return self._post("/groupwise/commit", {"id": weights, "version": version, "buckets": buckets})
+            return self._post("/groupwise/commit", {"id": weights, "version": version, "sha256s": list(sha256s)})
         finally:
             self._forget_files()
 
@@ -94,7 +109,9 @@ class Client:
             if answer.status != 200:
                 self._values(answer)
             for line in self._lines(answer):
-                row = json.loads(line)
+                row = self._row(line)
+                if "stale" in row:
+                    raise StaleWeights(row["stale"], row["held"])
                 if "failed" in row:
                     raise Refused(row["failed"])
                 if row.get("done"):
@@ -110,6 +127,15 @@ class Client:
             yield from answer
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+
+    def _row(self, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise Unreachable(f"{self.where} broke off in the middle of a line") from error
+        if not isinstance(row, dict):
+            raise Refused(f"{self.where} answers with {row!r:.60}, which is no row of a sampling server of groupwise")
+        return row
 
     def _post(self, path: str, values: dict[str, Any]) -> dict[str, Any]:
         with self._call("POST", path, json.dumps(values).encode(), self.patience_s) as answer:
@@ -139,6 +165,8 @@ class Client:
             raise Refused(f"{self.where} answers, but is no sampling server of groupwise (status {answer.status})")
         if "stale" in values:
             raise StaleWeights(values["stale"], values["held"])
+        if "again" in values:
+            raise BeginAgain(str(values["again"]))
         if "refused" in values or answer.status != 200:
             raise Refused(str(values.get("refused", f"{self.where} answered with status {answer.status}")))
         return values

@@ -6,6 +6,9 @@ every push a few tokens are sampled there and scored here.
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,8 @@ from groupwise.distributed import World
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.vllm.protocol import Job, Link, Refused, StaleWeights, Unreachable, owner_of
-from groupwise.engines.vllm.weights import check_pushable, packed_buckets
+from groupwise.engines.vllm.pushing import Patience, push
+from groupwise.engines.vllm.weights import check_pushable
 from groupwise.errors import TrainingError
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.types import Completion, Prompt
@@ -72,7 +76,13 @@ class VllmEngine:
         self._pushes = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._push_s = self._probed = 0.0
-        self.refresh(0)
+        self._pusher = threading.get_ident()
+        self._let_go: Callable[[], None] = lambda: None
+        try:
+            self.refresh(0)
+        except BaseException:
+            self.close()  # nobody else will: the server would stay this process's
+            raise
 
     @property
     def weights(self) -> str:
@@ -82,6 +92,8 @@ class VllmEngine:
     def refresh(self, policy_version: int) -> None:
         """For all processes at once: push the weights, and let the server show that it computes with them."""
         started = time.perf_counter()
+        self.world.gather(None)  # from here on no process samples from the weights before
+        self._pusher = threading.get_ident()  # only this thread knows when the weights stand still
         self.policy_version = policy_version
         self._pushes += 1
         found = self.collect(self.policy)
@@ -149,19 +161,28 @@ class VllmEngine:
         return completion
 
     def close(self) -> None:
+        """Let other runs have the server."""
+        self._let_go()
+        self._let_go = lambda: None
         self.link.close()
 
     def _rows(
-        self, jobs: Sequence[Job], settings: SamplingSettings, on_piece: Callable[[Sequence[int]], None] | None = None
+        self,
+        jobs: Sequence[Job],
+        settings: SamplingSettings,
+        on_piece: Callable[[Sequence[int]], None] | None = None,
+        repair: bool = True,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each job's place and row, once, in the order in which they end, whatever happens to the server in between."""
+        """Each job's place and row, once, in the order in which they end, whatever happens to the server in between. ``repair``: whether
+        a server that lacks the weights is sent them; else StaleWeights is raised."""
         weights, left = self.weights, list(range(len(jobs)))
-        patience = _Patience(self.patience_s)
+        patience = Patience(self.patience_s)
         while left:
-            asked, ended = list(left), set[int]()
+            asked, ended, held = list(left), set[int](), None
             try:
                 stop = sorted(self.end_token_ids)
                 for row in self.link.sample(weights, settings, [jobs[i] for i in asked], stop=stop, stream=on_piece is not None):
+                    held = row.get("held", held)
                     if "piece" in row and on_piece and not patience.lost:
                         on_piece(row["piece"])
                     if "job" in row:
@@ -171,13 +192,34 @@ class VllmEngine:
                         patience.renew()
                 if len(ended) < len(asked):
                     raise Unreachable(f"{self.link.where} ended with {len(asked) - len(ended)} completions missing")
+                self._check_end(held, weights)
             except StaleWeights as stale:
-                self._put_right(stale)
+                if not repair:
+                    raise
+                self._put_right_or_wait(stale, weights, patience)
             except Unreachable as error:
                 patience.wait(error, "vLLM is gone")
             except Refused as refused:
                 raise TrainingError(f"vLLM at {self.link.where} does not sample: {refused}") from refused
             left = [i for i in left if i not in ended]
+
+    def _put_right_or_wait(self, stale: StaleWeights, wanted: str, patience: Patience) -> None:
+        """One that loses the weights each time it gets them is waited for like one that is away."""
+        if patience.lost:
+            patience.wait(stale, f"vLLM at {self.link.where} does not keep the weights")
+        patience.lost = True
+        try:
+            self._put_right(stale, wanted)
+        except StaleWeights as again:
+            patience.wait(again, f"vLLM at {self.link.where} does not keep the weights")
+
+    def _check_end(self, held: Any, weights: str) -> None:
+        """Raises TrainingError where the weights after sampling are not those before it."""
+        if held != weights:
+            raise TrainingError(
+                f"{self.link.where} held the weights {held} when it had sampled, not {weights}, which it was asked for: look at the "
+                "server's version, and carry on with --resume"
+            )
 
     def _check(self, row: dict[str, Any], weights: str, settings: SamplingSettings) -> None:
         """Raises TrainingError for a completion that is not what was asked for."""
@@ -209,45 +251,48 @@ class VllmEngine:
         config = self.policy.model.config
         return int(config.get_text_config().vocab_size)
 
-    def _push(self, policy: Policy | None) -> dict[str, Any]:
-        """Send its weights and have them loaded. Starts over where the server was started anew."""
+    def _push(self, policy: Policy | None) -> None:
+        """For the first process, and for one that finds the weights lost."""
         assert policy is not None, "the first process was not given the whole weights"
-        weights, patience = self.weights, _Patience(self.patience_s)
-        while True:
-            try:
-                if not self.link.begin(weights):
-                    return {}
-                index = -1
-                for index, (data, sha256) in enumerate(packed_buckets(policy.model, self.bucket_bytes)):
-                    self.link.bucket(weights, index, data, sha256)
-                return self.link.commit(weights, self.policy_version, index + 1)
-            except Unreachable as error:
-                patience.wait(error, "the weights cannot be pushed")
-            except (Refused, StaleWeights) as refused:
-                raise TrainingError(f"vLLM at {self.link.where} does not take the weights: {refused}") from refused
+        push(
+            self.link, policy, self.weights, self.policy_version,
+            take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s,
+        )  # fmt: skip
 
-    def _put_right(self, stale: StaleWeights) -> None:
-        """The server lacks the weights: push them again where that is right. Raises TrainingError where it is not."""
+    def _take_hold(self) -> None:
+        """Of the server, for this run. Raises what `Link.hold` does."""
+        before = self._let_go
+        self._let_go = self.link.hold(self._owner, f"process {os.getpid()} on {socket.gethostname()}")
+        before()
+
+    def _put_right(self, stale: StaleWeights, wanted: str) -> None:
+        """The server lacks the weights that a request wants: push them again where that is right. Raises TrainingError where it is not."""
+        lost = f"vLLM at {self.link.where} was started anew and has lost the weights {wanted}"
         if stale.held is not None and owner_of(stale.held) != self._owner:
             raise TrainingError(
                 f"another run has pushed its weights to {self.link.where} meanwhile: a server samples for one run at a time; start one "
                 "for each, and carry on with --resume"
-            )
-        if self.divided:
+            ) from stale
+        if wanted != self.weights:
+            raise TrainingError(f"vLLM at {self.link.where} has newer weights than {wanted}, which nobody may replace") from stale
+        if threading.get_ident() != self._pusher:
             raise TrainingError(
-                f"vLLM at {self.link.where} was started anew and has lost the weights, which no single process has as a whole: carry on "
-                "with --resume"
-            )
+                f"{lost}, which learning has changed since (rollout.ahead samples beside it): carry on with --resume, which samples the "
+                "same batch from the same weights"
+            ) from stale
+        if self.divided:
+            raise TrainingError(f"{lost}, which no single process has as a whole: carry on with --resume") from stale
         self._push(self.policy)
+        self._probed = max(self._probed, self._probe(self.policy, repair=False))
 
-    def _probe(self, policy: Policy | None) -> float:
-        """Sample a few tokens there, score them here; the mean difference in nats.
+    def _probe(self, policy: Policy | None, repair: bool = True) -> float:
+        """Sample a few tokens there, score them here; the mean difference in nats. ``repair``: see ``_rows``.
 
         Raises TrainingError where it shows that the server computes something else than this model.
         """
         assert policy is not None, "the first process was not given the whole weights"
         prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
-        row = dict(self._rows([Job(prompt, 1)], SamplingSettings(max_tokens=_PROBE_TOKENS)))[0]
+        row = dict(self._rows([Job(prompt, 1)], SamplingSettings(max_tokens=_PROBE_TOKENS), repair=repair))[0]
         ids = torch.tensor([[*prompt, *row["tokens"]]], device=policy.model.device)
         with torch.no_grad():
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -259,23 +304,3 @@ class VllmEngine:
                 "model's here: it computes something else; start it with the model that is trained, unquantised"
             )
         return apart
-
-
-class _Patience:
-    """How long a server may be away before a run gives up."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.since = seconds, time.monotonic()
-        self.lost = False
-
-    def renew(self) -> None:
-        self.since = time.monotonic()
-
-    def wait(self, error: Unreachable, what: str) -> None:
-        """A moment; raises TrainingError when it has been long enough."""
-        self.lost = True
-        if time.monotonic() - self.since >= self.seconds:
-            raise TrainingError(
-                f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and carry on with --resume"
-            ) from error
-        time.sleep(min(1.0, self.seconds / 10))

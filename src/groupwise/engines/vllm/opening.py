@@ -11,7 +11,7 @@ from groupwise import __version__
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.protocol import PROTOCOL, Refused, Unreachable, shape_of
+from groupwise.engines.vllm.protocol import PROTOCOL, Link, Refused, Unreachable, shape_of
 from groupwise.engines.vllm.versions import check_versions
 from groupwise.errors import ConfigError
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from groupwise.engines.vllm.engine import VllmEngine
     from groupwise.models.load import Policy
 
-__all__ = ["check_vllm", "open_vllm_engine"]
+__all__ = ["check_server", "check_vllm", "open_vllm_engine"]
 
 
 def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None:
     """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM is not up yet.
 
-    Raises ConfigError where no server answers, or one of other versions, with another model, or where vLLM in this process would not do.
+    Raises ConfigError where no server answers, or one of other versions, with another model, or that works for another run, or where vLLM
+    in this process would not do.
     """
     if rollout.engine != "vllm":
         return None
@@ -42,22 +43,33 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None
 
 def _check_server(client: Client, hf_config: Any, model: str) -> int:
     try:
-        found = client.hello()
+        found = check_server(client, hf_config, model)
     except Unreachable as error:
         from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
 
         model = str(embedded_folder()) if model == EMBEDDED_NAME else model
         raise ConfigError(
             f"rollout.vllm.url is {client.where!r}, where nobody answers ({error}): start a server in vLLM's environment with "
-            f"`python -m groupwise.engines.vllm {model}`"
+            f"`python -m groupwise.engines.vllm {model}`, or sample here with rollout.engine=auto"
         ) from error
     except Refused as refused:
         raise ConfigError(
             f"rollout.vllm.url is {client.where!r}, but {refused}: name a sampling server of groupwise"
         ) from refused
+    if found["used_by"] and os.environ.get("RANK", "0") == "0":  # the others might see the first one, which was quicker
+        raise ConfigError(
+            f"the server at {client.where} works for {found['used_by']}, and a server samples for one run at a time: end that run, or "
+            "start another server, with --port, and let rollout.vllm.url name it"
+        )
+    return int(found["max_model_tokens"])
+
+
+def check_server(link: Link, hf_config: Any, model: str) -> dict[str, Any]:
+    """What the server says of itself. Raises ConfigError where it speaks another protocol or has another model, and as `Link.hello`."""
+    found = link.hello()
     if found.get("protocol") != PROTOCOL:
         raise ConfigError(
-            f"the server at {client.where} is groupwise {found.get('groupwise')} and speaks protocol {found.get('protocol')}, but this is "
+            f"the server at {link.where} is groupwise {found.get('groupwise')} and speaks protocol {found.get('protocol')}, but this is "
             f"groupwise {__version__} with protocol {PROTOCOL}: install the same groupwise on both sides"
         )
     ours, theirs = shape_of(hf_config), found["shape"]
@@ -65,9 +77,9 @@ def _check_server(client: Client, hf_config: Any, model: str) -> int:
     if other:
         told = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in other)
         raise ConfigError(
-            f"the server at {client.where} has the model {found['model']!r} ({told}), but {model} is trained: start it with that model"
+            f"the server at {link.where} has the model {found['model']!r} ({told}), but {model} is trained: start it with that model"
         )
-    return int(found["max_model_tokens"])
+    return found
 
 
 def open_vllm_engine(

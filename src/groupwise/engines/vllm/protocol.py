@@ -1,18 +1,21 @@
 """What a trainer and a sampling server say to each other. Plain Python: both environments import it.
 
-    GET  /groupwise            who answers: protocol, versions, the model's shape, which weights it holds
+    GET  /groupwise            who answers: protocol, versions, the model's shape, which weights it holds, who uses it
+    POST /groupwise/hold       {owner, who}: the server is this run's, as long as the connection stays open; refused where it is another's
     POST /groupwise/begin      {id}: an update begins
-    POST /groupwise/bucket     ?id=&index=&sha256=: some tensors, as safetensors; or {file} in a folder that both see
-    POST /groupwise/commit     {id, version, buckets}: load all, compare, forget what was cached under the old ones
+    POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see
+    POST /groupwise/commit     {id, version, sha256s}: where exactly these parts are there, load them, compare, forget what was cached
     POST /groupwise/sample     {weights, settings, jobs, stream}: one JSON object a line, as completions end
 
 Weights have an id, ``<owner>:<push>``: the trainer's own name for one state of one run's policy. Each sampling request names the id that
-it wants, and is refused where the server holds another.
+it wants, and is refused where the server holds another; so does each completion, and the end of the answer. What the id stands for is
+sealed by a digest over the parts: nothing that was put together from two pushes is ever loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -20,23 +23,25 @@ from groupwise.engines.base import SamplingSettings
 
 __all__ = [
     "PROTOCOL",
+    "BeginAgain",
     "Broken",
     "Job",
     "Link",
     "Refused",
     "StaleWeights",
     "Unreachable",
+    "digest_of",
     "owner_of",
     "settings_from",
     "settings_values",
     "shape_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps", "rope_theta",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
 )  # fmt: skip
 
 
@@ -57,6 +62,11 @@ class Broken(Refused):
     anew."""
 
 
+class BeginAgain(Exception):
+    """What was sent of an update is not there, or not all of it: the server was started anew in between, or something was lost on the
+    way. Nothing was changed; the update is to be sent from its beginning."""
+
+
 class StaleWeights(Exception):
     """The weights that were asked for are not those held. ``held`` is the id of the latter, None where none were ever pushed."""
 
@@ -70,14 +80,15 @@ class Unreachable(Exception):
 
 
 class Link(Protocol):
-    """The server, from the trainer's side: in the same process, or over HTTP. All calls raise the three exceptions above."""
+    """The server, from the trainer's side: in the same process, or over HTTP. All calls raise the exceptions above."""
 
     where: str
 
     def hello(self) -> dict[str, Any]: ...
-    def begin(self, weights: str) -> bool: ...
+    def hold(self, owner: str, who: str) -> Callable[[], None]: ...
+    def begin(self, weights: str) -> str | None: ...
     def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None: ...
-    def commit(self, weights: str, version: int, buckets: int) -> dict[str, Any]: ...
+    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]: ...
     def sample(
         self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool
     ) -> Any: ...
@@ -87,6 +98,11 @@ class Link(Protocol):
 def owner_of(weights: str | None) -> str | None:
     """The run that pushed them."""
     return None if weights is None else weights.rpartition(":")[0]
+
+
+def digest_of(sha256s: Iterable[str]) -> str:
+    """One digest for an update, of those of its parts, in their order."""
+    return hashlib.sha256("".join(sha256s).encode()).hexdigest()
 
 
 def settings_values(settings: SamplingSettings) -> dict[str, Any]:
@@ -105,9 +121,12 @@ def shape_of(hf_config: Any) -> dict[str, Any]:
     """What tells two models' weights apart, of a Hugging Face config; absent values are left out."""
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     found = {name: getattr(text, name, None) for name in _SHAPE}
-    rope = getattr(text, "rope_parameters", None)
-    if found["rope_theta"] is None and isinstance(rope, Mapping):
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)  # the former since transformers 5
+    rope = rope if isinstance(rope, Mapping) else {}
+    if found["rope_theta"] is None:
         found["rope_theta"] = rope.get("rope_theta")
+    found["rope_type"] = rope.get("rope_type", "default")
+    found["rope_factor"] = float(rope.get("factor") or 1.0)
     if found["head_dim"] is None and found["hidden_size"] and found["num_attention_heads"]:
         found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))}

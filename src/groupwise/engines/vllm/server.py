@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from groupwise.engines.vllm.protocol import Broken, Job, Refused, StaleWeights, settings_from
+from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, settings_from
 from groupwise.engines.vllm.service import Service
 
 __all__ = ["Server"]
 
 _MOST_BYTES = 4 * 2**30
+_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""A trainer's machine that is gone without a word is noticed after a minute. (Seconds; names as in ``socket``.)"""
 
 
 class Server:
@@ -23,8 +27,8 @@ class Server:
 
     def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
         """Port 0 takes a free one. Raises OSError where the port is taken."""
-        handler = type("Handler", (_Handler,), {"service": service})
-        self.service = service
+        self.service, self._holders = service, set[socket.socket]()
+        handler = type("Handler", (_Handler,), {"service": service, "holders": self._holders})
         self._http = ThreadingHTTPServer((host, port), handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
@@ -35,11 +39,15 @@ class Server:
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
+        for connection in list(self._holders):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self.service.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     service: Service
+    holders: set[socket.socket]
     protocol_version = "HTTP/1.1"
     server_version = "groupwise"
     disable_nagle_algorithm = True
@@ -59,10 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
             body = self.rfile.read(self._length())
             if path.path == "/groupwise/sample":
                 self._sample(json.loads(body))
+            elif path.path == "/groupwise/hold":
+                self._hold(json.loads(body))
             else:
                 self._answer(200, self._act(path.path, path.query, body))
         except StaleWeights as stale:
             self._answer(409, {"stale": stale.wanted, "held": stale.held})
+        except BeginAgain as again:
+            self._answer(409, {"again": str(again)})
         except Broken:
             self.close_connection = True
         except Refused as refused:
@@ -90,10 +102,35 @@ class _Handler(BaseHTTPRequestHandler):
             return {"sha256": asked["sha256"]}
         values = json.loads(body)
         if path == "/groupwise/begin":
-            return {"wanted": service.begin(values["id"])}
+            return {"held": service.begin(values["id"])}
         if path == "/groupwise/commit":
-            return service.commit(values["id"], int(values["version"]), int(values["buckets"]))
+            return service.commit(values["id"], int(values["version"]), list(values["sha256s"]))
         raise Refused(f"there is nothing at {path}")
+
+    def _hold(self, values: dict[str, Any]) -> None:
+        """The connection is the lease: it ends with the trainer, however that ends."""
+        let_go = self.service.hold(values["owner"], values["who"])
+        self.close_connection = True
+        self.holders.add(self.connection)
+        try:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _ALIVE.items():
+                if hasattr(socket, name):
+                    self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            self._begin_rows()
+            self._chunk({"holds": values["owner"]})
+            self.rfile.read(1)  # nothing more is ever sent
+        except OSError:
+            pass  # gone, and not in good order
+        finally:
+            self.holders.discard(self.connection)
+            let_go()
+
+    def _begin_rows(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
 
     def _sample(self, values: dict[str, Any]) -> None:
         jobs = [Job(tuple(job["prompt"]), int(job["seed"])) for job in values["jobs"]]
@@ -101,10 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             values["weights"], settings_from(values["settings"]), jobs, stop=tuple(values["stop"]), stream=bool(values["stream"])
         )
         first = next(rows, None)  # what is wrong with the request comes to light here
-        self.send_response(200)
-        self.send_header("Content-Type", "application/x-ndjson")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self._begin_rows()
         try:
             self._write_rows(first, rows)
         except (BrokenPipeError, ConnectionResetError, Broken):
@@ -121,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk({"done": True})
         except (BrokenPipeError, ConnectionResetError, Broken):
             raise
+        except StaleWeights as stale:
+            self._chunk({"stale": stale.wanted, "held": stale.held})
         except Exception as error:  # too late for a status: it is told as a row
             self._chunk({"failed": f"{type(error).__name__}: {error}"})
         self.wfile.write(b"0\r\n\r\n")

@@ -5,11 +5,12 @@ sampler share a process. Needs nothing of vLLM: what computes is a ``Backend``.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,9 @@ from typing import Any, Protocol
 
 from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm.protocol import PROTOCOL, Job, Refused, StaleWeights, owner_of
+from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Job, Refused, StaleWeights, digest_of, owner_of
 
 __all__ = ["Backend", "Service"]
-
-_ABANDONED_S = 60.0
-"""An update that has not moved for so long gives way to another run's."""
 
 
 class Backend(Protocol):
@@ -53,65 +51,114 @@ class _Update:
 
     id: str
     folder: Path
-    arrived: dict[int, Path] = field(default_factory=dict)
-    moved: float = field(default_factory=time.monotonic)
+    arrived: dict[int, tuple[Path, str]] = field(default_factory=dict)
+    """The parts: files, and their SHA-256."""
+
+
+@dataclass
+class _Lease:
+    """The run that the server works for. Several connections may hold it: each process of a run, and the old one beside the new."""
+
+    owner: str
+    who: str
+    since: str
+    connections: int = 0
 
 
 class Service:
     """Implements ``protocol.Link`` over a backend in this process. Calls may come from several threads."""
 
     def __init__(
-        self, backend: Backend, *, spool: Path | None = None, shared: Path | None = None, where: str = "this process"
+        self,
+        backend: Backend,
+        *,
+        spool: Path | None = None,
+        shared: Path | None = None,
+        where: str = "this process",
+        tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """``spool``: where arriving tensors wait until all are there; by default in memory where the system has /dev/shm.
-        ``shared``: a folder that the trainer writes them to."""
-        self.backend, self.where = backend, where
+        ``shared``: a folder that the trainer writes them to. ``tell`` is told who comes and goes."""
+        self.backend, self.where, self.tell = backend, where, tell
         self.shared = None if shared is None else shared.expanduser().resolve()
         memory = Path("/dev/shm")
         self._spool = spool or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
         self.weights: str | None = None
-        self.version = 0
+        self.version, self.digest = 0, ""
+        self._lease: _Lease | None = None
         self._update: _Update | None = None
         self._lock = threading.Condition()
         self._sampling = 0
         self._loading = False
 
     def hello(self) -> dict[str, Any]:
+        with self._lock:
+            lease, held = self._lease, (self.weights, self.version, self.digest)
         return {
-            "protocol": PROTOCOL, "groupwise": __version__, "weights": self.weights, "version": self.version,
+            "protocol": PROTOCOL, "groupwise": __version__, "weights": held[0], "version": held[1], "digest": held[2],
+            "used_by": f"{lease.who} since {lease.since}" if lease else None,
             "shared": str(self.shared) if self.shared else None, **self.backend.about(),
         }  # fmt: skip
 
-    def begin(self, weights: str) -> bool:
-        """An update begins. False where these weights are held already. Raises Refused while another run's is under way."""
+    def hold(self, owner: str, who: str) -> Callable[[], None]:
+        """The server works for this run alone, until what is returned is called as often as this was. Raises Refused while it works for
+        another."""
         with self._lock:
+            if self._lease is None:
+                self._lease = _Lease(owner, who, time.strftime("%Y-%m-%d %H:%M:%S"))
+                self.tell(f"working for {who}")
+            elif self._lease.owner != owner:
+                raise Refused(
+                    f"it works for {self._lease.who} since {self._lease.since}, and a server samples for one run at a time: end that "
+                    "run, or start another server, with --port, and let rollout.vllm.url name it"
+                )
+            self._lease.connections += 1
+        return self._let_go
+
+    def _let_go(self) -> None:
+        with self._lock:
+            assert self._lease is not None
+            self._lease.connections -= 1
+            if not self._lease.connections:
+                self.tell(f"{self._lease.who} is gone")
+                self._lease = None
+                self._drop()
+
+    def begin(self, weights: str) -> str | None:
+        """An update begins. Where these weights are held already, their digest. Raises BeginAgain for a run that does not hold the
+        server."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._loading)
             if weights == self.weights:
-                return False
-            other = self._update
-            if other and other.id == weights:
-                return True  # two processes of one run, after the server was started anew: they send the same
-            if other and owner_of(other.id) != owner_of(weights) and time.monotonic() - other.moved < _ABANDONED_S:
-                raise Refused("another run is pushing its weights to this server: a server samples for one run at a time")
-            self._drop()
-            self._update = _Update(weights, Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool)))
-            return True
+                return self.digest
+            if self._lease is None or self._lease.owner != owner_of(weights):
+                raise BeginAgain(f"{self.where} does not know of this run: it was started anew")
+            if self._update is None or self._update.id != weights:  # else two processes of one run, which send the same
+                self._drop()
+                self._update = _Update(weights, Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool)))
+            return None
 
     def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None:
-        """Some of the tensors. Raises Refused where they are not what was sent."""
-        if weights == self.weights:
-            return  # another process of the run was quicker
+        """Some of the tensors. Raises BeginAgain where they are not what was sent."""
         update = self._of(weights)
+        if update is None:
+            return
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise Refused(f"part {index} of the weights {weights} arrived damaged: its checksum is another")
-        path = update.folder / f"{index:05}.safetensors"
-        path.write_bytes(data)
-        self._arrived(update, index, path)
+            raise BeginAgain(f"part {index} of the weights {weights} arrived damaged: its checksum is another")
+        try:
+            handle, name = tempfile.mkstemp(prefix=f"{index:05}-", suffix=".safetensors", dir=update.folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+        except FileNotFoundError:  # the folder went: the update was given up meanwhile
+            self._of(weights)
+            raise
+        self._arrived(update, index, Path(name), sha256)
 
     def bucket_in_file(self, weights: str, index: int, name: str, sha256: str) -> None:
         """The same, out of the shared folder."""
-        if weights == self.weights:
-            return
         update = self._of(weights)
+        if update is None:
+            return
         if self.shared is None:
             raise Refused(
                 "this server was started without --shared-folder: leave rollout.vllm.shared_folder out, or start it with one"
@@ -119,54 +166,69 @@ class Service:
         path = (self.shared / name).resolve()
         if self.shared not in path.parents or not path.is_file():
             raise Refused(f"{name!r} is no file in the server's shared folder {self.shared}: name the same folder on both sides")
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            for piece in iter(lambda: file.read(1 << 24), b""):
-                digest.update(piece)
-        if digest.hexdigest() != sha256:
-            raise Refused(f"part {index} of the weights {weights} is damaged in {path}: its checksum is another")
-        self._arrived(update, index, path)
+        if _sha256_of(path) != sha256:
+            raise BeginAgain(f"part {index} of the weights {weights} is damaged in {path}: its checksum is another")
+        self._arrived(update, index, path, sha256)
 
-    def _arrived(self, update: _Update, index: int, path: Path) -> None:
-        update.arrived[index] = path
-        update.moved = time.monotonic()
+    def _arrived(self, update: _Update, index: int, path: Path, sha256: str) -> None:
+        """Files are never written to again: whatever else arrives, one that is being loaded stays as it is."""
+        with self._lock:
+            update.arrived[index] = (path, sha256)
 
-    def commit(self, weights: str, version: int, buckets: int) -> dict[str, Any]:
-        """Load what arrived, as soon as no completion is under way any more. All or nothing: without every part the old weights stay.
+    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]:
+        """Load what arrived, as soon as no completion is under way any more. All or nothing: unless exactly the parts that ``sha256s``
+        names are there, the old weights stay.
 
-        Returns the backend's report. Raises Refused where parts are missing or the backend does not take them; in the latter case
-        nothing is held, since some of the model may have changed.
+        Returns the backend's report, with the ``weights`` and the ``digest`` that are held then. Raises BeginAgain where parts are missing
+        or are others, Refused where the backend does not take them; in the latter case nothing is held, since some of the model may have
+        changed.
         """
-        if weights == self.weights:
-            return {}
-        update = self._of(weights)
-        lacking = sorted(set(range(buckets)) - set(update.arrived))
-        if lacking:
-            raise Refused(f"parts {lacking[:5]} of the weights {weights} did not arrive: nothing was changed")
+        with self._taken_for_loading(weights, sha256s) as update:
+            if update is None:
+                return {"weights": self.weights, "digest": self.digest}
+            self.weights = None  # before anything changes; what is sampled from here on would be from neither
+            started = time.perf_counter()
+            try:
+                report = self.backend.load([str(update.arrived[i][0]) for i in sorted(update.arrived)], weights)
+            except ValueError as error:
+                raise Refused(f"the weights {weights} were not loaded: {error}") from error
+            self.weights, self.version, self.digest = weights, version, digest_of(sha256s)
+            return {**report, "seconds": time.perf_counter() - started, "weights": self.weights, "digest": self.digest}
+
+    @contextmanager
+    def _taken_for_loading(self, weights: str, sha256s: Sequence[str]) -> Iterator[_Update | None]:
+        """The update, with nobody sampling, and out of reach of everybody else; None where these weights are held already."""
         with self._lock:
             self._lock.wait_for(lambda: not self._loading)
-            self._loading = True
-            self._lock.wait_for(lambda: not self._sampling)
-        try:
-            self.weights = None
-            started = time.perf_counter()
-            report = self.backend.load([str(path) for _, path in sorted(update.arrived.items())], weights)
-            self.weights, self.version = weights, version
-            return {**report, "seconds": time.perf_counter() - started}
-        except ValueError as error:
-            raise Refused(f"the weights {weights} were not loaded: {error}") from error
-        finally:
-            with self._lock:
+            update = self._of(weights)
+            if update is None:
+                yield None
+                return
+            wrong = [i for i, sha256 in enumerate(sha256s) if update.arrived.get(i, (None, ""))[1] != sha256]
+            if wrong or len(update.arrived) != len(sha256s):
                 self._drop()
+                raise BeginAgain(f"parts {wrong[:5]} of the weights {weights} did not arrive, or others did: nothing was changed")
+            self._update, self._loading = None, True
+        try:
+            with self._lock:
+                self._lock.wait_for(lambda: not self._sampling)
+            yield update
+        finally:
+            shutil.rmtree(update.folder, ignore_errors=True)
+            with self._lock:
                 self._loading = False
                 self._lock.notify_all()
 
     def sample(
         self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """See ``Backend.sample``. Raises StaleWeights unless exactly these weights are held."""
+        """See ``Backend.sample``; at the end ``{held: weights}``. Raises StaleWeights unless exactly these weights are held, at the
+        beginning and at the end."""
         with self._admitted(weights):
             yield from self.backend.sample(settings, jobs, stop, stream)
+            if self.weights != weights:
+                raise StaleWeights(weights, self.weights)
+            yield {"held": self.weights}
 
     @contextmanager
     def _admitted(self, weights: str) -> Iterator[None]:
@@ -182,12 +244,16 @@ class Service:
                 self._sampling -= 1
                 self._lock.notify_all()
 
-    def _of(self, weights: str) -> _Update:
-        if self._update is None or self._update.id != weights:
-            raise Refused(
-                f"no update to the weights {weights} is under way: it was given up, or this server started anew; begin again"
-            )
-        return self._update
+    def _of(self, weights: str) -> _Update | None:
+        """The update under way; None where these weights are held already, since another process of the run was quicker."""
+        with self._lock:
+            if weights == self.weights:
+                return None
+            if self._update is None or self._update.id != weights:
+                raise BeginAgain(
+                    f"no update to the weights {weights} is under way: it was given up, or this server was started anew"
+                )
+            return self._update
 
     def _drop(self) -> None:
         if self._update is not None:
@@ -195,5 +261,14 @@ class Service:
             self._update = None
 
     def close(self) -> None:
-        self._drop()
+        with self._lock:
+            self._drop()
         self.backend.close()
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for piece in iter(lambda: file.read(1 << 24), b""):
+            digest.update(piece)
+    return digest.hexdigest()
