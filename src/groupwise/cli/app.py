@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from groupwise.cli import algorithms, configuration, data, doctor, evaluate, generate, merge, plan, report, train
+from groupwise.cli import algorithms, bench, configuration, data, doctor, evaluate, generate, merge, plan, report, train
 from groupwise.errors import GroupwiseError
 
 __all__ = ["app", "main"]
@@ -83,6 +83,7 @@ app.command("merge", short_help="Make a whole model of an adapter.")(merge.merge
 app.command("report", short_help="Write a page about one run or several.")(report.report)
 app.command("doctor", short_help="Say what ails a run, or its settings.")(doctor.doctor)
 app.command("plan", short_help="Say whether a run fits, and how long a step takes.")(plan.plan)
+app.command("bench", short_help="Try a run for a few steps: memory and speed, beside the plan.")(bench.bench)
 app.add_typer(data.app, name="data", short_help="Look at problems, and prepare them once.")
 app.command("recipes", short_help="List the recipes that come with groupwise.")(configuration.recipes)
 app.command("algorithms", short_help="List the published methods, or show one with its formula.")(algorithms.algorithms)

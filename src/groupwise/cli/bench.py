@@ -1,0 +1,122 @@
+"""``groupwise bench``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.cli.options import NumProcesses, Overrides, ProgressAside, start_processes
+
+if TYPE_CHECKING:
+    from groupwise.planner import Plan
+    from groupwise.training.trial import Trial
+
+__all__ = ["bench"]
+
+_GIB = 2**30
+
+
+def bench(
+    source: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's name, or a YAML file.")],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="To train; times are those of the steps after the first.")] = 3,
+    as_written: Annotated[
+        bool, typer.Option("--as-written", help="Let completions end where the model ends them, at the recipe's temperature.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Plan with rates measured here instead of the table's (2 s).")
+    ] = False,
+    num_processes: NumProcesses = 1,
+    as_json: ProgressAside = False,
+) -> None:
+    """Try a run on this machine for a few steps: does it fit, how fast is it, and is the plan right?
+
+    Steps of the recipe itself, in a folder that is thrown away. Nothing is judged or saved. Unless --as-written, completions are made to
+    reach their limit (at a temperature so high that they are noise), since that is what memory must suffice for.
+
+    \b
+    Examples:
+      groupwise bench quickstart
+      groupwise bench gsm8k-1.5b-24gb training.micro_batch_tokens=4096
+      groupwise bench gsm8k-7b-8gpu --num-processes 8 --steps 5
+      groupwise bench mine.yaml --as-written --json
+
+    Exit code 1 means that it could not be run here, for lack of memory for example; 2 a mistake in settings or data.
+    """
+    from groupwise.cli.models import fetch_model
+    from groupwise.config import load_config
+
+    fetch_model(load_config(source, overrides or ()))
+    start_processes(num_processes)
+    from groupwise.cli.plan import plan_of
+    from groupwise.cli.show import console, print_json
+    from groupwise.distributed import is_first_process
+    from groupwise.training.trial import run_trial, trial_settings
+
+    settings = [*(overrides or ()), *trial_settings(steps, as_written)]
+    found = run_trial(load_config(source, settings), console(stderr=as_json))
+    if not is_first_process():
+        return
+    planned = plan_of(
+        source, settings, world_size=found.processes, prompt_tokens=found.prompt_tokens,
+        completion_tokens=round(found.completion_tokens), measure=measure,
+    )  # fmt: skip
+    rows = _side_by_side(planned, found)
+    if as_json:
+        sides = {name: {"planned": plan, "measured": measured, "ratio": _ratio(plan, measured)} for name, plan, measured in rows}
+        print_json({"measured": found.to_json(), "planned": planned.to_json(), "side_by_side": sides})
+    else:
+        _show(planned, found, rows)
+
+
+def _side_by_side(planned: Plan, found: Trial) -> list[tuple[str, float, float]]:
+    """What, as planned, as measured."""
+    cost = planned.cost
+    return [
+        ("peak memory, GiB", planned.peak.bytes / _GIB, found.peak_bytes / _GIB),
+        ("sampling, s", cost.sampling_s, found.sampling_s),
+        ("learning, s", cost.learning_s, found.learning_s),
+        ("optimiser, s", cost.optimizer_s, found.optimizer_s),
+        ("communication, s", cost.communication_s, found.exchange_s),
+        ("a step, s", cost.step_s, found.step_s),
+    ]
+
+
+def _ratio(planned: float, measured: float) -> float | None:
+    return planned / measured if measured > 0 and planned > 0 else None
+
+
+def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]]) -> None:
+    from groupwise.cli.show import console, table
+    from groupwise.tracking.text import harmless
+
+    out = console()
+    shown = [(name, f"{plan:.2f}", f"{measured:.2f}", _share(_ratio(plan, measured))) for name, plan, measured in rows]
+    out.print(table(["", "planned", "measured", "planned / measured"], shown))
+    lines = [
+        f"{_counted(found.steps, 'step', 'steps')}, {_processes(found)}; prompts of at most {found.prompt_tokens} tokens, completions of "
+        f"{found.completion_tokens:.0f}; {found.sampled_tokens_per_s:,.0f} tokens/s sampled, {found.learnt_tokens_per_s:,.0f} learnt",
+        f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {planned.peak.name}",
+    ]
+    if found.scoring_s > 0.1 * found.step_s:
+        lines.append(f"the reward functions took {found.scoring_s:.1f} s of a step")
+    if found.halvings:
+        lines.append(
+            f"memory ran out {_counted(found.halvings, 'time', 'times')}, and the token budget of a pass was halved: "
+            "lower training.micro_batch_tokens"
+        )
+    for line in lines:
+        out.print(harmless(line), soft_wrap=True)
+
+
+def _share(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _processes(found: Trial) -> str:
+    return "one process" if found.processes == 1 else f"{found.processes} processes"
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"

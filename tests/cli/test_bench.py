@@ -1,0 +1,75 @@
+"""A few steps of a run beside its plan."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """An empty working folder, and an empty folder for temporary files; whatever is left in either is found."""
+    place = tmp_path / "place"
+    (place / "temporary").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("tempfile.tempdir", str(place / "temporary"))
+    return place
+
+
+def left_behind(place):
+    return [path.name for path in place.rglob("*") if path.name != "temporary"]
+
+
+def test_steps_are_measured_beside_the_plan_and_nothing_is_left(groupwise, small, nowhere):
+    result = groupwise("bench", "quickstart", *small, "--steps", "3", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    measured, planned, sides = found["measured"], found["planned"], found["side_by_side"]
+    assert measured["steps"] == 3
+    assert measured["processes"] == planned["world_size"] == 1
+    assert 7 < measured["completion_tokens"] <= 8, "noise hardly ever ends by itself, even where one token in 264 would end it"
+    assert 0 < measured["sampling_s"] + measured["learning_s"] + measured["optimizer_s"] <= measured["step_s"]
+    assert measured["learnt_tokens_per_s"] > 0, "groups of noise have something to learn from"
+    memory = sides["peak memory, GiB"]
+    assert memory["measured"] == measured["peak_bytes"] / 2**30
+    assert memory["planned"] == planned["peak_bytes"] / 2**30
+    assert memory["ratio"] == pytest.approx(memory["planned"] / memory["measured"])
+    assert sides["communication, s"]["planned"] == 0
+    assert sides["communication, s"]["ratio"] is None
+    assert left_behind(nowhere) == []
+
+
+def test_the_plan_is_for_the_lengths_that_there_were(groupwise, small, nowhere):
+    found = json.loads(groupwise("bench", "quickstart", *small, "--as-written", "--json").stdout)
+    assert any(
+        f"prompts of {found['measured']['prompt_tokens']} tokens (given)" in line for line in found["planned"]["assumptions"]
+    )
+    assert any(
+        f"completions of {round(found['measured']['completion_tokens'])} tokens" in line
+        for line in found["planned"]["assumptions"]
+    )
+
+
+def test_a_table_for_people(groupwise, small, nowhere):
+    result = groupwise("bench", "quickstart", *small, "beta=0.04", "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert "planned / measured" in result.stdout
+    assert "1 step, one process; prompts of at most" in result.stdout
+    notes = result.stdout.partition("trial:")[0]
+    assert "temperature" not in notes, "a trial has reasons of its own for it"
+
+
+def test_a_recipe_s_schedule_and_services_do_not_stand_in_the_way(groupwise, small, nowhere):
+    """Warm-up and outer iterations of a long run, a dashboard, checkpoints: none of it belongs to a trial."""
+    long = [
+        "training.steps=1000", "warmup_steps=100", "algorithm.reference_updates=10", "beta=0.04", "evaluation.every=1",
+        "output.checkpoint_every=1", "output.trackers=[wandb]", "warm_start.steps=5",
+    ]  # fmt: skip
+    result = groupwise("bench", "quickstart", *small, *long, "--steps", "2", "--json")
+    assert result.exit_code == 0, result.output
+    assert left_behind(nowhere) == []
+
+
+def test_mistakes_are_told_before_any_work(groupwise, small):
+    result = groupwise("bench", "quickstart", *small, "rollout.temprature=2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "temperature" in result.stderr
