@@ -115,45 +115,86 @@ def _measured(config: Config, hardware: str | None) -> Hardware:
 def show_plan(made: Plan, out: Console, formulas: bool) -> None:
     from groupwise.cli.show import table
     from groupwise.planner.plan import LEGEND
-    from groupwise.tracking.text import harmless
 
     setup, peak, cost = made.setup, made.peak, made.cost
-
-    def say(text: str, style: str = "") -> None:
-        out.print(harmless(text, style), soft_wrap=True)
-
     learning = f", {setup.trained:,} of them learn" if setup.adapted else ""
-    say(f"{setup.config.model.name}: {setup.shape.parameters:,} weights{learning}", "bold")
+    _say(out, f"{setup.config.model.name}: {setup.shape.parameters:,} weights{learning}", "bold")
     verdict = "fits" if made.fits else "DOES NOT FIT"
-    say(
-        f"{verdict}: peak {_gib(peak.bytes)} of {_gib(made.limit_bytes)} on {made.hardware.name}, while {peak.name}; the largest part is "
-        f"{peak.cause.name} ({_gib(peak.cause.bytes)})",
+    _say(
+        out,
+        f"{verdict}: peak {_gib(peak.bytes)} of {_gib(made.limit_bytes)} GiB on {made.hardware.name}, {_WHEN[peak.name]}; the largest part "
+        f"is {peak.cause.name} ({_gib(peak.cause.bytes)})",
         "green" if made.fits else "bold red",
     )
-    names = list(dict.fromkeys(i.name for p in sorted(made.phases, key=lambda p: -p.bytes) for i in p.items))
-    sizes = [{i.name: i.bytes for i in p.items} for p in made.phases]
-    rows = [(name, *(_gib(s[name]) if name in s else "" for s in sizes)) for name in names]
-    out.print(table(["GiB", *(p.name for p in made.phases)], [*rows, ("all", *(_gib(p.bytes) for p in made.phases))]))
-    if made.suggestions:
-        out.print(
-            table(
-                ["what would fit" if made.suggestions[0].fits else "nearest, and still too much", "peak", "step", "what changes"],
-                [(s.words, _gib(s.peak_bytes), f"{s.step_s:.1f} s", s.effect) for s in made.suggestions],
-            )
-        )
-    say(
+    _show_phases(made, out)
+    _show_suggestions(made, out)
+    _say(
+        out,
         f"a step: about {cost.step_s:.1f} s (sampling {cost.sampling_s:.1f}, learning {cost.learning_s:.1f}, optimiser "
         f"{cost.optimizer_s:.2f}, communication {cost.communication_s:.2f}); "
         f"{cost.sampling_flops / 1e12:,.1f} + {cost.learning_flops / 1e12:,.1f} TFLOP; "
-        f"{made.prompts_per_hour:,.0f} prompts an hour{_epoch(made)}"
+        f"{made.prompts_per_hour:,.0f} prompts an hour{_epoch(made)}",
     )
     for line in made.assumptions:
-        say(f"assumed: {line}", "dim")
+        _say(out, f"assumed: {line}", "dim")
     for line in made.hints:
-        say(f"hint: {line}", "yellow")
+        _say(out, f"hint: {line}", "yellow")
     if formulas:
         out.print(table(["part", "GiB", "bytes ="], [(i.name, _gib(i.bytes), i.formula) for i in made.formulas()]))
-        say("; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))
+        _say(out, "; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))
+
+
+_WHEN = {
+    "sampling": "while sampling", "evaluation": "during evaluation", "reference": "in the reference's pass",
+    "output head": "at the output head", "learning": "while learning", "optimiser step": "in the optimiser's step",
+}  # fmt: skip
+
+
+_ROOMY = 5
+"""Phases that a terminal of 80 columns has room for by their full names."""
+_SHORT = {"evaluation": "eval.", "reference": "refer-\nence", "optimiser step": "optim.\nstep"}
+
+
+def _say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
+    """A sentence: wrapped between words on a terminal, a line of its own in a file."""
+    from rich.padding import Padding
+
+    from groupwise.tracking.text import harmless
+
+    if out.is_terminal:
+        out.print(Padding(harmless(text, style), (0, 0, 0, indent)))
+    else:
+        out.print(harmless(" " * indent + text, style), soft_wrap=True)
+
+
+def _show_phases(made: Plan, out: Console) -> None:
+    """What takes memory by phase; names stay on one line, and headings give way."""
+    from groupwise.cli.show import table
+
+    names = list(dict.fromkeys(i.name for p in sorted(made.phases, key=lambda p: -p.bytes) for i in p.items))
+    sizes = [{i.name: i.bytes for i in p.items} for p in made.phases]
+    rows = [(name, *(_gib(s[name]) if name in s else "" for s in sizes)) for name in names]
+    heads = [_SHORT.get(p.name, p.name) if len(made.phases) > _ROOMY else p.name for p in made.phases]
+    grid = table(["GiB", *heads], [*rows, ("all", *(_gib(p.bytes) for p in made.phases))])
+    grid.columns[0].no_wrap = True
+    for column in grid.columns[1:]:
+        column.justify = "right"
+    grid.padding = (0, 0, 0, 1)
+    out.print(grid)
+
+
+def _show_suggestions(made: Plan, out: Console) -> None:
+    """Each with a line to copy: settings are not broken, however narrow the terminal is."""
+    from groupwise.tracking.text import harmless
+
+    if not made.suggestions:
+        return
+    fits = made.suggestions[0].fits
+    _say(out, "what would fit, nearest first:" if fits else "nothing nearby fits; the nearest, and still too much:", "bold")
+    for one in made.suggestions:
+        out.print(harmless(f"  {one.words}", "cyan"), soft_wrap=True)
+        _say(out, f"{_gib(one.peak_bytes)} GiB, {one.step_s:.1f} s a step: {one.effect}", indent=6)
+    out.print()
 
 
 def _epoch(made: Plan) -> str:

@@ -80,11 +80,13 @@ def _learning_flops(setup: Setup, forward: float) -> float:
 
 def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
     """Seconds of one decode step of ``rows`` sequences that have ``length`` tokens of their own: it reads all weights once and the
-    rows' cache, or computes, whichever takes longer. ``devices``: as many divide both among them."""
+    rows' cache, or computes, whichever takes longer. A base of few bits that is not merged is unpacked for each step. ``devices``: as
+    many divide both among them."""
     shape, s = setup.shape, setup.weight_bytes
     weights = shape.layers * shape.layer_matrices + shape.head
     groups = max(1, rows // setup.config.rollout.completions_per_prompt)
-    read = s * weights + shape.cached(s) * (groups * setup.prompt + rows * length)
+    unpacked = 2 * s * shape.layers * shape.layer_matrices if setup.quantised != "none" and not setup.by_builtin else 0
+    read = s * weights + unpacked + shape.cached(s) * (groups * setup.prompt + rows * length)
     computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + length)
     return max(read / (hardware.bytes_per_s * hardware.bandwidth_share), computed / _arithmetic(setup, hardware)) / devices
 

@@ -13,7 +13,7 @@ from groupwise.planner.setup import Setup
 from groupwise.planner.sharding import exchange_buffers, flat_gradient, gathered_for_passes, gathered_for_sampling, scattered
 from groupwise.planner.state import critic_of, gradients, state
 
-__all__ = ["Item", "Phase", "peak_phase", "phases"]
+__all__ = ["Item", "Phase", "host_bytes", "peak_bytes", "peak_phase", "phases"]
 
 _MIB = 2**20
 _HOLES_NAME = "the allocator's holes"
@@ -50,6 +50,20 @@ def peak_phase(found: Sequence[Phase]) -> Phase:
     return max(found, key=lambda phase: phase.bytes)
 
 
+def peak_bytes(setup: Setup) -> int:
+    return peak_phase(phases(setup)).bytes
+
+
+def host_bytes(setup: Setup) -> int:
+    """Of the machine's own memory for one process: masters, moments and gradients of the optimiser there, and a parked reference."""
+    if not (setup.offloaded or setup.parked):
+        return 0
+    kept = {"master weights", "moments", "gradients"} if setup.offloaded else set()
+    near = setup.changed(optimizer__offload=False, training__offload_reference=False)
+    parts = next(phase for phase in phases(near) if phase.name == "optimiser step").items
+    return sum(i.bytes for i in parts if i.name in kept | ({"reference"} if setup.parked else set()))
+
+
 def _phase(name: str, items: list[Item]) -> Phase:
     return Phase(name, tuple(sorted((i for i in items if i.bytes), key=lambda item: -item.bytes)))
 
@@ -77,7 +91,7 @@ def _reference_pass(setup: Setup) -> list[Item]:
     batch = setup.largest
     return [
         Item("reference", setup.weights, "s P, while it is used"),
-        Item("one layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
+        Item("a layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
         Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"),
     ]
 
@@ -96,6 +110,8 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
         return [*gathered_for_sampling(setup), Item("weights on their way", sent, "2 x rollout.vllm.bucket_mib")]
     shape, s = setup.shape, setup.weight_bytes
     rows = min(setup.config.rollout.max_concurrent_sequences, prompts * samples)
+    if not setup.by_builtin:
+        return _by_module(setup, rows)
     groups = min(prompts, rows)
     per_position = shape.cached(s)
     room = _grown_room(setup)
@@ -107,10 +123,24 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
         Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
         Item("prefill", prefill_bytes(setup, min(_PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
-    if setup.device == "cpu" and s == 2 and shape.lean:
+    if setup.device == "cpu" and s == 2:
         copied = s * (shape.layers * shape.layer_matrices + shape.head)
         return [*items, Item("rearranged weights", copied, "s (L matrices + V D), while sampling")]
     return [*items, Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")]
+
+
+def _by_module(setup: Setup, rows: int) -> list[Item]:
+    """The model's own module and the library's cache: a prompt for each sequence, and one layer's keys and values twice while they grow."""
+    shape, s = setup.shape, setup.weight_bytes
+    cache = rows * (setup.prompt + setup.completion) * shape.cached(s)
+    dense = (s + 4) * shape.width * shape.feed_forward if setup.quantised != "none" else 0
+    return [
+        *gathered_for_sampling(setup),
+        Item("KV cache", cache + cache // shape.layers, "2 (L + 1) K E s rows (prompt + completion)"),
+        Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
+        Item("prefill", prefill_bytes(setup, rows * setup.prompt), "one layer over the prompts of all rows"),
+        Item("one matrix dequantised", dense, "(s + 4) F D"),
+    ]
 
 
 def _grown_room(setup: Setup) -> int:
@@ -132,7 +162,7 @@ def _learning(setup: Setup) -> list[list[Item]]:
     of_critic = _all_gradients(setup)[1:]
     there = [gradients(setup), *of_critic] if len(setup.micro_batches) > 1 else []
     activations = Item("activations", kept_bytes(setup, batch), kept_formula(setup))
-    layer = Item("one layer's backward pass", passing_bytes(setup, batch), "R s (D + 6F) + 2 s F D")
+    layer = Item("a layer's backward pass", passing_bytes(setup, batch), "R s (D + 6F) + 2 s F D")
     gradient = Item("head's gradient", head, "s V D")
     whole = gathered_for_passes(setup)
     moments = [
@@ -161,5 +191,5 @@ def _critics_pass(critic: Setup) -> list[Item]:
     batch = critic.largest
     return [
         Item("critic's activations", kept_bytes(critic, batch), kept_formula(critic)),
-        Item("one layer's backward pass", passing_bytes(critic, batch), "R s (D + 6F) + 2 s F D"),
+        Item("a layer's backward pass", passing_bytes(critic, batch), "R s (D + 6F) + 2 s F D"),
     ]

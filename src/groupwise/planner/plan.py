@@ -10,7 +10,7 @@ from groupwise.config.schema import Config
 from groupwise.planner.cost import StepCost, step_cost
 from groupwise.planner.hardware import Hardware
 from groupwise.planner.judges import unknown_judges
-from groupwise.planner.memory import Item, Phase, peak_phase, phases
+from groupwise.planner.memory import Item, Phase, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
 from groupwise.planner.suggest import Suggestion, suggest
@@ -75,9 +75,14 @@ class Plan:
             found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
             found.append(f"{setup.world_size} processes share the prompts of a step; {_HOLD[setup.sharding]}")
-        if setup.offloaded:
+        if outside := host_bytes(setup):
             found.append(
-                f"optimizer.offload takes {_host_bytes(setup) / 2**30:.0f} GiB of the machine's own memory for each process"
+                f"what lies outside the GPU takes {outside / 2**30:.0f} GiB of the machine's own memory for each process"
+            )
+        if not setup.shape.counted:
+            found.append(
+                f"weights and passes are a Llama-like decoder's: those of the type {setup.shape.architecture!r} were never counted, "
+                "and the figures may be far off"
             )
         if setup.by_vllm and setup.config.rollout.vllm.url is not None:
             found.append("vLLM's server has a device of the same kind for itself, and its memory is not counted here")
@@ -128,13 +133,6 @@ _HOLD = {
     "zero3": "each holds its share of weights, gradients, masters and moments",
     "fsdp2": "each holds its share of weights, gradients, masters and moments",
 }
-
-
-def _host_bytes(setup: Setup) -> int:
-    """Of the machine's own memory, for what the optimiser keeps there: masters, moments and gradients in fp32, or less."""
-    near = setup.changed(optimizer__offload=False)
-    parts = next(phase for phase in phases(near) if phase.name == "optimiser step").items
-    return sum(i.bytes for i in parts if i.name in ("master weights", "moments", "gradients"))
 
 
 _PROBLEMS = {"gsm8k": 7473, "svamp": 700, "polaris": 53291}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from groupwise.batching import cut_batch
@@ -44,6 +44,14 @@ class MicroBatchSize:
         """Inputs where every completion is computed with a prompt of its own (``models/module_scorer.py``)."""
         longest = max(prompt for prompt, _ in self.groups)
         return sum(count for _, count in self.groups) * (longest + self.completion - 1)
+
+
+@lru_cache(maxsize=256)
+def _cut(prompt: int, completion: int, group_size: int, groups: int, budget: int) -> list[MicroBatchSize]:
+    """Micro-batches of groups that are all alike, cut by the trainer's own function. Kept: suggestions ask for the same ones often."""
+    group: tuple[int, Sequence[int]] = (prompt, [completion] * group_size)
+    parts = cut_batch([group] * groups, budget)
+    return [MicroBatchSize(tuple((prompt, len(p.members)) for p in batch), completion) for batch in parts]
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,14 @@ class Setup:
         return self.config.rollout.engine == "vllm"
 
     @property
+    def by_builtin(self) -> bool:
+        """Whether the built-in engine samples, which computes a prompt once for its group; otherwise the model's own module, or vLLM."""
+        return self.shape.lean and self.config.rollout.engine in ("auto", "builtin")
+
+    @property
     def merged_bytes(self) -> int:
         """Of the weights that the built-in sampler reads in place of a base and its adapter."""
-        if not (self.adapted and self.shape.lean) or self.config.rollout.engine in ("transformers", "vllm"):
+        if not (self.adapted and self.by_builtin):
             return 0
         return self.weight_bytes * self.shape.layers * self.shape.layer_matrices
 
@@ -193,9 +206,10 @@ class Setup:
         return len(self._cut(self.mean_completion))
 
     def _cut(self, completion: int) -> list[MicroBatchSize]:
-        group: tuple[int, Sequence[int]] = (self.prompt, [completion] * self.config.rollout.completions_per_prompt)
-        parts = cut_batch([group] * self.prompts, self.config.training.micro_batch_tokens)
-        return [MicroBatchSize(tuple((self.prompt, len(p.members)) for p in batch), completion) for batch in parts]
+        rollout = self.config.rollout
+        return _cut(
+            self.prompt, completion, rollout.completions_per_prompt, self.prompts, self.config.training.micro_batch_tokens
+        )
 
     @cached_property
     def largest(self) -> MicroBatchSize:

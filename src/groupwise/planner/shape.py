@@ -15,6 +15,14 @@ __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
 _LEAN = ("llama", "qwen2", "qwen3")
 """Architectures that the lean decoder covers (``models/decoder.py``)."""
+_COUNTED = (
+    *_LEAN, "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
+    "cohere2", "glm", "glm4", "helium", "exaone4", "seed_oss", "ernie4_5",
+)  # fmt: skip
+"""Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that do not depend on the sequence's length."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +42,18 @@ class ModelShape:
     head_norm: bool = False
     """Whether queries and keys are normed by head (Qwen3)."""
     architecture: str = "qwen2"
+    special: bool = False
+    """Whether its config asks for something that the lean decoder does not do, such as a sliding window."""
 
     @property
     def lean(self) -> bool:
-        return self.architecture in _LEAN
+        """Whether the lean decoder computes it; otherwise the model's own module does."""
+        return self.architecture in _LEAN and not self.special
+
+    @property
+    def counted(self) -> bool:
+        """Whether its weights are known to be those of the formula."""
+        return self.architecture in _COUNTED
 
     @property
     def qkv(self) -> int:
@@ -147,9 +163,18 @@ def _from_hub(config: ModelConfig) -> Path:
 
 
 def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
-    """The shape that a config.json describes; one level down for models that wrap a text model."""
+    """The shape that a config.json describes; one level down for models that wrap a text model.
+
+    Raises ModelError for one that is not that of a Llama-like decoder, and for mixtures of experts.
+    """
     text = found.get("text_config") or found
     architecture = str(text.get("model_type") or found.get("model_type"))
+    experts = max((int(text.get(name) or 0) for name in _EXPERTS), default=0)
+    if experts > 1:
+        raise ModelError(
+            f"the model {name!r} (type {architecture!r}) is a mixture of {experts} experts, whose weights and passes plan does not count: "
+            "name a dense model, or try a few steps of it with training.steps=2"
+        )
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
@@ -164,9 +189,23 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             qkv_bias=architecture == "qwen2" or bool(text.get("attention_bias")),
             head_norm=architecture == "qwen3",
             architecture=architecture,
+            special=_special(text),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"the config of model {name!r} (type {architecture!r}) has no usable {error}, so that its memory cannot be planned: "
             "plan covers Llama-like decoders; train with --dry-run checks any other model"
         ) from error
+
+
+def _special(text: dict[str, Any]) -> bool:
+    """What ``models/decoder.py`` leaves to the model's own module."""
+    kinds = text.get("layer_types") or ()
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return (
+        text.get("hidden_act", "silu") != "silu"
+        or any(kind != "full_attention" for kind in kinds)
+        or (bool(text.get("use_sliding_window")) and not kinds)
+        or bool(text.get("mlp_bias") or text.get("attention_dropout"))
+        or rope.get("rope_type", rope.get("type", "default")) not in _STATIC_ROPE
+    )

@@ -9,13 +9,15 @@ from typing import Any
 from groupwise.config.schema import LoraConfig
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
-from groupwise.planner.memory import peak_phase, phases
+from groupwise.planner.memory import host_bytes, peak_bytes, phases
 from groupwise.planner.setup import Setup
 from groupwise.planner.sharding import refused
 
-__all__ = ["Suggestion", "peak_bytes", "suggest"]
+__all__ = ["Suggestion", "suggest"]
 
 _MORE_DEVICES = 3
+_MARGIN = 0.05
+"""Share of the memory that a suggestion leaves free where one can: half of what planned and measured peaks differ by at most."""
 _WAYS_TO_DIVIDE = {
     "zero2": "gradients and optimiser are divided (needs deepspeed)",
     "fsdp2": "weights and optimiser are divided, and gathered for each pass",
@@ -55,25 +57,26 @@ def _typed(value: Any) -> str:
     return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
-def peak_bytes(setup: Setup) -> int:
-    return peak_phase(phases(setup)).bytes
-
-
 def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list[Suggestion]:
     """Up to ``most`` changes that bring the peak to ``limit`` bytes, nearest first: by rank, by how many settings they touch, by time.
 
-    Where nothing fits, the one with the lowest peak is given, with ``fits`` false. For a run that fits already: nothing.
+    They leave a margin where anything does. Where nothing fits, the one with the lowest peak is given, with ``fits`` false. For a run that
+    fits already: nothing.
     """
     if peak_bytes(setup) <= limit:
         return []
-    tried = [
-        _outcome(setup, changes, rank, effect, hardware, limit)
-        for changes, rank, effect in _candidates(setup, limit)
-        if not refused(setup.changed(**changes))
-    ]
-    tried += _on_more_devices(setup, hardware, limit)
-    fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
-    return _without_supersets(fitting)[:most] if fitting else sorted(tried, key=lambda t: t.peak_bytes)[:1]
+    tried: list[Suggestion] = []
+    for aim in (int(limit * (1 - _MARGIN)), limit):
+        tried = [
+            _outcome(setup, changes, rank, effect, hardware, aim)
+            for changes, rank, effect in _candidates(setup, aim)
+            if not refused(setup.changed(**changes))
+        ]
+        tried += _on_more_devices(setup, hardware, aim, [t.settings for t in tried if t.fits and t.rank == 0])
+        fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
+        if fitting:
+            return _without_supersets(fitting)[:most]
+    return sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))[:1]
 
 
 def _without_supersets(found: list[Suggestion]) -> list[Suggestion]:
@@ -87,7 +90,9 @@ def _without_supersets(found: list[Suggestion]) -> list[Suggestion]:
 
 def _outcome(setup: Setup, changes: dict[str, Any], rank: int, effect: str, hardware: Hardware, limit: int) -> Suggestion:
     changed = setup.changed(**changes)
-    peak = peak_bytes(changed)
+    peak, outside = peak_bytes(changed), host_bytes(changed)
+    if outside:
+        effect += f"; {outside / 2**30:.0f} GiB of the machine's memory for each process"
     shown = {name.replace("__", "."): _plain(value) for name, value in changes.items()}
     return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank, setup.world_size)
 
@@ -96,18 +101,22 @@ def _plain(value: Any) -> Any:
     return {"rank": value.rank, "alpha": value.alpha} if isinstance(value, LoraConfig) else value
 
 
-def _on_more_devices(setup: Setup, hardware: Hardware, limit: int) -> list[Suggestion]:
-    """The smallest number of processes, a power of two, over which the run fits divided; each has at least one prompt."""
+def _on_more_devices(setup: Setup, hardware: Hardware, limit: int, enough: list[dict[str, Any]]) -> list[Suggestion]:
+    """The smallest number of processes, a power of two, over which the run fits with the same numbers, and how it does soonest; each has
+    at least one prompt. ``enough``: settings that need no more processes."""
     processes = 2
     while processes <= setup.config.rollout.prompts_per_step:
-        wider = replace(setup, world_size=processes)
         if processes > setup.world_size:
-            for changes, effect in _divisions(wider):
-                if refused(wider.changed(**changes)):
-                    continue
-                found = _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
-                if found.fits:
-                    return [found]
+            wider = replace(setup, world_size=processes)
+            found = [
+                _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
+                for changes, effect in _same_numbers(wider, limit)
+                if "optimizer__offload" not in changes and not refused(wider.changed(**changes))
+            ]
+            new = [f for f in found if f.fits and not any(settings.items() <= f.settings.items() for settings in enough)]
+            fitting = sorted(new, key=lambda f: (len(f.settings), f.step_s))
+            if fitting:
+                return fitting[:1]
         processes *= 2
     return []
 
@@ -125,17 +134,22 @@ Change = tuple[dict[str, Any], int, str]
 def _candidates(setup: Setup, limit: int) -> Iterator[Change]:
     """Every combination of one change of what is learned (or none) with changes of speed alone; the budgets that just fit."""
     for learned, rank, effect in _changes_of_result(setup):
-        for slow, slower in _slower(setup.changed(**learned)):
-            both = {**learned, **slow}
-            for fewer in _concurrency(setup.changed(**both), limit):
-                changes = {**both, **fewer}
-                words = [effect, slower, "more rounds of sampling" if fewer else ""]
-                if changes:
-                    yield changes, rank, "; ".join(w for w in words if w)
-                budget = _budget(setup.changed(**changes), limit)
-                if budget:
-                    words.append("smaller passes")
-                    yield {**changes, "training__micro_batch_tokens": budget}, rank, "; ".join(w for w in words if w)
+        for changes, slower in _same_numbers(setup.changed(**learned), limit):
+            if learned or changes:
+                yield {**learned, **changes}, rank, "; ".join(w for w in (effect, slower) if w)
+
+
+def _same_numbers(setup: Setup, limit: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Nothing, and every combination of changes of speed alone; budgets and sequences at once are the most that fit."""
+    for slow, slower in _slower(setup):
+        for fewer in _concurrency(setup.changed(**slow), limit):
+            changes = {**slow, **fewer}
+            words = [slower, "more rounds of sampling" if fewer else ""]
+            yield changes, "; ".join(w for w in words if w)
+            budget = _budget(setup.changed(**changes), limit)
+            if budget:
+                words.append("smaller passes")
+                yield {**changes, "training__micro_batch_tokens": budget}, "; ".join(w for w in words if w)
 
 
 def _slower(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
@@ -159,23 +173,63 @@ def _slower(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _changes_of_result(setup: Setup) -> Iterator[Change]:
-    config = setup.config
+    """One at a time, and without a reference also with other precisions; nearest first."""
     yield {}, 0, ""
+    rounding = list(_other_rounding(setup))
+    yield from rounding
+    if setup.config.rollout.ahead:
+        yield {"rollout__ahead": 0}, 2, "no sampling ahead: nothing is stale, and a step waits for its batch"
+    if setup.config.algorithm.baseline == "value" and setup.config.algorithm.critic != "shared":
+        yield {"algorithm__critic": "shared"}, 2, "the critic is a head on the policy"
+    if setup.has_reference:
+        without = "no reference and no KL: another objective"
+        yield {"algorithm__beta": 0.0}, 2, without
+        for changes, _, effect in rounding:
+            yield {"algorithm__beta": 0.0, **changes}, 2, f"{without}; {effect}"
+    yield from _adapters(setup)
+
+
+def _other_rounding(setup: Setup) -> Iterator[Change]:
+    config = setup.config
     if not setup.in_fp32 and config.optimizer.precision in ("masters", "masters-8bit"):
         if config.optimizer.precision == "masters":
             yield {"optimizer__precision": "masters-8bit"}, 1, "moments of 8 bits (needs bitsandbytes)"
         yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
-    if config.algorithm.beta > 0 and not setup.adapted:
-        yield {"algorithm__beta": 0.0}, 2, "no reference and no KL: another objective"
-    if not setup.adapted:
-        lora = LoraConfig(rank=16, alpha=32)
-        whole = {} if setup.sharding == "none" else {"training__sharding": "none"}
-        yield {**whole, "model__lora": lora}, 2, "a low-rank adapter learns: raise the learning rate about tenfold"
-        both = "an adapter on a base of {} bits (needs bitsandbytes): raise the learning rate about tenfold"
-        yield {**whole, "model__lora": lora, "model__quantization": "8bit"}, 2, both.format(8)
-        yield {**whole, "model__lora": lora, "model__quantization": "4bit"}, 2, both.format(4)
-    elif setup.adapted and setup.quantised != "4bit":
-        yield {"model__quantization": "4bit"}, 2, "a base of 4 bits (needs bitsandbytes)"
+    if setup.by_vllm and config.rollout.vllm.url is None:
+        yield {"rollout__engine": "auto"}, 1, "sampled by the built-in engine, whose memory is there only while it samples"
+
+
+_FEW_BITS = "a base of {} bits (needs bitsandbytes)"
+_MODULE = "sampled through the base as it is stored, by the model's own module: slow"
+
+
+def _adapters(setup: Setup) -> Iterator[Change]:
+    """A low-rank adapter, a base of fewer bits, and a base that is not merged for sampling."""
+    few: list[tuple[dict[str, Any], str]] = [
+        ({"model__quantization": f"{bits}bit"}, _FEW_BITS.format(bits)) for bits in (8, 4) if _bits(setup) > bits
+    ]
+    by_module: dict[str, Any] = {"rollout__engine": "transformers"}
+    if setup.adapted:
+        for changes, effect in few:
+            yield changes, 2, effect
+        if setup.by_builtin:
+            yield by_module, 1, _MODULE
+            for changes, effect in few:
+                yield {**changes, **by_module}, 2, f"{effect}; {_MODULE}"
+        return
+    whole = {} if setup.sharding == "none" else {"training__sharding": "none"}
+    adapter = {**whole, "model__lora": LoraConfig(rank=16, alpha=32)}
+    effect = "a low-rank adapter learns: raise the learning rate about tenfold"
+    yield adapter, 2, effect
+    for changes, bits in few:
+        yield {**adapter, **changes}, 2, f"{effect}; {bits}"
+        if setup.by_builtin:
+            yield {**adapter, **changes, **by_module}, 2, f"{effect}; {bits}; {_MODULE}"
+
+
+def _bits(setup: Setup) -> int:
+    """Of a weight of the base's matrices."""
+    return {"none": 16, "8bit": 8, "4bit": 4}[setup.quantised]
 
 
 def _budget(setup: Setup, limit: int) -> int | None:
@@ -199,7 +253,7 @@ def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
     if not any(p.name in names and p.bytes > limit for p in phases(setup)):
         return
     rows = 1 << max(1, setup.config.rollout.max_concurrent_sequences - 1).bit_length() - 1
-    while rows >= 8:
+    while 1 <= rows < setup.config.rollout.max_concurrent_sequences:
         fewer = {"rollout__max_concurrent_sequences": rows}
         if all(p.bytes <= limit for p in phases(setup.changed(**fewer)) if p.name in names):
             yield fewer
