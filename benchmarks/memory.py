@@ -44,6 +44,20 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, LoRA on a base of 4 bits": (*_SMALL, "model.lora={rank: 16, alpha: 32}", "model.quantization=4bit"),
     "8 x 8 x 64, 2,048 tokens a pass": ("rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048"),
     "the same, 8-bit moments": (*_SMALL, "optimizer.precision=masters-8bit"),
+    "8 x 8 x 64, 8-bit moments and a reference, 2,048 tokens a pass": (
+        "rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048", "optimizer.precision=masters-8bit", "algorithm.beta=0.04",
+    ),
+    "8 x 8 x 64, LoRA on a base of 4 bits, 2,048 tokens a pass": (
+        "rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048", "model.lora={rank: 16, alpha: 32}",
+        "model.quantization=4bit",
+    ),
+    "2 x 2 x 512, LoRA on a base of 8 bits, recomputed": (
+        "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2", "rollout.max_completion_tokens=512",
+        "model.gradient_checkpointing=true", "model.lora={rank: 16, alpha: 32}", "model.quantization=8bit",
+    ),
+    "4 x 4 x 96, LoRA on a base of 4 bits, sampled by the module": (
+        *_SMALL, "model.lora={rank: 16, alpha: 32}", "model.quantization=4bit", "rollout.engine=transformers",
+    ),
     "the same, PPO with a critic of its own": (*_SMALL, "algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0"),
     "the same, two processes": _SMALL,
     "the same, sampled a step ahead": (*_SMALL, "rollout.ahead=1"),

@@ -57,12 +57,13 @@ def adapted(model: Any, *, filled: bool = False, **settings: Any) -> Policy:
     return Policy(model, Plain(), (2,), 256, "tiny")
 
 
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which files are in memory")
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_the_file_of_many_bits_does_not_stay_in_memory(tiny_llama, tmp_path, kind):
     model = in_few_bits(tiny_llama(), kind, tmp_path, "bfloat16")
-    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr() or not model.config.tie_word_embeddings
+    assert (
+        model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr() or not model.config.tie_word_embeddings
+    )
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
