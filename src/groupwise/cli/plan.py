@@ -97,7 +97,7 @@ def plan_of(
         mean_completion_tokens=completion_tokens,
     )
     by_size = limit is not None and hardware is None and not measure
-    return replace(made, hints=tuple(hints(config, find_source(source), device, hardware, by_size, world_size)))
+    return replace(made, hints=tuple(hints(made, find_source(source), hardware, by_size)))
 
 
 def _measured(config: Config, hardware: str | None) -> Hardware:

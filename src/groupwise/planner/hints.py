@@ -1,4 +1,4 @@
-"""What whoever asked for a plan may have meant: more devices, and another card's rates."""
+"""What whoever asked for a plan may have meant: more devices, another card's rates, a smaller model; and what they should not rely on."""
 
 from __future__ import annotations
 
@@ -7,26 +7,63 @@ from pathlib import Path
 
 from groupwise.config.schema import Config
 from groupwise.planner.hardware import HARDWARE, Hardware
+from groupwise.planner.plan import Plan, make_plan
+from groupwise.planner.shape import KNOWN_SHAPES
 
-__all__ = ["hints"]
+__all__ = ["hints", "smaller_model", "too_close"]
 
 _USUAL_PROCESSES = 8
+_CLOSE = 0.1
+"""By how much predicted and measured peaks may differ (docs/planning.md)."""
 _CARDS = {24: "rtx-4090", 40: "a100-40gb", 48: "l40s", 80: "a100-80gb"}
 """An example of a card by its memory in GB."""
 
 
-def hints(config: Config, source: Path, hardware: Hardware, asked_for: str | None, by_size: bool, world_size: int) -> list[str]:
+def hints(made: Plan, source: Path, asked_for: str | None, by_size: bool) -> list[str]:
     """A sentence for each.
 
-    ``source``: the recipe's file. ``asked_for``: the hardware that was named. ``by_size``: whether ``hardware`` was found by its
+    ``source``: the recipe's file. ``asked_for``: the hardware that was named. ``by_size``: whether the plan's hardware was found by its
     memory alone.
     """
-    found = []
-    if world_size == 1 and (hint := _more_devices(config, source, named=asked_for is not None or by_size)):
-        found.append(hint)
-    if by_size:
-        found.append(_whose_rates(hardware))
-    return found
+    named = asked_for is not None or by_size
+    found = [
+        too_close(made),
+        _more_devices(made.setup.config, source, named) if made.setup.world_size == 1 else None,
+        smaller_model(made),
+        _whose_rates(made.hardware) if by_size else None,
+    ]
+    return [hint for hint in found if hint is not None]
+
+
+def too_close(made: Plan) -> str | None:
+    """Of a run that fits by less than what a plan may be wrong by."""
+    spare = 1 - made.peak.bytes / made.limit_bytes
+    if not 0 <= spare < _CLOSE:
+        return None
+    return (
+        f"{spare:.0%} to spare, and a real peak may be {_CLOSE:.0%} higher than the planned one: a smaller pass or cache is safer"
+    )
+
+
+def smaller_model(made: Plan) -> str | None:
+    """Where nothing near fits: the largest model of the same family that does, and with which settings."""
+    config, setup = made.setup.config, made.setup
+    match = re.fullmatch(r"(.*-)\d+(?:\.\d+)?B(.*)", config.model.name)
+    if made.fits or any(one.fits for one in made.suggestions) or match is None:
+        return None
+    family = re.compile(re.escape(match[1]) + r"\d+(?:\.\d+)?B" + re.escape(match[2]))
+    smaller = [
+        name for name, shape in KNOWN_SHAPES.items() if family.fullmatch(name) and shape.parameters < setup.shape.parameters
+    ]
+    for name in sorted(smaller, key=lambda name: -KNOWN_SHAPES[name].parameters):
+        other = make_plan(
+            config.model_copy(update={"model": config.model.model_copy(update={"name": name})}), made.hardware,
+            limit_bytes=made.limit_bytes, world_size=setup.world_size, prompt_tokens=setup.prompt_tokens,
+        )  # fmt: skip
+        if other.fits or any(one.fits for one in other.suggestions):
+            changes = "" if other.fits else f" with {other.suggestions[0].words}"
+            return f"a smaller model would fit: {name}{changes}"
+    return None
 
 
 def _more_devices(config: Config, source: Path, named: bool) -> str | None:

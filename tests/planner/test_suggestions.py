@@ -1,0 +1,195 @@
+"""What `groupwise plan` suggests: what it names really fits when it is done, and where anything near would fit, something is named."""
+
+import itertools
+import json
+import random
+
+import pytest
+from transformers import Qwen2Config
+
+from groupwise.config import load_config
+from groupwise.planner import HARDWARE, make_plan
+from groupwise.planner.hints import smaller_model, too_close
+from groupwise.planner.memory import peak_bytes
+from groupwise.planner.setup import Setup
+from groupwise.planner.shape import KNOWN_SHAPES
+from groupwise.planner.sharding import refused
+from groupwise.planner.suggest import suggest
+
+GIB = 2**30
+
+
+def settings_of(suggestion):
+    return [f"{name}={json.dumps(value)}" for name, value in suggestion.settings.items()]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_a_run_that_samples_few_sequences_at_once_is_planned_too(at_once):
+    """Never more than were asked for."""
+    config = load_config("gsm8k-0.5b", ["model.name=Qwen/Qwen2.5-1.5B", f"rollout.max_concurrent_sequences={at_once}"])
+    made = make_plan(config, HARDWARE["cpu"], limit_bytes=2 * 2**30)
+    assert not made.fits
+    assert all(one.settings.get("rollout.max_concurrent_sequences", 0) < at_once for one in made.suggestions)
+
+
+def drawn(rng):
+    """A run that somebody might plan."""
+    recipe = rng.choice(["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "polaris-3b", "polaris-3b-qlora"])
+    size = rng.choice(["0.5B", "1.5B", "3B", "7B", "14B", "32B"])
+    overrides = [f"model.name=Qwen/Qwen2.5-{size}", f"rollout.max_completion_tokens={rng.choice([64, 512, 2048])}"]
+    overrides += rng.choice(
+        [[], ["rollout.ahead=1", "training.sharding=none"], ["model.gradient_checkpointing=true"], ["algorithm.beta=0"]]
+    )
+    if rng.random() < 0.2:
+        overrides += ["algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0", "training.sharding=none"]
+    if rng.random() < 0.15:
+        overrides += ["rollout.engine=vllm", "training.sharding=none"]
+    return recipe, overrides, HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_suggestion_fits_as_it_says_when_it_is_done(seed):
+    rng = random.Random(seed)
+    recipe, overrides, card, processes = drawn(rng)
+    limit = rng.choice([None, 8 * GIB, 16 * GIB])
+    made = make_plan(load_config(recipe, overrides), card, world_size=processes, limit_bytes=limit)
+    assert bool(made.suggestions) == (not made.fits)
+    assert [one.rank for one in made.suggestions] == sorted(one.rank for one in made.suggestions)
+    for one in made.suggestions:
+        changed = load_config(recipe, [*overrides, *settings_of(one)])
+        again = make_plan(changed, card, world_size=one.world_size, limit_bytes=limit)
+        assert (again.fits, again.peak.bytes) == (one.fits, one.peak_bytes), one.words
+        assert again.cost.step_s == one.step_s
+
+
+def combinations(setup):
+    """Settings that somebody would try by hand, all of them together with all others."""
+    lora = load_config(None, ["model.lora={rank: 16, alpha: 32}"]).model.lora
+    adapters = [{}] if setup.adapted else [{}, {"model__lora": lora}]
+    bits = [{}, {"model__quantization": "8bit"}, {"model__quantization": "4bit"}]
+    several = {"rollout__max_concurrent_sequences": 1, "training__micro_batch_tokens": 256, "model__gradient_checkpointing": True}
+    for adapter, few, beta, precision, away, engine in itertools.product(
+        adapters, bits, (setup.config.algorithm.beta, 0.0), ("masters", "stochastic"), (False, True), ("auto", "transformers")
+    ):
+        adapted = bool(adapter) or setup.adapted
+        if (few and not adapted) or (away and (adapted or precision != "masters")):
+            continue  # not possible, or of no use: an adapter's optimiser is small
+        rest = {
+            "algorithm__beta": beta, "optimizer__precision": precision, "optimizer__offload": away,
+            "training__offload_reference": away, "rollout__engine": engine, "training__sharding": "none",
+        }  # fmt: skip
+        yield {**several, **adapter, **few, **rest}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_anything_near_would_fit_something_is_suggested(seed):
+    """Every combination of settings by hand, each at its most frugal: if one of them fits, the list has something that does."""
+    rng = random.Random(100 + seed)
+    recipe = rng.choice(["gsm8k-0.5b", "polaris-3b", "polaris-3b-qlora", "gsm8k-1.5b-8gpu"])
+    shape = KNOWN_SHAPES[f"Qwen/Qwen2.5-{rng.choice(['1.5B', '3B', '14B'])}"]
+    setup = Setup(load_config(recipe), shape, rng.choice(["cuda", "cpu"]), 1)
+    lowest = min(peak_bytes(setup.changed(**changes)) for changes in combinations(setup) if not refused(setup.changed(**changes)))
+    limit = int(lowest * rng.choice([1.0, 1.02, 1.2]))
+    if peak_bytes(setup) <= limit:
+        return
+    found = suggest(setup, HARDWARE["rtx-4090" if setup.device == "cuda" else "cpu"], limit)
+    assert found[0].fits, (recipe, shape, limit / GIB, found[0])
+
+
+def test_a_suggestion_leaves_room_where_one_can():
+    config = load_config("polaris-3b")
+    made = make_plan(config, HARDWARE["a100-40gb"])
+    assert made.suggestions
+    assert all(one.peak_bytes <= 0.95 * made.limit_bytes for one in made.suggestions)
+
+
+def test_what_a_suggestion_takes_of_the_machine_s_own_memory_is_said():
+    made = make_plan(load_config("gsm8k-7b-8gpu"), HARDWARE["a100-80gb"])
+    away = next(one for one in made.suggestions if one.settings.get("optimizer.offload"))
+    gib = 16 * made.setup.shape.parameters / GIB
+    assert f"{gib:.0f} GiB of the machine's memory for each process" in away.effect
+
+
+def test_a_base_of_few_bits_that_is_too_large_merged_is_sampled_as_it_is():
+    """14 billion weights of 4 bits are 9 GiB, and merged in bf16 they are 26: only without merging do they go into 24."""
+    made = make_plan(load_config("polaris-3b-qlora", ["model.name=Qwen/Qwen2.5-14B"]), HARDWARE["rtx-4090"])
+    assert made.suggestions[0].fits
+    assert made.suggestions[0].settings["rollout.engine"] == "transformers"
+
+
+def test_a_plan_that_just_fits_says_so():
+    config = load_config("gsm8k-1.5b-24gb")
+    roomy = make_plan(config, HARDWARE["rtx-4090"])
+    assert too_close(roomy) is None
+    tight = make_plan(config, HARDWARE["rtx-4090"], limit_bytes=int(1.02 * roomy.peak.bytes))
+    assert tight.fits
+    assert "2% to spare" in (too_close(tight) or "")
+
+
+def test_where_nothing_fits_a_smaller_model_is_named():
+    made = make_plan(load_config("polaris-3b-qlora", ["model.name=Qwen/Qwen2.5-72B-Instruct"]), HARDWARE["rtx-4090"])
+    assert not made.suggestions[0].fits
+    said = smaller_model(made)
+    assert said is not None
+    assert "Qwen/Qwen2.5-14B-Instruct with rollout.engine=transformers" in said
+    fine = make_plan(load_config("polaris-3b-qlora"), HARDWARE["rtx-4090"])
+    assert smaller_model(fine) is None
+
+
+def test_what_fits_is_suggested_nearest_first_and_really_fits():
+    config = load_config("gsm8k-1.5b-8gpu")
+    made = make_plan(config, HARDWARE["rtx-4090"], prompt_tokens=200)
+    assert not made.fits
+    assert made.suggestions
+    assert [one.rank for one in made.suggestions] == sorted(one.rank for one in made.suggestions)
+    for one in made.suggestions:
+        changed = load_config("gsm8k-1.5b-8gpu", settings_of(one))
+        again = make_plan(changed, HARDWARE["rtx-4090"], prompt_tokens=200, world_size=one.world_size)
+        assert again.fits
+        assert again.peak.bytes == one.peak_bytes
+    roomy = make_plan(config, HARDWARE["h200"], prompt_tokens=200)
+    assert roomy.fits
+    assert roomy.suggestions == ()
+
+
+def test_a_smaller_budget_is_found_where_it_is_enough():
+    config = load_config(
+        None, ["rollout.max_completion_tokens=512", "training.micro_batch_tokens=32768", "model.name=Qwen/Qwen2.5-0.5B"]
+    )
+    roomy = make_plan(config, HARDWARE["h200"], prompt_tokens=200)
+    least = max(p.bytes for p in roomy.phases if p.name != "learning")
+    limit = (least + roomy.peak.bytes) // 2
+    first = make_plan(config, HARDWARE["h200"], prompt_tokens=200, limit_bytes=limit).suggestions[0]
+    assert first.rank == 0
+    assert first.fits
+
+
+def test_nothing_that_fits_is_said_so():
+    made = make_plan(load_config("gsm8k-7b-8gpu"), HARDWARE["l4"], limit_bytes=8 * GIB)
+    assert [one.fits for one in made.suggestions] == [False]
+
+
+@pytest.mark.parametrize(("recipe", "processes"), [("gsm8k-7b-8gpu", 8), ("gsm8k-1.5b-8gpu", 8), ("polaris-3b", 1)])
+def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkeypatch):
+    """The trainer's own checks over every suggestion, for a small card."""
+    from groupwise.distributed import zero_launch
+    from groupwise.training import sharding
+    from groupwise.training.sharding import zero
+
+    monkeypatch.setattr(zero, "refuse_without_deepspeed", lambda reason: None)
+    monkeypatch.setattr(zero_launch, "refuse_without_deepspeed", lambda reason: None)
+    made = make_plan(load_config(recipe), HARDWARE["rtx-4090"], world_size=processes)
+    assert not made.fits
+    assert made.suggestions
+    for one in made.suggestions:
+        sharding.check_sharding(load_config(recipe, settings_of(one)), Qwen2Config(), processes=8)
+
+
+def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():
+    made = make_plan(load_config("polaris-3b"), HARDWARE["rtx-4090"])
+    last = made.suggestions[-1]
+    assert (last.rank, last.world_size) == (3, 4)
+    assert "--num-processes 4" in last.words
+    assert last.words not in {one.words for one in made.suggestions[:-1]}, "what one device can do is no reason for more"
+    few = make_plan(load_config("polaris-3b", ["rollout.prompts_per_step=4"]), HARDWARE["rtx-4090"], limit_bytes=12 * GIB)
+    assert all(one.world_size <= 4 for one in few.suggestions)
