@@ -1,0 +1,111 @@
+"""A model's shape from its config.json: as many weights as transformers counts, and no plan for what would be counted wrongly."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from groupwise.config import load_config
+from groupwise.errors import ModelError
+from groupwise.models.decoder import why_unsupported
+from groupwise.planner import HARDWARE, KNOWN_SHAPES, find_shape, make_plan
+from groupwise.planner.shape import shape_of_config
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", *(f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "7B"))])
+def test_known_models_have_the_weights_that_transformers_counts(name):
+    shape = KNOWN_SHAPES[name]
+    made = {
+        "hidden_size": shape.width, "intermediate_size": shape.feed_forward, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
+    config = LlamaConfig(**made) if shape.architecture == "llama" else Qwen2Config(**made)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape_of_config(config.to_dict(), name) == shape
+
+
+def test_the_published_sizes_of_qwen():
+    published = {"0.5B": 0.49e9, "1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "14B": 14.8e9, "32B": 32.8e9, "72B": 72.7e9}
+    for size, count in published.items():
+        assert KNOWN_SHAPES[f"Qwen/Qwen2.5-{size}-Instruct"].parameters == pytest.approx(count, rel=0.01)
+
+
+def test_a_folder_s_config_is_enough(tmp_path, tiny_qwen3):
+    model = tiny_qwen3()
+    model.config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
+    config = load_config(None, [f"model.name={tmp_path}"])
+    assert find_shape(config.model).parameters == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match="mamba"):
+        find_shape(config.model)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        find_shape(config.model)
+
+
+MIXTURES = {"qwen3_moe": {"num_experts": 8}, "mixtral": {"num_local_experts": 4}, "deepseek_v3": {"n_routed_experts": 16}}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_is_refused_and_not_planned_as_a_small_model(kind):
+    """Its config names all that a dense one does; taken for one, Qwen3-30B-A3B would be a model of 2 billion weights that fits anywhere."""
+    dense = {
+        "model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=f"mixture of {next(iter(MIXTURES[kind].values()))} experts"):
+        shape_of_config({**dense, **MIXTURES[kind]}, "m")
+    assert shape_of_config({**dense, "num_experts": 1}, "m").layers == 2
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])
+def test_other_architectures_have_the_weights_that_transformers_counts(family):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = AutoConfig.for_model(family, **sizes, vocab_size=5000, pad_token_id=0)
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    shape = shape_of_config(config.to_dict(), family)
+    assert shape.counted
+    assert not shape.lean
+    assert shape.parameters == pytest.approx(weights, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("tiny_llama", {}),
+        ("tiny_qwen2", {}),
+        ("tiny_qwen3", {}),
+        ("tiny_llama", {"hidden_act": "gelu"}),
+        ("tiny_llama", {"mlp_bias": True}),
+        ("tiny_llama", {"attention_dropout": 0.1}),
+        ("tiny_qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+        ("tiny_llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("tiny_llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+    ],
+)
+def test_the_plan_knows_what_the_lean_decoder_computes(request, family, settings):
+    model = request.getfixturevalue(family)(**settings)
+    assert shape_of_config(model.config.to_dict(), "tiny").lean == (why_unsupported(model) is None)
+
+
+def test_a_type_that_was_never_counted_is_said_to_be_one(tmp_path):
+    config = {
+        "model_type": "another", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2,
+        "vocab_size": 99,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = make_plan(load_config(None, [f"model.name={tmp_path}"]), HARDWARE["rtx-4090"])
+    assert "the type 'another'" in " ".join(made.assumptions)
+    known = make_plan(load_config("quickstart"), HARDWARE["rtx-4090"])
+    assert "never counted" not in " ".join(known.assumptions)
