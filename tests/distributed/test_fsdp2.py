@@ -1,21 +1,22 @@
 """FSDP2 over two real processes: the numbers of one process, with a part of everything in each."""
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise import train
-from groupwise.distributed.launch import launch
 from tests.distributed.run_ranks import letters, note_first_gradient
-from tests.distributed.test_processes import numbers, rows, weights
+from tests.distributed.two_processes import (
+    assert_same_bits,
+    assert_same_numbers,
+    assert_same_run,
+    launch_two,
+    numbers,
+    on_from_step_3,
+    weights,
+)
 
-SCRIPT = Path(__file__).with_name("run_ranks.py")
 SECTIONS = {
     "training": {
         "steps": 5,
@@ -35,17 +36,11 @@ def fsdp_config(tiny_folder, sums):
     return conftest.small_config.__wrapped__(tiny_folder, sums)(**SECTIONS)
 
 
-def run_two(config, folder):
-    """The folder in which two processes left what run_ranks.py says, and the exit code."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    return folder, launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
-
-
 @pytest.fixture(scope="module")
 def two_processes(fsdp_config, tmp_path_factory):
-    return run_two(fsdp_config, tmp_path_factory.mktemp("fsdp2"))
+    """The folder in which two processes left what run_ranks.py says, and the exit code."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return folder, launch_two(fsdp_config, folder)
 
 
 @pytest.mark.slow
@@ -56,41 +51,27 @@ def test_two_processes_with_a_half_each_are_one(two_processes, fsdp_config, tmp_
     monkeypatch.setattr(MasterAdamW, "step", MasterAdamW.step)  # put back afterwards
     note_first_gradient(tmp_path / "gradient.safetensors")
     one = train(fsdp_config, rewards={"letters": letters}, run_folder=tmp_path / "one", console=Console(quiet=True)).folder
-    folder, two = two_processes[0], two_processes[0] / "whole"
-    said = ("problem", "sample", "completion", "tokens", "reward")
-    assert [[r[k] for k in said] for r in rows(one / "completions.jsonl")] == [
-        [r[k] for k in said] for r in rows(two / "completions.jsonl")
-    ]
-    for row, other in zip(numbers(one), numbers(two), strict=True):
-        assert other == pytest.approx(row, rel=1e-4, abs=2e-6)
+    folder = two_processes[0]
+    assert_same_run(one, folder / "whole")
     gradient = load_file(tmp_path / "gradient.safetensors")
     halves = [load_file(folder / f"gradient-{rank}.safetensors") for rank in range(2)]
     for name, values in gradient.items():
         together = torch.cat([half[name] for half in halves])
         assert all(len(half[name]) <= -(-len(values) // 2) for half in halves)
         torch.testing.assert_close(together, values, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
-    for name, values in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], values, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_two_processes_with_a_half_each_carry_on_bit_for_bit(two_processes):
-    folder = two_processes[0]
-    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
-    whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same_bits(two_processes[0])
 
 
 @pytest.mark.slow
 def test_one_process_carries_on_from_what_two_wrote(two_processes, fsdp_config, tmp_path):
     """The files are those of one process: whole tensors, under the same names."""
     folder = two_processes[0]
-    one = train(
-        fsdp_config, rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
-        resume_from=folder / "whole/checkpoints/step-3",
-    ).folder  # fmt: skip
-    for row, other in zip(numbers(one), numbers(folder / "whole")[3:], strict=True):
-        assert other == pytest.approx(row, rel=1e-4, abs=2e-6)
+    one = on_from_step_3(fsdp_config, folder, tmp_path / "on")
+    assert_same_numbers(numbers(one), numbers(folder / "whole")[3:])
     for name, values in weights(one).items():
         torch.testing.assert_close(weights(folder / "whole")[name], values, rtol=1e-4, atol=2e-5)
 
@@ -117,14 +98,9 @@ def test_every_precision_carries_on_and_is_read_by_one_process(tiny_folder, sums
         "optimizer": {"precision": precision, "learning_rate": 1e-3},
     }
     config = make(**sections)
-    folder = run_two(config, tmp_path)[0]
-    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
-    assert all(torch.equal(a, weights(folder / "whole")[name]) for name, a in weights(folder / "resumed").items())
-    one = train(
-        config, rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
-        resume_from=folder / "whole/checkpoints/step-3",
-    ).folder  # fmt: skip
-    assert len(numbers(one)) == 2
+    launch_two(config, tmp_path)
+    assert_same_bits(tmp_path)
+    assert len(numbers(on_from_step_3(config, tmp_path, tmp_path / "on"))) == 2
 
 
 def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone():

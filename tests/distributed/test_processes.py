@@ -1,39 +1,21 @@
 """Two real processes over gloo: the same numbers as one, carrying on bit for bit, and one that fails ends both with its error."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise import train
-from groupwise.distributed.launch import launch
 from groupwise.errors import ConfigError
 from tests.distributed.run_ranks import letters, note_first_gradient
-from tests.distributed.test_same_curve import CLOCKS
+from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two
 
-SCRIPT = Path(__file__).with_name("run_ranks.py")
 STEPS = {"training": {"steps": 5}, "output": {"checkpoint_every": 3, "log_completions": 100}, "algorithm": {"beta": 0.04}}
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def numbers(folder):
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in rows(folder / "metrics.jsonl")]
-
-
-def weights(folder):
-    return load_file(folder / "final_model" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +28,9 @@ def module_config(tiny_folder, sums):
 
 @pytest.fixture(scope="module")
 def two_processes(module_config, tmp_path_factory):
-    """The folder in which two processes left what run_ranks.py says, the exit code, and the seconds it all took."""
+    """The folder in which two processes left what run_ranks.py says, and the exit code."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "config.yaml").write_text(yaml.safe_dump(module_config.model_dump(mode="json")))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    started = time.monotonic()
-    code = launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
-    return folder, code, time.monotonic() - started
+    return folder, launch_two(module_config, folder)
 
 
 @pytest.mark.slow
@@ -64,29 +41,19 @@ def test_two_processes_are_one(two_processes, module_config, tmp_path, monkeypat
     monkeypatch.setattr(MasterAdamW, "step", MasterAdamW.step)  # put back afterwards
     note_first_gradient(tmp_path / "gradient.safetensors")
     one = train(module_config, rewards={"letters": letters}, run_folder=tmp_path / "one", console=Console(quiet=True)).folder
-    folder, two = two_processes[0], two_processes[0] / "whole"
-    said = ("problem", "sample", "completion", "tokens", "reward")
-    assert [[r[k] for k in said] for r in rows(one / "completions.jsonl")] == [
-        [r[k] for k in said] for r in rows(two / "completions.jsonl")
-    ]
-    for row, other in zip(numbers(one), numbers(two), strict=True):
-        assert other == pytest.approx(row, rel=1e-4, abs=2e-6)
+    folder = two_processes[0]
+    assert_same_run(one, folder / "whole")
     gradient = load_file(tmp_path / "gradient.safetensors")
     for rank in range(2):
         other = load_file(folder / f"gradient-{rank}.safetensors")
         assert gradient.keys() == other.keys()
         for name, values in gradient.items():
             torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
-    for name, values in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], values, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_two_processes_carry_on_bit_for_bit(two_processes):
-    folder = two_processes[0]
-    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
-    whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same_bits(two_processes[0])
 
 
 @pytest.mark.slow
@@ -98,7 +65,7 @@ def test_the_gradient_is_the_same_on_both_to_the_bit(two_processes):
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_run_with_its_error(two_processes):
     """Process 1's reward raises: process 0 says so, both leave with its exit code, and the run's folder is there to be looked at."""
-    folder, code, _ = two_processes
+    folder, code = two_processes
     assert code == 2
     head, message = (folder / "error-0.txt").read_text().splitlines()
     assert head == "RankError 2 False"

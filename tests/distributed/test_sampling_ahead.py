@@ -1,18 +1,15 @@
 """Asynchronous rollouts in two processes: the run of one process, and carried on bit for bit, by two processes or by one."""
 
 import json
-import os
-import sys
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise import load_config, train
-from groupwise.distributed.launch import launch
-from tests.distributed.test_processes import module_config, numbers, rows, weights  # noqa: F401
+from tests.distributed.test_processes import module_config  # noqa: F401
+from tests.distributed.two_processes import launch_two, numbers, rows, weights
 from tests.tiny import lower_case_share
 
 SCRIPT = """
@@ -23,7 +20,7 @@ from rich.console import Console
 from groupwise import load_config, train
 from tests.tiny import lower_case_share
 torch.set_num_threads(1)
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[2])
 config = load_config(folder / "config.yaml")
 go = {"rewards": {"letters": lower_case_share}, "console": Console(quiet=True)}
 train(config, run_folder=folder / "whole", **go)
@@ -34,11 +31,8 @@ train(config, run_folder=folder / "resumed", resume_from=folder / "whole/checkpo
 @pytest.mark.slow
 def test_two_processes_sample_ahead_as_one(module_config, tmp_path):  # noqa: F811
     config = module_config.model_copy(update={"rollout": module_config.rollout.model_copy(update={"ahead": 2})})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     (tmp_path / "go.py").write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    assert launch([sys.executable, str(tmp_path / "go.py"), str(tmp_path)], 2, environment) == 0
+    assert launch_two(config, tmp_path, script=tmp_path / "go.py") == 0
     go = {"rewards": {"letters": lower_case_share}, "console": Console(quiet=True)}
     config = load_config(tmp_path / "config.yaml")
     one = train(config, run_folder=tmp_path / "one", **go).folder

@@ -46,7 +46,8 @@ def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment,
 @pytest.mark.parametrize(
     ("sections", "kind", "said"),
     [
-        ({"model": {"lora": {"rank": 4}}}, "llama", "model.lora"),
+        ({"model": {"lora": {"dropout": 0.1}}}, "llama", "model.lora.dropout=0.1"),
+        ({"model": {"lora": {}, "quantization": "4bit"}}, "llama", "model.quantization=4bit"),
         ({}, "gemma2", "'gemma2'"),
         ({"rollout": {"engine": "transformers"}}, "llama", "rollout.engine"),
         ({"optimizer": {"precision": "masters-8bit"}}, "llama", "masters-8bit"),
@@ -61,7 +62,14 @@ def test_what_fsdp2_does_not_go_with_is_refused_in_a_sentence(small_config, sect
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, {"optimizer": {"precision": "pure"}}, {"algorithm": {"baseline": "value", "scale": "batch_std"}}]
+    "sections",
+    [
+        {},
+        {"optimizer": {"precision": "pure"}},
+        {"algorithm": {"baseline": "value", "scale": "batch_std"}},
+        {"model": {"lora": {"rank": 4}}},
+        {"model": {"lora": {"rank": 4}}, "optimizer": {"offload": True}},
+    ],
 )
 def test_what_fsdp2_goes_with_is_not(small_config, sections):
     check_fsdp2(small_config(**sections), LLAMA)

@@ -1,21 +1,17 @@
 """Two real processes, each with a half of the weights, that sample from one server: the whole is pushed, and the run is that of one."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from groupwise import train
-from groupwise.distributed.launch import launch
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from tests.distributed.run_ranks import letters
-from tests.distributed.test_processes import rows, weights
+from tests.distributed.two_processes import launch_two, said, weights
 from tests.engines.vllm.model_backend import ModelBackend
 
 
@@ -33,14 +29,9 @@ def test_halves_of_the_weights_are_pushed_as_a_whole(server, small_config, tmp_p
     train(small_config(**sections), rewards={"letters": letters}, run_folder=one, console=Console(quiet=True))
     loads = server.service.backend.loads
     config = small_config(**sections, training={"steps": 2, "sharding": "fsdp2"})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    two, script = tmp_path / "two", Path(__file__).with_name("run_once.py")
-    assert launch([sys.executable, str(script), str(tmp_path / "config.yaml"), str(two)], 2, environment) == 0
-    said = ("problem", "sample", "completion", "tokens", "reward")
-    one_s, two_s = ([[row[k] for k in said] for row in rows(folder / "completions.jsonl")] for folder in (one, two))
-    assert one_s == two_s
+    two = tmp_path / "two"
+    assert launch_two(config, tmp_path, two, script=Path(__file__).with_name("run_once.py")) == 0
+    assert said(one) == said(two)
     assert server.service.backend.loads == 2 * loads
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,27 +1,22 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 over two real processes: the numbers of one process. Skipped where deepspeed is not installed."""
 
-import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise import train
 from groupwise.config.schema import Config
-from groupwise.distributed.launch import launch
 from groupwise.distributed.zero_launch import zero_of_launcher
 from groupwise.errors import ConfigError
 from groupwise.training.sharding.zero import check_zero
 from tests.distributed.run_ranks import letters
-from tests.distributed.test_processes import numbers, rows, weights
+from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two, numbers, on_from_step_3, said, weights
 
-SCRIPT = Path(__file__).with_name("run_ranks.py")
 SECTIONS = {
     "output": {"checkpoint_every": 3, "log_completions": 100},
     "algorithm": {"beta": 0.04},
@@ -59,12 +54,7 @@ def runs(request, one_process, tmp_path_factory):
     name, dtype = request.param
     config, one = one_process(dtype)
     folder = tmp_path_factory.mktemp(name)
-    dumped = config.model_dump(mode="json")
-    dumped["training"]["sharding"] = name
-    (folder / "config.yaml").write_text(yaml.safe_dump(dumped))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    launch([sys.executable, str(SCRIPT), str(folder / "config.yaml"), str(folder)], 2, environment)
+    launch_two(config.model_copy(update={"training": config.training.model_copy(update={"sharding": name})}), folder)
     return dtype, one, folder
 
 
@@ -74,34 +64,24 @@ def test_two_processes_are_one(runs):
     """Completions token for token; losses, moments (which are sums of clipped gradients) and weights to fp32 rounding."""
     dtype, one, folder = runs
     two = folder / "whole"
-    said = ("problem", "sample", "completion", "tokens", "reward")
-    completions, others = ([[r[k] for k in said] for r in rows(path / "completions.jsonl")] for path in (one, two))
-    steps = list(zip(numbers(one), numbers(two), strict=True))
     if dtype == "bfloat16":  # what is rounded otherwise soon draws another token
-        assert completions[:12] == others[:12]
-        row, other = steps[0]
+        assert said(one)[:12] == said(two)[:12]
+        row, other = numbers(one)[0], numbers(two)[0]
         assert "optimizer/updates_lost" in row  # DeepSpeed's optimiser does not say it
         assert other == pytest.approx({name: row[name] for name in other}, rel=2e-2, abs=1e-3)
         return
-    assert completions == others
-    for row, other in steps:
-        assert other == pytest.approx({name: row[name] for name in row if name != "optimizer/updates_lost"}, rel=1e-4, abs=2e-6)
+    assert_same_run(one, two, without="optimizer/updates_lost")
     file = Path("checkpoints/step-3/optimizer.safetensors")
     state, other = load_file(one / file), load_file(two / file)
     assert state.keys() == other.keys()
     for name, values in state.items():
         torch.testing.assert_close(other[name], values, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
-    for name, values in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], values, rtol=1e-4, atol=2e-5)
 
 
 @needs_deepspeed
 @pytest.mark.slow
 def test_two_processes_carry_on_bit_for_bit(runs):
-    folder = runs[2]
-    assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
-    whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same_bits(runs[2])
 
 
 @needs_deepspeed
@@ -109,10 +89,7 @@ def test_two_processes_carry_on_bit_for_bit(runs):
 def test_one_process_carries_on_what_two_began(runs, one_process, tmp_path):
     """Their checkpoint is one as it would have written."""
     dtype, one, folder = runs
-    path = train(
-        one_process(dtype)[0], rewards={"letters": letters}, run_folder=tmp_path / "on", console=Console(quiet=True),
-        resume_from=folder / "whole/checkpoints/step-3",
-    ).folder  # fmt: skip
+    path = on_from_step_3(one_process(dtype)[0], folder, tmp_path / "on")
     assert [row["step"] for row in numbers(path)] == [4, 5]
     if dtype == "float32":
         for name, values in weights(one).items():
@@ -168,7 +145,7 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch):
         ({"optimizer": {"precision": "stochastic"}}, "optimizer.precision=stochastic"),
         ({"optimizer": {"offload": True}}, "optimizer.offload"),
         ({"model": {"dtype": "float16"}}, "model.dtype=float16"),
-        ({"model": {"lora": {"rank": 4}}}, "model.lora"),
+        ({"model": {"lora": {"rank": 4}, "quantization": "8bit"}}, "model.quantization=8bit"),
         ({"algorithm": {"baseline": "value", "scale": "none"}}, "algorithm.baseline=value"),
         ({"rollout": {"engine": "transformers"}}, "rollout.engine=transformers"),
     ],
@@ -178,5 +155,9 @@ def test_what_zero_does_not_go_with_is_refused(sections, said, monkeypatch):
     with pytest.raises(ConfigError, match=said):
         check_zero(Config(**sections), SimpleNamespace(model_type="llama"), "zero3")
     check_zero(Config(), SimpleNamespace(model_type="llama"), "zero3")
+    adapted = Config(model={"lora": {"rank": 4}})
+    check_zero(adapted, SimpleNamespace(model_type="llama"), "zero3")
+    with pytest.raises(ConfigError, match=r"zero2, which does not go with model\.lora"):
+        check_zero(adapted, SimpleNamespace(model_type="llama"), "zero2")
     with pytest.raises(ConfigError, match="architecture 'gpt2'"):
         check_zero(Config(), SimpleNamespace(model_type="gpt2"), "zero3")

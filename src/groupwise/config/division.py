@@ -23,13 +23,14 @@ def refuse_undividable(config: Config, way: str, architecture: str) -> None:
             f"rollout.ahead is {config.rollout.ahead}, which needs a whole copy of the weights on each process, but training.sharding "
             f"({way}) is there because none has room for it: set rollout.ahead to 0, or training.sharding to none"
         )
+    whole = config.model.lora is None  # what learns; an adapter's states lie on each process as they do where nothing is divided
     own = _against_fsdp2(config) if way == "fsdp2" else _against_zero(config)
     for reason, remedy in (
-        (config.model.lora is not None and "model.lora", "an adapter's states are small: use training.sharding=none"),
+        *_against_adapters(config, way),
         (architecture not in DIVISIBLE and f"the architecture {architecture!r}",
          f"it divides models of the kinds {', '.join(DIVISIBLE)}: use training.sharding=none"),
         (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
-        (config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
+        (whole and config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
         (config.training.offload_reference and "training.offload_reference", "leave it out: use more processes where memory is short"),
         *own,
     ):  # fmt: skip
@@ -37,11 +38,25 @@ def refuse_undividable(config: Config, way: str, architecture: str) -> None:
             raise ConfigError(f"training.sharding is {way}, which does not go with {reason}: {remedy}")
 
 
+def _against_adapters(config: Config, way: str) -> list[tuple[str | bool, str]]:
+    """What does not go with dividing an adapter's base."""
+    lora, quantisation = config.model.lora, config.model.quantization
+    if lora is None:
+        return []
+    return [
+        (way == "zero2" and "model.lora", "it would divide the adapter's states alone, which are small: use zero3 or fsdp2, which divide "
+         "the base, or none"),
+        (lora.dropout > 0 and f"model.lora.dropout={lora.dropout}", "set it to 0, or use training.sharding=none"),
+        (quantisation != "none" and f"model.quantization={quantisation}",
+         "a base is divided in model.dtype: leave the quantisation out, or use training.sharding=none"),
+    ]  # fmt: skip
+
+
 def _against_fsdp2(config: Config) -> list[tuple[str | bool, str]]:
     """What FSDP2 alone does not go with, or False where the settings have none of it; and a remedy."""
     critic, precision = config.algorithm.critic, config.optimizer.precision
     return [
-        (precision == "masters-8bit" and "optimizer.precision=masters-8bit",
+        (config.model.lora is None and precision == "masters-8bit" and "optimizer.precision=masters-8bit",
          "use masters, which are divided, or training.sharding=none"),
         (config.algorithm.baseline == "value" and critic != "shared" and f"algorithm.critic={critic}",
          "use a shared one, or training.sharding=none"),
@@ -53,7 +68,7 @@ def _against_zero(config: Config) -> list[tuple[str | bool, str]]:
     precision = config.optimizer.precision
     return [
         (config.model.dtype == "float16" and "model.dtype=float16", "use bfloat16"),
-        (precision != "masters" and f"optimizer.precision={precision}",
+        (config.model.lora is None and precision != "masters" and f"optimizer.precision={precision}",
          "DeepSpeed steps on fp32 masters, divided among the processes: use masters, or training.sharding=none"),
         (config.algorithm.baseline == "value" and "algorithm.baseline=value", "use training.sharding=fsdp2 or none"),
     ]  # fmt: skip

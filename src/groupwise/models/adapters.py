@@ -22,6 +22,7 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
 from groupwise.models.quantised import is_quantised
+from groupwise.models.quiet import quieten_bitsandbytes
 
 if TYPE_CHECKING:
     from groupwise.config.schema import LoraConfig
@@ -285,6 +286,7 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _peft() -> Any:
+    quieten_bitsandbytes()  # which peft imports where it is installed
     try:
         import peft
     except ImportError as error:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.models.attention import AttentionPlan
 from groupwise.models.layer import Layer, Shape, layer_forward
+
+if TYPE_CHECKING:
+    from groupwise.models.merging import MergedLayer
 
 __all__ = ["Block", "Blocks", "copy_filled", "hollow"]
 
@@ -25,28 +28,34 @@ Views = Mapping[str, Sequence[nn.Parameter]]
 class Block(nn.Module):
     """One layer. Its tensors are attributes, as in ``Layer``, whatever stands behind them at the time."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, merged: MergedLayer | None = None) -> None:
+        """``merged``: what computes the layer, from these tensors and an adapter's, which are not the block's; by itself they are all."""
         super().__init__()
+        self.merged = merged
         for name, tensor in zip(Layer.__slots__, layer.tensors(), strict=True):
             self.register_parameter(name, None if tensor is None else _parameter(tensor))
 
     def forward(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
         """As ``Layer.forward``, on the tensors as they are now."""
-        return layer_forward(Layer(*(getattr(self, name) for name in Layer.__slots__)), x, plan, shape, recompute)
+        return layer_forward(self.merged or self.now(), x, plan, shape, recompute)
+
+    def now(self) -> Layer:
+        """The tensors as they are now."""
+        return Layer(*(getattr(self, name) for name in Layer.__slots__))
 
 
 class Blocks(nn.Module):
-    """All tensors of a decoder: the layers' in modules of their own, what is before and after them here.
+    """All tensors of a decoder, under its names: the layers' in modules of their own, what is before and after them here.
 
     Calling it runs a computation that reads them, as the part of this module's forward pass that it is.
     """
 
-    def __init__(self, embedding: Tensor, layers: Sequence[Layer], final_norm: Tensor, head: Tensor | None) -> None:
+    def __init__(self, embedding: Tensor, layers: Sequence[Layer | Block], final_norm: Tensor, head: Tensor | None) -> None:
         """``head``: None where the embedding is the output head too."""
         super().__init__()
         self.embedding, self.final_norm = _parameter(embedding), _parameter(final_norm)
         self.head = None if head is None else _parameter(head)
-        self.layers = nn.ModuleList(Block(layer) for layer in layers)
+        self.layers = nn.ModuleList(layer if isinstance(layer, Block) else Block(layer) for layer in layers)
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
         return compute(*arguments)

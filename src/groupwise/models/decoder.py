@@ -24,7 +24,7 @@ from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.ops import rms_norm
 
-__all__ = ["FAMILIES", "Decoder", "why_unsupported"]
+__all__ = ["FAMILIES", "Decoder", "layer_sources", "why_unsupported"]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -53,6 +53,28 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
     if getattr(config, "attention_dropout", 0):
         return "attention dropout"
     return None
+
+
+def layer_sources(layer: Any) -> dict[str, list[nn.Parameter] | None]:
+    """Of each of a ``Layer``'s tensors, by name, the parameters of a transformers layer that are its rows; None where it has none.
+
+    An adapter's are not among them, but those that it is beside.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    has_head_norm = hasattr(attention, "q_norm")
+    return {
+        "input_norm": [layer.input_layernorm.weight],
+        "qkv": [p.weight for p in projections],
+        "qkv_bias": None if projections[0].bias is None else [p.bias for p in projections],
+        "q_norm": [attention.q_norm.weight] if has_head_norm else None,
+        "k_norm": [attention.k_norm.weight] if has_head_norm else None,
+        "output": [attention.o_proj.weight],
+        "output_bias": None if attention.o_proj.bias is None else [attention.o_proj.bias],
+        "post_norm": [layer.post_attention_layernorm.weight],
+        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
+        "down": [mlp.down_proj.weight],
+    }
 
 
 class Decoder:
@@ -146,21 +168,8 @@ class Decoder:
         raise AttributeError(name)
 
     def _adopt(self, layer: Any, trainable: bool) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        has_bias, has_head_norm = projections[0].bias is not None, hasattr(attention, "q_norm")
-        return Layer(
-            input_norm=self._fuse([layer.input_layernorm.weight], trainable),
-            qkv=self._fuse([p.weight for p in projections], trainable),
-            qkv_bias=self._fuse([p.bias for p in projections], trainable) if has_bias else None,
-            q_norm=self._fuse([attention.q_norm.weight], trainable) if has_head_norm else None,
-            k_norm=self._fuse([attention.k_norm.weight], trainable) if has_head_norm else None,
-            output=self._fuse([attention.o_proj.weight], trainable),
-            output_bias=self._fuse([attention.o_proj.bias], trainable) if attention.o_proj.bias is not None else None,
-            post_norm=self._fuse([layer.post_attention_layernorm.weight], trainable),
-            gate_up=self._fuse([mlp.gate_proj.weight, mlp.up_proj.weight], trainable),
-            down=self._fuse([mlp.down_proj.weight], trainable),
-        )
+        found = {name: sources and self._fuse(sources, trainable) for name, sources in layer_sources(layer).items()}
+        return Layer(**found)  # type: ignore[arg-type]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every tensor once, under a stable name; fused ones by their fused name."""

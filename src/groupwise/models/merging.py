@@ -5,6 +5,8 @@ most of it: the base's numbers lie on the grid of their dtype, a young adapter c
 then nothing would change at all. So the rounding is dithered: each weight has a fixed threshold, evenly spread, above which it takes the
 next step. On average a merged weight is the exact one, an adapter that adds nothing changes nothing, and the same factors always give
 the same weights: those that sample are those that learn.
+
+The frozen weights are those of the model's own layers, or lie fused in a ``Block`` that machinery gathers and lets go of.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from groupwise.models.attention import AttentionPlan
+from groupwise.models.blocks import Block
 from groupwise.models.layer import Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
 from groupwise.models.quantised import dense_weight
 
@@ -77,10 +80,15 @@ def _active(layer: Any) -> list[str]:
 
 
 @torch.no_grad()
-def merged_weight(layer: Any, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight ``[out, in]`` of a linear layer with the adapters that act in it, if any; into ``out`` if given."""
-    base, active = getattr(layer, "base_layer", layer), _active(layer)
-    weight = dense_weight(base, dtype)
+def merged_weight(
+    layer: Any, out: Tensor | None = None, dtype: torch.dtype | None = None, *, frozen: Tensor | None = None
+) -> Tensor:
+    """The weight ``[out, in]`` of a linear layer with the adapters that act in it, if any; into ``out`` if given.
+
+    ``frozen``: the weight without them, where the layer itself does not have it.
+    """
+    active = _active(layer)
+    weight = dense_weight(getattr(layer, "base_layer", layer), dtype) if frozen is None else frozen
     if active:
         exact = weight.to(torch.float32, copy=True)
         for name in active:
@@ -92,22 +100,34 @@ def merged_weight(layer: Any, out: Tensor | None = None, dtype: torch.dtype | No
 class Projection:
     """Linear layers that read the same input, as one product with ``weight`` ``[out, in]``, made anew each time."""
 
-    def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        self.layers, self.dtype = list(layers), dtype
+    def __init__(self, name: str, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        """``name``: as in ``Layer``."""
+        self.name, self.layers, self.dtype = name, list(layers), dtype
         bases = [getattr(layer, "base_layer", layer) for layer in layers]
         self.heights = [base.out_features for base in bases]
         self.width: int = bases[0].in_features
-        self.device = bases[0].weight.device
         present = [base.bias for base in bases if base.bias is not None]
-        self.bias = torch.cat([bias.detach().to(dtype) for bias in present]) if present else None
+        self.own_bias = torch.cat([bias.detach().to(dtype) for bias in present]) if present else None
+        self.block: Block | None = None
+        """Where the frozen weights are, if no longer in ``layers``."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.own_bias if self.block is None else getattr(self.block, f"{self.name}_bias", None)
 
     @property
     def weight(self) -> Tensor:
+        """Where no adapter acts on what ``block`` holds, that very tensor."""
+        frozen: Tensor | None = None if self.block is None else getattr(self.block, self.name)
+        if frozen is not None and not any(map(_active, self.layers)):
+            return frozen
         if len(self.layers) == 1:
-            return merged_weight(self.layers[0], dtype=self.dtype)
-        whole = torch.empty(sum(self.heights), self.width, dtype=self.dtype, device=self.device)
-        for layer, part in zip(self.layers, whole.split(self.heights), strict=True):
-            merged_weight(layer, part, self.dtype)
+            return merged_weight(self.layers[0], dtype=self.dtype, frozen=frozen)
+        device = self.layers[0].weight.device if frozen is None else frozen.device
+        whole = torch.empty(sum(self.heights), self.width, dtype=self.dtype, device=device)
+        known = [None] * len(self.layers) if frozen is None else frozen.split(self.heights)
+        for layer, part, rows in zip(self.layers, whole.split(self.heights), known, strict=True):
+            merged_weight(layer, part, self.dtype, frozen=rows)
         return whole
 
     def factors(self) -> list[Factor]:
@@ -120,23 +140,55 @@ class Projection:
         return found
 
 
+_KEPT = ("input_norm", "post_norm", "q_norm", "k_norm", "qkv_bias", "output_bias")
+"""What of a layer no adapter changes."""
+
+
 class MergedLayer:
     """One transformer layer whose tensors have ``Layer``'s names; its projections are merged when they are asked for."""
 
+    input_norm: Tensor
+    post_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv_bias: Tensor | None
+    output_bias: Tensor | None
+
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm: Tensor = layer.input_layernorm.weight.detach()
-        self.post_norm: Tensor = layer.post_attention_layernorm.weight.detach()
+        self.input_norm = layer.input_layernorm.weight.detach()
+        self.post_norm = layer.post_attention_layernorm.weight.detach()
         has_head_norm = hasattr(attention, "q_norm")
-        self.q_norm: Tensor | None = attention.q_norm.weight.detach() if has_head_norm else None
-        self.k_norm: Tensor | None = attention.k_norm.weight.detach() if has_head_norm else None
-        self.projections = {
-            "qkv": Projection([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
-            "output": Projection([attention.o_proj], dtype),
-            "gate_up": Projection([mlp.gate_proj, mlp.up_proj], dtype),
-            "down": Projection([mlp.down_proj], dtype),
-        }
+        self.q_norm = attention.q_norm.weight.detach() if has_head_norm else None
+        self.k_norm = attention.k_norm.weight.detach() if has_head_norm else None
+        inputs = {
+            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "output": [attention.o_proj],
+            "gate_up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
+        }  # fmt: skip
+        self.projections = {name: Projection(name, layers, dtype) for name, layers in inputs.items()}
         self.qkv_bias, self.output_bias = self.projections["qkv"].bias, self.projections["output"].bias
+        self.block: Block | None = None
+
+    def settle(self, tensors: Layer) -> Block:
+        """Move the frozen tensors, fused in ``tensors``, into a block, and read them from there from now on. What they were read from
+        before may go."""
+        self.block = Block(tensors, self)
+        for name in _KEPT:
+            delattr(self, name)
+        for projection in self.projections.values():
+            projection.block, projection.own_bias = self.block, None
+        return self.block
+
+    def __getattr__(self, name: str) -> Any:
+        """Tensors that are in the block: another object whenever they are gathered."""
+        if name in _KEPT and (block := self.__dict__.get("block")) is not None:
+            return getattr(block, name)
+        raise AttributeError(name)
+
+    def __call__(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """As ``forward``, as the forward pass of the block."""
+        assert self.block is not None
+        return self.block(x, plan, shape, recompute)  # type: ignore[no-any-return]
 
     @property
     def qkv(self) -> Tensor:
@@ -161,6 +213,13 @@ class MergedLayer:
     def dense(self) -> Layer:
         """All of the layer's tensors, merged now."""
         return Layer(**{name: getattr(self, name) for name in Layer.__slots__})
+
+    @torch.no_grad()
+    def taken_out(self) -> Layer:
+        """As ``dense``, with nothing that is the block's: what it holds may be let go of."""
+        assert self.block is not None
+        pairs = zip(self.dense().tensors(), self.block.now().tensors(), strict=True)
+        return Layer(*(ours.clone() if ours is held and ours is not None else ours for ours, held in pairs))  # type: ignore[arg-type]
 
     def product(self, name: str, x: Tensor) -> Tensor:
         """``x`` times the projection ``name``, differentiable in ``x`` and the factors."""

@@ -55,7 +55,9 @@ def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None
     if is_adapted(policy.model):
         if why_not_lean(policy.model) is not None or drops_out(policy.model):
             return AdapterScorer(policy.model)
-        return MergedDecoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention)
+        return MergedDecoder(
+            policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention, device=device
+        )
     if why_unsupported(policy.model) is not None:
         return ModuleScorer(policy.model)
     return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,14 @@ from groupwise.distributed import World
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import Sharding, chosen_sharding
 from groupwise.models.load import resolve_device
+from groupwise.models.merged_decoder import MergedDecoder
 from groupwise.models.scorer import Scorer
+from groupwise.training.sharding.adapted import AdapterOnDivided
 from groupwise.training.sharding.replicas import Replicas
+
+if TYPE_CHECKING:
+    from groupwise.training.sharding.fsdp2 import FSDP2
+    from groupwise.training.sharding.zero import Zero
 
 __all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding"]
 
@@ -45,12 +51,15 @@ def make_sharding(config: Config, world: World, scorer: Scorer) -> Sharding:
     For all processes at once.
     """
     chosen = chosen_sharding(config.training.sharding, world.size)
+    if chosen == "none":
+        return Replicas(scorer, world)
+    divided: FSDP2 | Zero
     if chosen == "fsdp2":
         from groupwise.training.sharding.fsdp2 import FSDP2
 
-        return FSDP2(scorer, world, config, resolve_device(config.model.device).type)
-    if chosen != "none":
+        divided = FSDP2(scorer, world, config, resolve_device(config.model.device).type)
+    else:
         from groupwise.training.sharding.zero import Zero
 
-        return Zero(scorer, world, config, chosen, resolve_device(config.model.device))
-    return Replicas(scorer, world)
+        divided = Zero(scorer, world, config, chosen, resolve_device(config.model.device))
+    return AdapterOnDivided(scorer, world, divided) if isinstance(scorer, MergedDecoder) else divided

@@ -9,8 +9,7 @@ is gathered is their copy rounded to the weights' dtype: so a process holds 16 b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,14 @@ from groupwise.distributed.failures import exchanging
 from groupwise.distributed.shards import Rows, local, read_rows, rows_of
 from groupwise.errors import ConfigError
 from groupwise.metrics import Mean
-from groupwise.models.blocks import Blocks, copy_filled
+from groupwise.models.blocks import Blocks
 from groupwise.models.decoder import Decoder
-from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
 from groupwise.training.loss_scale import LossScale
 from groupwise.training.optimizer import MasterAdamW, adds_up_itself
+from groupwise.training.sharding.divided import Divided, lean
 
 __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
-
-_IDLE = ([0], [[0]])
-"""What a pass that computes nothing of use is about: a prompt of one token, and a completion of one."""
 
 
 def check_fsdp2(config: Config, hf_config: Any) -> None:
@@ -54,31 +50,25 @@ def _torch_fits() -> bool:
     return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 
 
-class FSDP2:
+class FSDP2(Divided):
     """Implements ``distributed.sharding.Sharding`` for the lean decoder."""
 
     name = "fsdp2"
-    divides_weights = True
 
     def __init__(self, scorer: Scorer, world: World, config: Config, device_type: str) -> None:
         """Divides the policy's weights."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        if not isinstance(scorer, Decoder):
-            raise ConfigError(
-                f"training.sharding is fsdp2, which needs the lean decoder, and that does not cover {config.model.name}: use "
-                "training.sharding=none"
-            )
-        self.scorer, self.world, self.config = scorer, world, config
+        super().__init__(scorer := lean(scorer, "fsdp2", config.model.name), world)
+        self.config = config
         self.mesh = init_device_mesh(device_type, (world.size,))
         self.dtype = scorer.dtype
         self._optimizer: ShardedAdamW | None = None
-        world.check_equal("the weights that were read", [p for _, p in scorer.named_parameters()])
-        masters = config.optimizer.precision == "masters"
         blocks = scorer.as_blocks()
+        world.check_equal("the weights that were read", list(blocks.parameters()))
+        masters = config.optimizer.precision == "masters" and any(p.requires_grad for p in blocks.parameters())
         self._divide(blocks, scorer.device, torch.float32 if masters else self.dtype)
         scorer.inside = _inside(blocks)
-        self._idle = scorer.prepare([_IDLE])
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
 
@@ -115,27 +105,25 @@ class FSDP2:
         return twin
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        modules, inside = _modules(self.scorer), self.scorer.inside
+    def gathered(self, module: Any) -> Iterator[None]:
         with exchanging():
-            for module in modules:
-                module.unshard()
-        self.scorer.inside = None
+            module.unshard()
         try:
             yield
         finally:
-            self.scorer.inside = inside
-            for module in modules:
-                module.reshard()
+            module.reshard()
 
     @contextmanager
-    def evened(self, scorer: Scorer, passes: int) -> Iterator[None]:
-        missing = max(self.world.gather(passes)) - passes
-        yield
-        for _ in range(missing):
-            found = scorer.logprobs(self._idle)
-            if torch.is_grad_enabled():
-                self.backward(found.sum() * 0.0)
+    def whole(self) -> Iterator[None]:
+        inside = self.scorer.inside
+        with ExitStack() as stack:
+            for module in self._modules():
+                stack.enter_context(self.gathered(module))
+            self.scorer.inside = None
+            try:
+                yield
+            finally:
+                self.scorer.inside = inside
 
     def backward(self, loss: Tensor) -> None:
         with exchanging():
@@ -143,22 +131,17 @@ class FSDP2:
         if self._optimizer is not None:
             self._optimizer.collect()
 
-    def sum_gradients(self, optimizer: Any) -> None:
-        """The backward passes have done it."""
-
     def check(self) -> None:
         """Every module's gathered weights are the same bits on all processes, and as many on each: raises RankError otherwise."""
-        for module in _modules(self.scorer):
-            with exchanging():
-                module.unshard()
-            self.world.check_equal("the gathered weights", [p.detach() for p in module.parameters(recurse=False)])
-            module.reshard()
+        for module in self._modules():
+            with self.gathered(module):
+                self.world.check_equal("the gathered weights", [p.detach() for p in module.parameters(recurse=False)])
 
-    def whole_policy(self, policy: Policy) -> Policy | None:
-        weights = self._gather({name: local(p).to(self.dtype) for name, p in self.scorer.named_parameters()})
-        if not self.world.is_first:
-            return None
-        return replace(policy, model=copy_filled(policy.model, self.scorer.views, weights))
+    def _modules(self) -> list[Any]:
+        return [self.blocks, *self.blocks.layers]
+
+    def whole_weights(self) -> Mapping[str, Tensor]:
+        return self._gather({name: local(p).to(self.dtype) for name, p in self.blocks.named_parameters()})
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._gather(pieces)
@@ -181,7 +164,7 @@ class FSDP2:
         return found
 
     def _shapes(self) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in self.scorer.named_parameters()}
+        return {name: p.shape for name, p in self.blocks.named_parameters()}
 
     def _is_piece(self, piece: Tensor, shape: torch.Size) -> bool:
         first, end = self._rows(shape)
@@ -197,11 +180,6 @@ class FSDP2:
 def _of(shapes: Mapping[str, torch.Size], name: str) -> torch.Size | None:
     """Of the parameter that ``name`` is about: its own name, or one with the kind before it (``exp_avg.embedding``)."""
     return shapes.get(name, shapes.get(name.partition(".")[2]))
-
-
-def _modules(scorer: Decoder) -> list[Any]:
-    assert scorer.blocks is not None
-    return [scorer.blocks, *scorer.blocks.layers]
 
 
 def _inside(blocks: Blocks) -> Callable[..., Any]:

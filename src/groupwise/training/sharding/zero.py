@@ -8,14 +8,13 @@ model's while a process samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
@@ -23,18 +22,13 @@ from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
 from groupwise.distributed.shards import local
 from groupwise.distributed.zero_launch import refuse_without_deepspeed
-from groupwise.errors import ConfigError
-from groupwise.models.blocks import copy_filled
 from groupwise.models.decoder import Decoder
-from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
+from groupwise.training.sharding.divided import Divided, lean
 from groupwise.training.sharding.zero_engine import import_deepspeed, make_engine
 from groupwise.training.sharding.zero_optimizer import ZeroAdamW
 
 __all__ = ["Zero", "check_zero"]
-
-_IDLE = ([0], [[0]])
-"""What a pass that computes nothing of use is about: a prompt of one token, and a completion of one."""
 
 
 def check_zero(config: Config, hf_config: Any, name: str) -> None:
@@ -43,24 +37,21 @@ def check_zero(config: Config, hf_config: Any, name: str) -> None:
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
 
 
-class Zero:
+class Zero(Divided):
     """Implements ``distributed.sharding.Sharding`` for the lean decoder."""
 
     def __init__(self, scorer: Scorer, world: World, config: Config, name: str, device: torch.device) -> None:
         """Divides the policy. ``name``: ``zero2`` or ``zero3``."""
-        if not isinstance(scorer, Decoder):
-            raise ConfigError(
-                f"training.sharding is {name}, which needs the lean decoder, and that does not cover {config.model.name}: use "
-                "training.sharding=none"
-            )
-        self.name, self.stage = name, int(name[-1])
-        self.divides_weights = True  # passes speak to the other processes in stage 2 too
-        self.scorer, self.world, self.device = scorer, world, device
+        super().__init__(
+            scorer := lean(scorer, name, config.model.name), world
+        )  # in stage 2, too, passes speak to other processes
+        self.name, self.stage, self.device = name, int(name[-1]), device
         self.deepspeed = import_deepspeed(device.type)
         blocks = scorer.as_blocks()
-        self.engine = make_engine(self.deepspeed, self.stage, blocks, scorer.dtype, device, config.optimizer)
-        scorer.inside = _inside(self.engine)
-        self._idle = scorer.prepare([_IDLE])
+        self.learns = any(p.requires_grad for p in blocks.parameters())
+        optimizer = config.optimizer if self.learns else None
+        self.engine = make_engine(self.deepspeed, self.stage, blocks, scorer.dtype, device, optimizer)
+        scorer.inside = _inside(self.engine if self.learns else blocks)  # an engine without an optimiser refuses backward passes
 
     def make_optimizer(self, config: OptimizerConfig) -> ZeroAdamW:
         return ZeroAdamW(self.engine, self.scorer.named_parameters(), config, self.world)
@@ -84,8 +75,11 @@ class Zero:
         """Whole weights meanwhile, of ``parameters`` or all: a meeting in stage 3."""
         if self.stage == 2:
             return nullcontext()
-        chosen = [p for _, p in self.scorer.named_parameters()] if parameters is None else list(parameters)
+        chosen = list(self.blocks.parameters() if parameters is None else parameters)
         return self.deepspeed.zero.GatheredParameters(chosen)
+
+    def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._gathered(list(module.parameters(recurse=False)))  # type: ignore[no-any-return]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -97,22 +91,14 @@ class Zero:
             finally:
                 self.scorer.inside = inside
 
-    @contextmanager
-    def evened(self, scorer: Scorer, passes: int) -> Iterator[None]:
-        missing = max(self.world.gather(passes)) - passes
-        yield
-        for _ in range(missing):
-            found = scorer.logprobs(self._idle)
-            if torch.is_grad_enabled():
-                self.backward(found.sum() * 0.0)
-
     def backward(self, loss: Tensor) -> None:
         """DeepSpeed averages gradients over the processes; the tokens' weights are shares of the whole batch, so they are added up."""
         with exchanging():
-            self.engine.backward(loss * self.world.size)
-
-    def sum_gradients(self, optimizer: Any) -> None:
-        """The backward passes have done it."""
+            if self.learns:
+                self.engine.backward(loss * self.world.size)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.engine.optimizer.partition_all_parameters()  # what the outermost module gathered: nothing else lets go of it
 
     def check(self) -> None:
         """Stage 2: raises RankError where the processes' weights are not the same bits. In stage 3 each number is in one place."""
@@ -120,15 +106,13 @@ class Zero:
             self.world.check_equal("the weights", [p.detach() for _, p in self.scorer.named_parameters()])
 
     @torch.no_grad()
-    def whole_policy(self, policy: Policy) -> Policy | None:
+    def whole_weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for name, parameter in self.scorer.named_parameters():
+        for name, parameter in self.blocks.named_parameters():
             with self._gathered([parameter]):
                 if self.world.is_first:
                     weights[name] = parameter.detach().to("cpu", copy=True)
-        if not self.world.is_first:
-            return None
-        return replace(policy, model=copy_filled(policy.model, self.scorer.views, weights))
+        return weights
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The optimiser's are whole already; in stage 3 the reference's are not."""
