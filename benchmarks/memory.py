@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, sampled a step ahead": (*_SMALL, "rollout.ahead=1"),
     "the same, two processes, FSDP2": (*_SMALL, "training.sharding=fsdp2"),
     "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
+    "the same, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "2 x 2 x 1,024, recomputed": (
         "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2", "rollout.max_completion_tokens=1024",
         "model.gradient_checkpointing=true",

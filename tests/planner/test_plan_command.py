@@ -29,8 +29,11 @@ def hints(*words):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["training.sharding=zero3", ADAPTER], "sharding is zero3, which does not go with model.lora"),
-        (["training.sharding=fsdp2", ADAPTER], "sharding is fsdp2, which does not go with model.lora"),
+        (["training.sharding=zero2", ADAPTER], "sharding is zero2, which does not go with model.lora"),
+        (
+            ["training.sharding=fsdp2", ADAPTER, "model.quantization=4bit"],
+            "sharding is fsdp2, which does not go with model.quantization=4bit",
+        ),
         (["training.sharding=zero2", "rollout.ahead=1"], "rollout.ahead is 1"),
         (["training.sharding=fsdp2", "rollout.ahead=1"], "rollout.ahead is 1"),
     ],

@@ -20,6 +20,7 @@ from groupwise.planner import HARDWARE, KNOWN_SHAPES, ModelShape, Setup, hardwar
 from groupwise.planner.activations import kept_bytes
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import find_hardware
+from groupwise.planner.memory import peak_phase
 from groupwise.planner.plan import training_problems
 from groupwise.planner.shape import shape_of_config
 from groupwise.training.optimizer import MasterAdamW
@@ -385,6 +386,29 @@ def test_what_is_divided_is_divided_and_comes_together_for_sampling(mode):
     assert of(few, "sampling", "gathered weights") == (0 if mode == "zero2" else 2 * parameters)
     alone = dataclasses.replace(few, world_size=1)
     assert phases(alone) == phases(dataclasses.replace(whole, world_size=1)), "with one process there is nothing to divide"
+
+
+@pytest.mark.parametrize("mode", ["zero3", "fsdp2"])
+def test_of_an_adapter_the_base_is_divided_alone_and_merged_for_sampling(mode):
+    config = load_config("gsm8k-7b-8gpu", ["training.sharding=none", "model.lora={rank: 16}"])
+    whole = make_plan(config, HARDWARE["rtx-4090"], world_size=4).setup
+    few, shape = whole.changed(training__sharding=mode), whole.shape
+
+    def of(setup, phase, name):
+        return item(phases(setup), phase, name)
+
+    assert of(few, "learning", "weights") == -(-2 * shape.parameters // 4)
+    for name in ("adapter", "moments", "gradients"):
+        assert of(few, "optimiser step", name) == of(whole, "optimiser step", name) > 0
+    assert of(few, "optimiser step", "flat gradient") == 0
+    assert (
+        of(few, "sampling", "merged weights")
+        == of(whole, "sampling", "merged weights")
+        == 2 * shape.layers * shape.layer_matrices
+    )
+    ends = 2 * (2 * shape.head + shape.width)  # embedding, an output head of its own, and the final norm
+    assert of(few, "sampling", "gathered weights") == ends
+    assert peak_phase(phases(few)).bytes < peak_phase(phases(whole)).bytes
 
 
 def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():

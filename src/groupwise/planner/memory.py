@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from groupwise.planner.activations import head_bytes, kept_bytes, kept_formula, passing_bytes, prefill_bytes
 from groupwise.planner.item import Item, Phase
 from groupwise.planner.setup import Setup
-from groupwise.planner.sharding import exchange_buffers, flat_gradient, gathered_for_passes, gathered_for_sampling, scattered
+from groupwise.planner.sharding import (
+    divided,
+    exchange_buffers,
+    flat_gradient,
+    gathered_for_passes,
+    gathered_for_sampling,
+    scattered,
+)
 from groupwise.planner.state import critic_of, gradients, state
 
 __all__ = ["Item", "Phase", "host_bytes", "peak_bytes", "peak_phase", "phases"]
@@ -123,10 +130,12 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
         Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
         Item("prefill", prefill_bytes(setup, min(_PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
-    if setup.device == "cpu" and s == 2:
+    merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
+    if setup.device == "cpu" and s == 2:  # they are made of the merged ones, which stay only where the base is divided
         copied = s * (shape.layers * shape.layer_matrices + shape.head)
-        return [*items, Item("rearranged weights", copied, "s (L matrices + V D), while sampling")]
-    return [*items, Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")]
+        rearranged = Item("rearranged weights", copied, "s (L matrices + V D), while sampling")
+        return [*items, rearranged, merged] if divided(setup, "weights") else [*items, rearranged]
+    return [*items, merged]
 
 
 def _by_module(setup: Setup, rows: int) -> list[Item]:

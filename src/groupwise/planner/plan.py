@@ -74,7 +74,9 @@ class Plan:
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
             found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
-            found.append(f"{setup.world_size} processes share the prompts of a step; {_HOLD[setup.sharding]}")
+            base_alone = setup.adapted and setup.sharding != "none"
+            hold = "each holds its share of the base, and the adapter with its optimiser" if base_alone else _HOLD[setup.sharding]
+            found.append(f"{setup.world_size} processes share the prompts of a step; {hold}")
         if outside := host_bytes(setup):
             found.append(
                 f"what lies outside the GPU takes {outside / 2**30:.0f} GiB of the machine's own memory for each process"

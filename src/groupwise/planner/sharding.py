@@ -1,7 +1,8 @@
 """What a run divides over its processes (``training.sharding``), and what comes together for a moment.
 
 ``zero2`` divides gradients, masters and moments (arXiv 1910.02054); ``zero3`` and ``fsdp2`` (arXiv 2304.11277) divide the weights too,
-and the reference's, gather them layer by layer in the passes, and whole while sampling, where every token needs all of them.
+and the reference's, gather them layer by layer in the passes, and whole while sampling, where every token needs all of them. Of an adapter
+on a base the base is divided alone, and while sampling its layers are there merged, and not as they are.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _MODES = {"zero2": _Mode(weights=False), "zero3": _Mode(weights=True), "fsdp2": 
 def divided(setup: Setup, part: Part) -> bool:
     """Whether each process holds only its share of ``part``."""
     mode = _MODES.get(setup.sharding)
+    if setup.adapted and part != "weights":
+        return False
     return mode is not None and bool(getattr(mode, part))
 
 
@@ -60,8 +63,12 @@ def gathered_for_passes(setup: Setup) -> list[Item]:
 
 
 def gathered_for_sampling(setup: Setup) -> list[Item]:
-    """All weights, beside what is held of them."""
-    return [Item("gathered weights", setup.weights, "s P, while sampling")] if divided(setup, "weights") else []
+    """All weights, beside what is held of them; with an adapter what is before and after the layers."""
+    if not divided(setup, "weights"):
+        return []
+    if setup.adapted and not setup.by_vllm:
+        return [Item("gathered weights", setup.weight_bytes * _ends(setup), "s (embedding and head), while sampling")]
+    return [Item("gathered weights", setup.weights, "s P, while sampling")]
 
 
 def scattered(setup: Setup, at_the_end: bool) -> list[Item]:
@@ -79,7 +86,7 @@ def scattered(setup: Setup, at_the_end: bool) -> list[Item]:
 
 def flat_gradient(setup: Setup) -> list[Item]:
     """DeepSpeed's step makes one tensor of all gradients that fall to the process."""
-    if setup.sharding not in ("zero2", "zero3"):
+    if setup.sharding not in ("zero2", "zero3") or not divided(setup, "gradients"):
         return []
     return [Item("flat gradient", 4 * -(-setup.trained // setup.world_size), "4 P / n, at the step")]
 
@@ -105,13 +112,12 @@ def exchange_bytes(setup: Setup) -> float:
     """What one process sends in one update and the sampling before it. A ring sends (n - 1) / n of what it gathers or scatters."""
     ring = (setup.world_size - 1) / setup.world_size
     gradients = 4.0 * setup.trained
-    if not divided(setup, "gradients"):
-        return 2 * ring * gradients
     if not divided(setup, "weights"):
-        return ring * (gradients + setup.weight_bytes * setup.trained)
+        return ring * (gradients + setup.weight_bytes * setup.trained) if divided(setup, "gradients") else 2 * ring * gradients
     passes, whole = setup.passes, float(setup.weights)
-    reference = passes * whole if setup.has_reference else 0.0
-    return ring * (passes * (2 * whole + gradients) + reference + whole)
+    reference = passes * whole if setup.config.algorithm.beta > 0 else 0.0  # also of a base, which is its adapter's reference
+    added_up = passes * gradients if divided(setup, "gradients") else 2 * gradients
+    return ring * (passes * 2 * whole + added_up + reference + whole)
 
 
 def _layer(setup: Setup) -> int:

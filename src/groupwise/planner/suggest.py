@@ -125,7 +125,8 @@ def _divisions(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
     """Ways to divide what each process holds alone so far."""
     if setup.device == "cuda" and setup.world_size > 1 and setup.sharding == "none":
         for way, effect in _WAYS_TO_DIVIDE.items():
-            yield {"training__sharding": way}, effect
+            base_alone = "the base is divided, and gathered for each pass"
+            yield {"training__sharding": way}, base_alone if setup.adapted else effect
 
 
 Change = tuple[dict[str, Any], int, str]
@@ -209,17 +210,20 @@ def _adapters(setup: Setup) -> Iterator[Change]:
         ({"model__quantization": f"{bits}bit"}, _FEW_BITS.format(bits)) for bits in (8, 4) if _bits(setup) > bits
     ]
     by_module: dict[str, Any] = {"rollout__engine": "transformers"}
+    whole: dict[str, Any] = {} if setup.sharding == "none" else {"training__sharding": "none"}
     if setup.adapted:
         for changes, effect in few:
-            yield changes, 2, effect
+            yield {**whole, **changes}, 2, effect
         if setup.by_builtin:
-            yield by_module, 1, _MODULE
+            yield {**whole, **by_module}, 1, _MODULE
             for changes, effect in few:
-                yield {**changes, **by_module}, 2, f"{effect}; {_MODULE}"
+                yield {**whole, **changes, **by_module}, 2, f"{effect}; {_MODULE}"
         return
-    whole = {} if setup.sharding == "none" else {"training__sharding": "none"}
-    adapter = {**whole, "model__lora": LoraConfig(rank=16, alpha=32)}
+    lora: dict[str, Any] = {"model__lora": LoraConfig(rank=16, alpha=32)}
     effect = "a low-rank adapter learns: raise the learning rate about tenfold"
+    if whole:
+        yield lora, 2, effect
+    adapter = {**whole, **lora}
     yield adapter, 2, effect
     for changes, bits in few:
         yield {**adapter, **changes}, 2, f"{effect}; {bits}"
