@@ -1,8 +1,8 @@
 """SmolLM2-135M in one process and in two, whole and divided: the same completions, losses, gradients and weights?
 
-    python -m tests.distributed.real_model FOLDER [one ddp fsdp2 ...]
+    python -m tests.distributed.real_model [--lora] FOLDER [one ddp fsdp2 ...]
 
-trains five steps each way into FOLDER (what is there already is taken as it is), and prints how far each is from one process, and what
+trains (with --lora: an adapter) five steps each way into FOLDER (what is there already is taken as it is), and prints how far each is from one process, and what
 memory its processes took at their peak. Takes about a minute for each way, and 3 GiB for each process.
 """
 
@@ -40,6 +40,9 @@ SECTIONS = {
     "evaluation": {"problems": 2},
     "output": {"log_completions": 100},
 }
+
+
+ADAPTER = {"model": {**SECTIONS["model"], "lora": {"rank": 16, "alpha": 32}}, "optimizer": {"learning_rate": 1e-5}}
 
 
 def run(config_file: Path, folder: Path) -> None:
@@ -83,13 +86,13 @@ def note_gradient_of_zero(file: Path) -> None:
     ZeroAdamW.step = noting  # type: ignore[method-assign]
 
 
-def go(way: str, folder: Path) -> None:
+def go(way: str, folder: Path, lora: bool) -> None:
     """Train that way into ``folder/way``, unless it is there."""
     target = folder / way
     if (target / "run" / "summary.json").exists():
         return
     target.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(Path("unused"), write_sums(folder / "sums.jsonl"), **SECTIONS)
+    config = tiny_config(Path("unused"), write_sums(folder / "sums.jsonl"), **(SECTIONS | (ADAPTER if lora else {})))
     (target / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     command = [*WAYS[way], "-m", "tests.distributed.real_model", "--run", str(target / "config.yaml"), str(target)]
@@ -110,7 +113,7 @@ def largest_difference(one: list[Path], other: list[Path]) -> tuple[float, float
     return worst, largest
 
 
-def compare(folder: Path, way: str) -> dict:
+def compare(folder: Path, way: str, lora: bool) -> dict:
     one, other = folder / "one", folder / way
     said = [[[row[k] for k in ("problem", "sample", "completion", "tokens")] for row in rows(f / "run/completions.jsonl")]
             for f in (one, other)]  # fmt: skip
@@ -118,7 +121,7 @@ def compare(folder: Path, way: str) -> dict:
     names = ("policy/loss", "policy/kl", "optimizer/grad_norm")
     off = {n: max(abs(a[n] - b[n]) for a, b in zip(*metrics, strict=True)) for n in names}
     gradients = sorted(other.glob("gradient-*.safetensors"))
-    gradients = gradients if way != "ddp" else gradients[:1]  # all have the whole of it
+    gradients = gradients[:1] if lora or way == "ddp" else gradients  # all have the whole of it
     weights = [[f / "run/final_model/model.safetensors"] for f in (one, other)]
     summary = json.loads((other / "run/summary.json").read_text(encoding="utf-8"))
     return {
@@ -135,12 +138,13 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--run":
         run(Path(arguments[1]), Path(arguments[2]))
         return
-    folder = Path(arguments[0]).absolute()
-    ways = arguments[1:] or list(WAYS)
+    lora = arguments[0] == "--lora"
+    first, *ways = arguments[1:] if lora else arguments
+    folder, ways = Path(first).absolute(), ways or list(WAYS)
     for way in ["one", *ways]:
-        go(way, folder)
+        go(way, folder, lora)
     for way in ways:
-        print(json.dumps(compare(folder, way), indent=1))
+        print(json.dumps(compare(folder, way, lora), indent=1))
 
 
 if __name__ == "__main__":
