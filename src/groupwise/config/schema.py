@@ -202,8 +202,8 @@ class TrainingConfig(Section):
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
     """With several processes: what each holds. `none` is everything; with `fsdp2` (PyTorch's FSDP2) each holds a part of the weights,
     the reference, masters, moments and gradients. `zero2` (DeepSpeed's ZeRO) divides masters, moments and gradients, `zero3` the weights
-    and the reference as well. `auto` is what the configuration of `accelerate launch` asks for, else `none`. The result is the same up
-    to rounding."""
+    and the reference as well. With `model.lora`, `fsdp2` and `zero3` divide the frozen weights. `auto` is what the configuration of
+    `accelerate launch` asks for, else `none`. The result is the same up to rounding."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
     """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
     sampling of a step takes."""
