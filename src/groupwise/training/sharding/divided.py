@@ -35,6 +35,7 @@ def lean(scorer: Scorer, way: str, model: str) -> Decoder:
 class Divided:
     """The base of such ways. Its subclasses offer the rest of ``distributed.sharding.Sharding``."""
 
+    name: str
     divides_weights = True
 
     def __init__(self, scorer: Decoder, world: World) -> None:
