@@ -52,7 +52,7 @@ class Replicas:
         if self.world.size > 1:
             self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
 
-    def whole_policy(self, policy: Policy) -> Policy | None:
+    def whole_policy(self, policy: Policy) -> Any:
         return policy
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
