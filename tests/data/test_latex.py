@@ -80,6 +80,18 @@ def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     assert latex_equivalent(r"\sqrt{64}+0", "8", timeout_s=LONG_S)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_the_run_does_not_reach_the_worker(number: signal.Signals) -> None:
+    """A terminal, and Slurm, signal all processes of a run: it finishes its step, and a right answer stays right."""
+    assert latex_equivalent(r"\sqrt{81}+0", "9", timeout_s=LONG_S)
+    before = latex_failures().get("crash", 0)
+    worker = latex._CHECKER._worker
+    assert worker is not None
+    worker.process.send_signal(number)
+    assert latex_equivalent(rf"\sqrt{{100}}+{int(number)}", f"{10 + number}", timeout_s=LONG_S)
+    assert latex_failures().get("crash", 0) == before
+
+
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX alarms")
 def test_a_worker_whose_parent_is_gone_ends_itself() -> None:
     script = Path(latex.__file__).with_name("latex_worker.py")

@@ -14,10 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from groupwise.distributed.failures import Board
 from groupwise.distributed.world import World
 from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["is_first_process", "open_world", "world_size"]
 
@@ -58,6 +62,7 @@ class _Joined:
 
     rank: int
     size: int
+    device: torch.device
     runs: int = 0
     done: bool = False
     """Whether its last run came to its end, so that no other process waits for this one."""
@@ -80,7 +85,7 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
         state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s))
-    _joined = _Joined(state.process_index, state.num_processes)
+    _joined = _Joined(state.process_index, state.num_processes, state.device)
     atexit.register(_leave)
 
 
@@ -105,7 +110,7 @@ def _next_world(timeout_s: float) -> World:
     _joined.done = False
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
-    return World(_joined.rank, _joined.size, control=control, board=Board(store, _joined.rank))
+    return World(_joined.rank, _joined.size, control=control, board=Board(store, _joined.rank), device=_joined.device)
 
 
 def _check(on_cpu: bool) -> None:

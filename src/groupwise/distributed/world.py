@@ -32,10 +32,13 @@ _BUCKET_ELEMENTS = 16 * 2**20
 class World:
     """This process among ``size`` of them. Methods that say so are for all processes at once: each must call them, in one order."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, control: Any = None, board: Board | None = None) -> None:
-        """``control``: the process group for Python objects, on CPUs whatever computes."""
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, control: Any = None, board: Board | None = None, device: torch.device | None = None
+    ) -> None:
+        """``control``: the process group for Python objects, on CPUs whatever computes. ``device``: this process's part of the group
+        in which tensors are added up; None where that takes tensors wherever they are."""
         self.rank, self.size = rank, size
-        self._control, self._board = control, board
+        self._control, self._board, self._device = control, board, device
 
     @property
     def is_first(self) -> bool:
@@ -102,14 +105,22 @@ class World:
     def add_up(self, tensor: Tensor) -> None:
         """For all at once: the sum over processes, in place."""
         if self.size > 1:
-            self._add_up(tensor)
+            there = self._within_reach(tensor)
+            self._add_up(there)
+            if there is not tensor:
+                tensor.copy_(there)
 
     def _add_up(self, tensor: Tensor, group: Any = None) -> None:
         with _in_touch():
             dist.all_reduce(tensor, group=group)
 
+    def _within_reach(self, tensor: Tensor) -> Tensor:
+        """Itself, or a copy on the GPU of one on the CPU (``optimizer.offload``): NCCL has no way from one CPU to another, and gloo's
+        is slow for whole gradients."""
+        return tensor if self._device is None or tensor.device.type == self._device.type else tensor.to(self._device)
+
     def _sum(self, bucket: list[Tensor]) -> None:
-        flat = torch.cat([g.reshape(-1).float() for g in bucket])
+        flat = self._within_reach(torch.cat([g.reshape(-1).float() for g in bucket]))
         self._add_up(flat)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
