@@ -71,8 +71,9 @@ def test_a_run_that_could_not_begin_does_not_keep_the_server(serve, engine_over,
     model = tiny_llama()
     for parameter in model.parameters():
         parameter.data.mul_(8)
-    with pytest.raises(TrainingError, match="computes something else"):
+    with pytest.raises(TrainingError, match="computes something else") as failed:
         engine_over(server, model)
+    assert failed.tb is not None  # which keeps all of it alive
     assert [told.get(timeout=60)[:7], told.get(timeout=60)[-4:]] == ["working", "gone"]
 
 

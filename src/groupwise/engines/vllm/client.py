@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm.protocol import BeginAgain, Job, Refused, StaleWeights, Unreachable, settings_values
+from groupwise.engines.vllm.protocol import BeginAgain, Job, Refused, StaleWeights, Starting, Unreachable, settings_values
 from groupwise.errors import ConfigError
 
 __all__ = ["Client"]
@@ -163,6 +163,8 @@ class Client:
             values = None
         if not isinstance(values, dict):
             raise Refused(f"{self.where} answers, but is no sampling server of groupwise (status {answer.status})")
+        if "starting" in values:
+            raise Starting(f"{self.where} is still loading its model")
         if "stale" in values:
             raise StaleWeights(values["stale"], values["held"])
         if "again" in values:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,10 +209,8 @@ class VllmEngine:
         if patience.lost:
             patience.wait(stale, f"vLLM at {self.link.where} does not keep the weights")
         patience.lost = True
-        try:
+        with suppress(StaleWeights):  # lost again: the next request will be told so
             self._put_right(stale, wanted)
-        except StaleWeights as again:
-            patience.wait(again, f"vLLM at {self.link.where} does not keep the weights")
 
     def _check_end(self, held: Any, weights: str) -> None:
         """Raises TrainingError where the weights after sampling are not those before it."""

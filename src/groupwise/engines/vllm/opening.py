@@ -11,7 +11,7 @@ from groupwise import __version__
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.protocol import PROTOCOL, Link, Refused, Unreachable, shape_of
+from groupwise.engines.vllm.protocol import PROTOCOL, Link, Refused, Starting, Unreachable, shape_of
 from groupwise.engines.vllm.versions import check_versions
 from groupwise.errors import ConfigError
 
@@ -44,6 +44,8 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None
 def _check_server(client: Client, hf_config: Any, model: str) -> int:
     try:
         found = check_server(client, hf_config, model)
+    except Starting as error:
+        raise ConfigError(f"{error}: start the run when it says that it samples") from error
     except Unreachable as error:
         from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
 

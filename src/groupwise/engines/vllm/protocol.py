@@ -29,6 +29,7 @@ __all__ = [
     "Link",
     "Refused",
     "StaleWeights",
+    "Starting",
     "Unreachable",
     "digest_of",
     "owner_of",
@@ -77,6 +78,10 @@ class StaleWeights(Exception):
 
 class Unreachable(Exception):
     """Nobody answers, or the connection broke off."""
+
+
+class Starting(Unreachable):
+    """The server is there, and vLLM is not yet."""
 
 
 class Link(Protocol):

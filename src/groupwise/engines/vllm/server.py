@@ -25,16 +25,20 @@ class Server:
     """Answers in threads of its own from construction until ``close``. Whoever reaches the port can replace the weights: bind it to
     a network that you trust."""
 
-    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Port 0 takes a free one. Raises OSError where the port is taken."""
+    def __init__(self, service: Service | None, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Port 0 takes a free one. Without a ``service`` it asks for patience until ``open`` brings one. Raises OSError where the port
+        is taken."""
         self.service, self._holders = service, set[socket.socket]()
-        handler = type("Handler", (_Handler,), {"service": service, "holders": self._holders})
-        self._http = ThreadingHTTPServer((host, port), handler)
+        self._handler: Any = type("Handler", (_Handler,), {"service": service, "holders": self._holders})
+        self._http = ThreadingHTTPServer((host, port), self._handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self.url = f"http://{host}:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
+
+    def open(self, service: Service) -> None:
+        self.service = self._handler.service = service
 
     def close(self) -> None:
         self._http.shutdown()
@@ -42,11 +46,13 @@ class Server:
         for connection in list(self._holders):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        self.service.close()
+        if self.service is not None:
+            self.service.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    service: Service
+    service: Any
+    """A `Service`; None until there is one."""
     holders: set[socket.socket]
     protocol_version = "HTTP/1.1"
     server_version = "groupwise"
@@ -55,6 +61,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if urlsplit(self.path).path.rstrip("/") != "/groupwise":
             self._answer(404, {"refused": f"there is nothing at {self.path}"})
+            return
+        if self.service is None:
+            self._answer(503, {"starting": True})
             return
         try:
             self._answer(200, self.service.hello())
@@ -65,7 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path)
         try:
             body = self.rfile.read(self._length())
-            if path.path == "/groupwise/sample":
+            if self.service is None:
+                self._answer(503, {"starting": True})
+            elif path.path == "/groupwise/sample":
                 self._sample(json.loads(body))
             elif path.path == "/groupwise/hold":
                 self._hold(json.loads(body))
