@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import sys
@@ -10,7 +11,14 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_memory_bytes", "give_back_freed_memory", "keep_freed_memory", "peak_memory_bytes", "release_freed_memory"]
+__all__ = [
+    "available_memory_bytes",
+    "give_back_freed_memory",
+    "keep_freed_memory",
+    "peak_memory_bytes",
+    "reclaim_memory",
+    "release_freed_memory",
+]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
@@ -64,6 +72,15 @@ def release_freed_memory() -> bool:
         return bool(ctypes.CDLL(None).malloc_trim(0))
     except (OSError, AttributeError, TypeError):
         return False
+
+
+def reclaim_memory() -> None:
+    """After an attempt that ran out of memory, once its error is let go of: what it left is free for the next one."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(device_type: str = "cpu") -> int:

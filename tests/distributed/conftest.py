@@ -46,6 +46,7 @@ def in_threads():
         barrier, slots = threading.Barrier(size, timeout=300), [b""] * size
 
         def one(rank):
+            threading.current_thread().name = f"process {rank} of {size}"
             try:
                 return work(ThreadWorld(rank, size, slots, barrier))
             except BaseException:
@@ -64,7 +65,10 @@ def in_threads():
 
 @pytest.fixture
 def train_in(in_threads, monkeypatch, letters, tmp_path):
-    """``train_in(size, name, config)`` trains in a world of ``size`` threads: each one's steps, as callbacks see them, and folder."""
+    """``train_in(size, name, config)`` trains in a world of ``size`` threads: each one's steps, as callbacks see them, and folder.
+
+    ``console``: what the first process says is shown there.
+    """
     here = threading.local()
 
     @contextmanager
@@ -80,12 +84,11 @@ def train_in(in_threads, monkeypatch, letters, tmp_path):
     monkeypatch.setattr(loop, "open_world", world_of_this_thread)
     monkeypatch.setattr(start_module, "load_policy", load_one_at_a_time)
 
-    def run(size, name, config, **more):
+    def run(size, name, config, console=None, **more):
         def work(world):
             here.world, steps = world, []
-            result = train(
-                config, rewards=letters, console=Console(quiet=True), run_folder=tmp_path / name, on_step=steps.append, **more
-            )
+            shown = console or Console(quiet=True)
+            result = train(config, rewards=letters, console=shown, run_folder=tmp_path / name, on_step=steps.append, **more)
             return steps, result
 
         return (in_threads(size, work) if size > 1 else [work(World())])[0]

@@ -109,5 +109,6 @@ def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone(
     def fails():
         raise torch.OutOfMemoryError
 
-    with pytest.raises(torch.OutOfMemoryError):
-        PassBudget(100, fixed=True).attempt(fails, list, lambda: pytest.fail("it was tried again"))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        PassBudget(100, fixed=True).attempt(fails, lambda: 80, lambda: pytest.fail("it was tried again"))
+    assert "set training.micro_batch_tokens=40," in caught.value.__notes__[0]

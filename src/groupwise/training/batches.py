@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from groupwise.config.schema import Config
 from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
 from groupwise.engines import Engine
+from groupwise.errors import CheckpointError
 from groupwise.rollout import Rollout, Sampled, collect, score
 from groupwise.training.setup import Prepared
 from groupwise.types import Prompt
@@ -45,6 +47,15 @@ class Batches:
             self.config.training.seed + _REFILL_SEED,
         )
         return [available[i] for i in indices[:count]]
+
+    def prompt_of(self, checkpoint: Path | None, problem_id: str) -> Prompt:
+        """Of a problem in a batch that ``checkpoint`` holds. Raises CheckpointError where the data no longer has it."""
+        for index, problem in enumerate(self.prepared.train_prompts.problems):
+            if problem.id == problem_id:
+                return self.prepared.train_prompts[index]
+        raise CheckpointError(
+            f"the checkpoint {checkpoint} holds a batch with the problem {problem_id!r}, which the data no longer has: use an earlier one"
+        )
 
     def collect(
         self,

@@ -5,10 +5,9 @@ Axes: N completions and T tokens of a micro-batch, as in ``algorithm``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer
-from groupwise.training.budget import PassBudget
+from groupwise.training.budget import PassBudget, largest_divisible
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages, steps_teach, teaches
 from groupwise.training.critic import make_critic
-from groupwise.training.microbatches import MicroBatch, Share, cut, mask_below, members_of, note_first_sweep
+from groupwise.training.microbatches import MicroBatch, Share, cut, keep_most_entropic, members_of, note_first_sweep
 from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
@@ -32,6 +31,7 @@ from groupwise.types import Group
 
 __all__ = ["Advantages", "Learner", "MicroBatch", "Share", "Stateful"]
 
+T = TypeVar("T")
 HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Of a batch whose updates are not all made, as `Window.state` gives it."""
 
@@ -44,11 +44,13 @@ class Learner:
     """Holds what learning needs beside the policy: optimiser, reference, critic, and the count of updates."""
 
     def __init__(
-        self, scorer: Scorer, config: Config, optimizer: Any = None, world: World | None = None, sharding: Sharding | None = None
-    ) -> None:
+        self, scorer: Scorer, config: Config, optimizer: Any = None, world: World | None = None, sharding: Sharding | None = None,
+        budget: PassBudget | None = None,
+    ) -> None:  # fmt: skip
         """``optimizer``: another one than AdamW with masters, with the same methods, over the scorer's parameters.
 
         ``world``: the processes that divide the passes among them; each makes the same updates. ``sharding``: what else they divide.
+        ``budget``: one that passes before the first step may have halved.
         """
         self.scorer, self.config, self.world = scorer, config, world or World()
         self.objective = Objective.from_config(config.algorithm)
@@ -68,7 +70,7 @@ class Learner:
         target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
         self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
         self.parts: dict[str, Stateful] = {}
-        self.budget = PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
+        self.budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
         self.updates = 0
         self.dropped_in_a_row = 0
         self.renewed_before = 0
@@ -118,10 +120,8 @@ class Learner:
         micro_batches = self._cut(groups)
         window, halvings = Window(groups, [], micro_batches), self.budget.halvings
         bonus = self._choose_bonus(groups)
-        if held is None and self.world.size > 1:
-            self._open(window, bonus)  # the processes speak to each other in it, so that none can begin again alone
-        elif held is None:
-            self.budget.attempt(lambda: self._open(window, bonus), lambda: micro_batches, lambda: self._restart(window, {}))
+        if held is None:
+            self._open(window, bonus)
         else:
             window.restore(*held)
         updates = self.config.algorithm.updates_per_batch
@@ -148,16 +148,18 @@ class Learner:
             seed_noise(self.config.training.seed, self.updates, self.dropped_in_a_row)
             return self.accumulate(window.micro_batches, first=first)
 
-        def again() -> None:
-            self._restart(window, window.notes(without=_FIRST_SWEEP if first else ()))
+        return self._attempt(sweep, window, lambda: window.notes(without=_FIRST_SWEEP if first else ()))
 
-        return self.budget.attempt(sweep, lambda: window.micro_batches, again)
+    def _attempt(self, passes: Callable[[], T], window: Window, notes: Callable[[], dict[str, Tensor]]) -> T:
+        """``passes`` over the window's micro-batches; where memory runs out, again over smaller ones, with ``notes`` about the old."""
 
-    def _restart(self, window: Window, notes: dict[str, Tensor]) -> None:
-        self.optimizer.clear()
-        if self.critic:
-            self.critic.clear()
-        window.cut_anew(self._cut(window.groups), notes)
+        def restart() -> None:
+            self.optimizer.clear()
+            if self.critic:
+                self.critic.clear()
+            window.cut_anew(self._cut(window.groups), notes())
+
+        return self.budget.attempt(passes, lambda: largest_divisible(window.micro_batches), restart)
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
         """What falls to this process of the completions that take part, packed; perhaps nothing."""
@@ -180,7 +182,14 @@ class Learner:
 
     def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
         """What must be known of a batch before its first update."""
-        before = merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)])
+
+        def passes() -> tuple[dict[str, Metric], list[Tensor]]:
+            of_reference = self._score_reference(window.micro_batches)
+            of_policy, entropies = self._look_ahead(window.micro_batches)
+            return merge([of_reference, of_policy]), entropies
+
+        before, entropies = self._attempt(passes, window, dict)
+        before |= keep_most_entropic(window.micro_batches, entropies, self.config.algorithm.top_entropy_share, self.world)
         window.found += [self.world.reduce(before), bonus]
         batch = (window.micro_batches, window.groups)
         window.advantages, of_value = assign_advantages(*batch, self.objective, self.beta, self.world)
@@ -223,7 +232,8 @@ class Learner:
                 with torch.no_grad():
                     micro_batch.old_T = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
             self._score_reference([micro_batch])
-        self._look_ahead([m for micro_batches in out for m in micro_batches])
+        everything = [m for micro_batches in out for m in micro_batches]
+        keep_most_entropic(everything, self._look_ahead(everything)[1], self.config.algorithm.top_entropy_share, self.world)
         return out
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], *, first: bool, scale: float = 1.0) -> dict[str, Metric]:
@@ -290,11 +300,11 @@ class Learner:
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()
-    def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
-        """What must be known of the whole batch before the first gradient: values, and which tokens have the most entropy."""
+    def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, Metric], list[Tensor]]:
+        """What must be known before the first gradient: values, which are noted, and the tokens' entropies where they matter."""
         share = self.config.algorithm.top_entropy_share
         if self.critic is None and share == 1.0:
-            return {}
+            return {}, []
         started = time.perf_counter()
         entropies: list[Tensor] = []
         by_policy = self._value_on_policy or share < 1.0
@@ -305,14 +315,7 @@ class Learner:
                     micro_batch.values_T = self.critic.value_of(micro_batch, scored)
                 if scored is not None and scored.entropy_T is not None:
                     entropies.append(scored.entropy_T)
-        found: dict[str, Metric] = {"time/learn_s": Sum(time.perf_counter() - started)}
-        everywhere = [e for part in self.world.gather([e.cpu() for e in entropies]) for e in part]
-        if everywhere:
-            ordered = torch.cat(everywhere).sort(descending=True).values
-            threshold = ordered[max(1, math.ceil(share * len(ordered))) - 1].to(self.scorer.device)
-            kept = mask_below(micro_batches, entropies, threshold)
-            found["policy/tokens_kept"] = Mean(kept, sum(len(e) for e in entropies))
-        return found
+        return {"time/learn_s": Sum(time.perf_counter() - started)}, entropies
 
     @torch.no_grad()
     def entropies(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -5,6 +5,7 @@ Axes: N completions and T tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,23 @@ from torch import Tensor
 from groupwise.algorithm import BatchCounts, Objective, sampler_correction
 from groupwise.batching import Part, cut_batch
 from groupwise.config.schema import AlgorithmConfig
+from groupwise.distributed import World
 from groupwise.metrics import Mean, Metric, Sum
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer
 from groupwise.types import Group
 
-__all__ = ["MicroBatch", "Share", "cut", "mask_below", "members_of", "note_first_sweep", "pack_for", "packs_alike"]
+__all__ = [
+    "MicroBatch",
+    "Share",
+    "cut",
+    "keep_most_entropic",
+    "mask_below",
+    "members_of",
+    "note_first_sweep",
+    "pack_for",
+    "packs_alike",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +123,22 @@ def _pack(groups: Sequence[Group], parts: list[Part], counts: BatchCounts, score
     return out
 
 
+def keep_most_entropic(
+    micro_batches: Sequence[MicroBatch], entropies: Sequence[Tensor], share: float, world: World
+) -> dict[str, Metric]:
+    """For all processes at once: leave all but this share of the whole batch's tokens, those of the most entropy, out of the loss."""
+    everywhere = [] if share == 1.0 else [e for part in world.gather([e.cpu() for e in entropies]) for e in part]
+    if not everywhere:
+        return {}
+    ordered = torch.cat(everywhere).sort(descending=True).values
+    threshold = ordered[max(1, math.ceil(share * len(ordered))) - 1]
+    return {"policy/tokens_kept": Mean(mask_below(micro_batches, entropies, threshold), sum(len(e) for e in entropies))}
+
+
 def mask_below(micro_batches: Sequence[MicroBatch], entropies: Sequence[Tensor], threshold: Tensor) -> float:
     """Leave tokens of less entropy than ``threshold`` out of the policy's loss; how many are left."""
     for micro_batch, entropy_T in zip(micro_batches, entropies, strict=True):
-        micro_batch.mask_T = (entropy_T >= threshold).float()
+        micro_batch.mask_T = (entropy_T >= threshold.to(entropy_T.device)).float()
     return sum(float(m.mask_T.sum()) for m in micro_batches if m.mask_T is not None)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from groupwise.rollout import Rollout
 from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
+from groupwise.training.budget import PassBudget
 from groupwise.training.checkpoint import (
     Snapshot,
     last_good,
@@ -33,6 +35,7 @@ from groupwise.training.checkpoint import (
     take_snapshot,
 )
 from groupwise.training.learner import Advantages, Learner
+from groupwise.training.notices import Notices
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
@@ -41,7 +44,7 @@ from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
 from groupwise.training.writer import CheckpointWriter
-from groupwise.types import Group, Prompt
+from groupwise.types import Group
 
 __all__ = ["Run", "StepReport"]
 
@@ -88,6 +91,8 @@ class Run:
     signals: StopSignals = field(default_factory=StopSignals)
     writer: CheckpointWriter = field(init=False)
     batches: Batches = field(init=False)
+    notices: Notices = field(init=False)
+    budget: PassBudget = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
     ahead: Ahead | None = None
@@ -95,6 +100,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.batches = Batches(self.config, self.prepared, self.world)
+        self.notices = Notices(self.world, lambda sentence: self.trackers.say(sentence, "yellow"))
+        tokens, fixed = self.config.training.micro_batch_tokens, self.sharding.divides_weights
+        self.budget = PassBudget(tokens, fixed=fixed, tell=self.notices.note)
         output = self.config.output
         self.writer = CheckpointWriter(
             self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background
@@ -158,8 +166,9 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
-                world=self.world, sharding=self.sharding,
+                world=self.world, sharding=self.sharding, budget=self.budget,
             )  # fmt: skip
+        self.notices.exchange()
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
 
@@ -175,8 +184,7 @@ class Run:
 
         Returns how many steps are done already.
         """
-        self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding)
-        self.learner.budget.tell = lambda sentence: self.trackers.say(sentence, "yellow")
+        self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding, budget=self.budget)
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
         self.learner.parts["window"] = self.held
@@ -225,7 +233,7 @@ class Run:
             if self.ahead is not None:
                 self.ahead.go_on(step)
             self.metrics = dict(self.held.rollout_metrics)
-            return Rollout(self.held.groups(self._prompt_of), [], 0.0, 0.0)
+            return Rollout(self.held.groups(partial(self.batches.prompt_of, self.checkpoint)), [], 0.0, 0.0)
         seed_generators(self.config.training.seed, step)
         known = self.prepared.rewards.state_dict()
 
@@ -255,15 +263,6 @@ class Run:
                 "were started: carry on with one, or from an earlier checkpoint"
             )
 
-    def _prompt_of(self, problem_id: str) -> Prompt:
-        for index, problem in enumerate(self.prepared.train_prompts.problems):
-            if problem.id == problem_id:
-                return self.prepared.train_prompts[index]
-        raise CheckpointError(
-            f"the checkpoint {self.checkpoint} holds a batch with the problem {problem_id!r}, which the data no longer has: use an "
-            "earlier one"
-        )
-
     def learn(self, rollout: Rollout) -> Advantages:
         """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume."""
         assert self.learner is not None
@@ -290,6 +289,7 @@ class Run:
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
         assert self.learner is not None
+        self.notices.exchange()
         learnt = self.metrics.pop("speed/learnt_tokens", None)
         if learnt is not None:
             passes = learnt.value * self.config.algorithm.updates_per_batch

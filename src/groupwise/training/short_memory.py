@@ -58,7 +58,8 @@ def explain_short_memory(saved: Callable[[], str]) -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError) as error:
         if not _is_shortage(error):
             raise
-        raise TrainingError(f"memory ran out ({_first_line(error)}): {_REMEDY}; {saved()}") from error
+        remedy = next(iter(getattr(error, "__notes__", ())), _REMEDY)  # where it was raised, more was known
+        raise TrainingError(f"memory ran out ({_first_line(error)}): {remedy}; {saved()}") from error
 
 
 def _is_shortage(error: BaseException) -> bool:

@@ -16,14 +16,20 @@ from groupwise.data.order import problems_for_step
 from groupwise.data.prompts import worked_completion
 from groupwise.distributed import World
 from groupwise.models.scorer import Scorer
+from groupwise.training.budget import PassBudget
 from groupwise.training.optimizer import learning_rate_at
+from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
 from groupwise.types import Prompt
 
 __all__ = ["warm_start", "worked_tokens"]
 
+Example = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a prompt and of its worked answer."""
 _ORDER_SEED = 0x5EED
 """Set apart from the seed of GRPO's problem order, so that the two visit problems in different orders."""
+_BEFORE_ALL = -1
+"""Sets the noise of its steps apart from that of GRPO's updates, which count from 0."""
 
 
 def worked_tokens(prompt: Prompt, style: AnswerStyle, tokenizer: Any) -> list[int]:
@@ -42,11 +48,12 @@ def warm_start(
     on_dropped: Callable[[int, int], None] | None = None,
     world: World | None = None,
     sharding: Sharding | None = None,
+    budget: PassBudget | None = None,
 ) -> None:
     """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own; divided among ``world``.
 
     ``on_step(steps done, loss in nats per token)`` is called after each step. A gradient that is not finite is dropped:
-    ``on_dropped(step from 0, how many in a row)`` hears of it, and may raise.
+    ``on_dropped(step from 0, how many in a row)`` hears of it, and may raise. ``budget``: of the run's passes.
     """
     settings, world = config.warm_start, world or World()
     rates = OptimizerConfig(
@@ -54,12 +61,14 @@ def warm_start(
         precision=config.optimizer.precision, offload=config.optimizer.offload,
     )  # fmt: skip
     sharding = sharding or Replicas(scorer, world)
+    budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=sharding.divides_weights)
     optimizer = sharding.make_optimizer(rates)
     in_a_row = 0
     for step in range(settings.steps):
         indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
         examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
-        loss = _backward(scorer, examples, config.training.micro_batch_tokens, optimizer.loss_scale, world, sharding)
+        passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
+        loss = sum(world.gather(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
         _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
         in_a_row = 0 if made or optimizer.can_recover else in_a_row + 1
@@ -70,23 +79,36 @@ def warm_start(
     optimizer.close()
 
 
-def _backward(
-    scorer: Scorer,
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
-    budget: int,
-    scale: float,
-    world: World,
-    sharding: Sharding,
-) -> float:
-    """The loss of all ``examples``; this process's part of its gradient."""
-    tokens = sum(len(target) for _, target in examples)
-    examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
-    total = 0.0
-    passes = list(cut_batch([(len(prompt), [len(target)]) for prompt, target in examples], budget))
-    with sharding.evened(scorer, len(passes)):
-        for parts in passes:
-            batch = scorer.prepare([(examples[p.group][0], [examples[p.group][1]]) for p in parts])
-            loss = -scorer.logprobs(batch).sum() / tokens
-            sharding.backward(loss if scale == 1 else loss * scale)
-            total += float(loss.detach())
-    return sum(world.gather(total))
+class _Passes:
+    """One step's passes that fall to this process."""
+
+    def __init__(
+        self, scorer: Scorer, examples: Sequence[Example], optimizer: Any, world: World, sharding: Sharding, budget: PassBudget,
+        noise: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        """``noise`` seeds an adapter's dropout."""
+        self.scorer, self.optimizer, self.sharding, self.budget, self.noise = scorer, optimizer, sharding, budget, noise
+        self.tokens = sum(len(target) for _, target in examples)
+        """Of all processes."""
+        self.examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
+
+    def _cut(self) -> list[list[Example]]:
+        sizes = [(len(prompt), [len(target)]) for prompt, target in self.examples]
+        return [[self.examples[part.group] for part in parts] for parts in cut_batch(sizes, self.budget.tokens)]
+
+    def largest_divisible(self) -> int | None:
+        """Tokens of the largest pass of several examples."""
+        sizes = [sum(len(prompt) + len(target) for prompt, target in chosen) for chosen in self._cut() if len(chosen) > 1]
+        return max(sizes, default=None)
+
+    def backward(self) -> float:
+        """Add their gradient; returns their part of the loss."""
+        seed_noise(*self.noise)
+        scale, total, passes = self.optimizer.loss_scale, 0.0, self._cut()
+        with self.sharding.evened(self.scorer, len(passes)):
+            for chosen in passes:
+                batch = self.scorer.prepare([(prompt, [target]) for prompt, target in chosen])
+                loss = -self.scorer.logprobs(batch).sum() / self.tokens
+                self.sharding.backward(loss if scale == 1 else loss * scale)
+                total += float(loss.detach())
+        return total
