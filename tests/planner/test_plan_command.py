@@ -92,3 +92,21 @@ def test_a_size_of_memory_says_whose_rates_it_takes():
     assert "those of h200;" in roomy or "those of b200;" in roomy
     assert all(name in roomy or name == "cpu" for name in HARDWARE)
     assert hints("quickstart", "--gpu-memory", "24GiB", "--hardware", "rtx-4090") == []
+
+
+def test_gigabytes_of_a_card_are_of_another_kind():
+    (binary, _) = hints("quickstart", "--gpu-memory", "24GB")
+    assert "24GB is 22.4 GiB" in binary
+    assert "say 24GiB" in binary
+    assert len(hints("quickstart", "--gpu-memory", "23GB")) == 1, "no card is sold with 23"
+    assert len(hints("quickstart", "--gpu-memory", "24GiB")) == 1
+
+
+def test_what_can_be_copied_is_not_broken_on_a_narrow_terminal():
+    text = plan("gsm8k-7b-8gpu", "--gpu-memory", "24GiB", "--world-size", "8")
+    (line,) = [line for line in text.splitlines() if "model.quantization=4bit rollout.max_concurrent_sequences" in line]
+    assert line.startswith("  training.sharding=none model.lora='{rank: 16, alpha: 32}' ")
+    result = CliRunner().invoke(app, ["plan", "gsm8k-7b-8gpu", "--hardware", "cpu"], env={"COLUMNS": "80"})
+    grid = [line for line in result.stdout.splitlines() if line.startswith(" ") and not line.startswith("  ")]
+    assert any(line.startswith(" a layer's backward pass ") for line in grid)
+    assert all(len(line) <= 80 for line in grid)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from groupwise import train
+from groupwise.config import load_config
 from groupwise.errors import TrainingError
 from groupwise.memory import available_memory_bytes
 from groupwise.training import short_memory
@@ -37,6 +38,40 @@ def test_the_note_grows_with_the_run(small_config, monkeypatch):
         needed(name="Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16"),
     )
     assert 494 / 135 * 0.6 < large / small < 494 / 135 * 1.2
+
+
+def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
+    """7B over eight GPUs of 80 GB, as its recipe has it: one process holds 47 GiB, and one alone would need 155."""
+    config = load_config("gsm8k-7b-8gpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
+    gpu = torch.device("cuda")
+    assert short_memory.memory_note(config, gpu, processes=8) is None
+    assert "155" in (short_memory.memory_note(config, gpu, processes=1) or "")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    assert short_memory.memory_note(config, gpu) is None, "as many as were started"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    by_launcher = load_config("gsm8k-7b-8gpu", ["training.sharding=auto"])
+    assert short_memory.memory_note(by_launcher, gpu) is None, "or as the launcher divides it"
+
+
+def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
+    monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: type("Memory", (), {"rss": 0}))
+    config, free = small_config(), 0
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: free)
+
+    def needed(processes):
+        note = short_memory.memory_note(config, CPU, processes=processes)
+        return None if note is None else float(re.search(r"about ([\d.]+)", note)[1])
+
+    one = needed(1)
+    assert needed(4) == pytest.approx(4 * one, rel=0.3)
+    free = int(1.5 * one * 2**30)
+    assert needed(1) is None
+    assert needed(4) is not None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each on a machine of its own
+    assert needed(4) is None
 
 
 @pytest.mark.parametrize(

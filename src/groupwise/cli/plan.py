@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,12 +23,16 @@ def plan(
     source: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's name, or a YAML file.")],
     overrides: Overrides = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB.")
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB (of 2^30 bytes; 24GB are of 10^9)."),
     ] = None,
     hardware: Annotated[
         str | None, typer.Option("--hardware", metavar="NAME", help="A device of the table, such as rtx-4090, a100-80gb, or cpu.")
     ] = None,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Processes, one device each.")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, help="Processes of one machine; what goes to others crosses the network.")
+    ] = 8,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=0, help="Longest prompt; `groupwise data inspect` counts them.")
     ] = 0,
@@ -57,9 +61,9 @@ def plan(
     """
     from groupwise.cli.show import console, print_json
 
-    made = plan_of(source, overrides, gpu_memory, hardware, world_size, prompt_tokens, completion_tokens, measure)
+    made = plan_of(source, overrides, gpu_memory, hardware, world_size, prompt_tokens, completion_tokens, measure, gpus_per_node)
     if as_json:
-        print_json(made.to_json() | ({"formulas": {i.name: i.formula for i in made.formulas()}} if formulas else {}))
+        print_json(made.to_json() | (_formulas_json(made) if formulas else {}))
     else:
         show_plan(made, console(), formulas)
     if not made.fits:
@@ -75,6 +79,7 @@ def plan_of(
     prompt_tokens: int = 0,
     completion_tokens: int = 0,
     measure: bool = False,
+    gpus_per_node: int = 8,
 ) -> Plan:
     """What the command shows, for the same words."""
     from dataclasses import replace
@@ -95,9 +100,10 @@ def plan_of(
         world_size=world_size,
         prompt_tokens=prompt_tokens,
         mean_completion_tokens=completion_tokens,
+        gpus_per_node=gpus_per_node,
     )
     by_size = limit is not None and hardware is None and not measure
-    return replace(made, hints=tuple(hints(made, find_source(source), hardware, by_size)))
+    return replace(made, hints=tuple(hints(made, find_source(source), hardware, by_size, gpu_memory)))
 
 
 def _measured(config: Config, hardware: str | None) -> Hardware:
@@ -114,6 +120,7 @@ def _measured(config: Config, hardware: str | None) -> Hardware:
 
 def show_plan(made: Plan, out: Console, formulas: bool) -> None:
     from groupwise.cli.show import table
+    from groupwise.planner.cost import cost_formulas
     from groupwise.planner.plan import LEGEND
 
     setup, peak, cost = made.setup, made.peak, made.cost
@@ -142,6 +149,14 @@ def show_plan(made: Plan, out: Console, formulas: bool) -> None:
     if formulas:
         out.print(table(["part", "GiB", "bytes ="], [(i.name, _gib(i.bytes), i.formula) for i in made.formulas()]))
         _say(out, "; ".join(f"{symbol} {meaning}" for symbol, meaning in LEGEND.items()))
+        out.print(table(["time", "", "="], cost_formulas(setup, made.hardware)))
+
+
+def _formulas_json(made: Plan) -> dict[str, Any]:
+    from groupwise.planner.cost import cost_formulas
+
+    of_time = {name: {"value": value, "formula": formula} for name, value, formula in cost_formulas(made.setup, made.hardware)}
+    return {"formulas": {i.name: i.formula for i in made.formulas()}, "time_formulas": of_time}
 
 
 _WHEN = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from groupwise.planner.hardware import HARDWARE, Hardware
+from groupwise.planner.hardware import HARDWARE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.setup import Setup
 from groupwise.planner.sharding import exchange_bytes, share
 
-__all__ = ["StepCost", "decode_step_s", "step_cost"]
+__all__ = ["StepCost", "cost_formulas", "decode_step_s", "link_bytes_per_s", "step_cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,14 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
         learning_s=learning / _arithmetic(setup, hardware) + _merging_s(setup, bandwidth),
         optimizer_s=_update_s(setup, bandwidth) * updates + _reference_transfer_s(setup),
         overlapped=setup.ahead > 0,
-        communication_s=updates * exchange_bytes(setup) / hardware.link_bytes_per_s,
+        communication_s=updates * exchange_bytes(setup) / link_bytes_per_s(setup, hardware),
     )
+
+
+def link_bytes_per_s(setup: Setup, hardware: Hardware) -> float:
+    """Of the slowest part of the way between two processes: within a machine, or over the network where there are several."""
+    link = hardware.link_bytes_per_s
+    return link if setup.world_size <= setup.gpus_per_node else min(link, NETWORK_BYTES_PER_S)
 
 
 def _forward_flops(setup: Setup) -> float:
@@ -145,3 +151,28 @@ def _optimizer_bytes(setup: Setup) -> float:
         "fp32": (4, 8, 4, 0), "masters": (4, 8, 4, 2), "masters-8bit": (4, 2, 4, 2), "stochastic": (4, 4, 2, 0), "pure": (2, 4, 2, 0)
     }[precision]  # fmt: skip
     return share(setup, "optimiser", setup.trained * (gradient + 2 * moments + 2 * masters + weights))
+
+
+def cost_formulas(setup: Setup, hardware: Hardware) -> list[tuple[str, str, str]]:
+    """What the time is made of: name, value, formula."""
+    cost, bandwidth = step_cost(setup, hardware), hardware.bytes_per_s * hardware.bandwidth_share
+    rollout = setup.config.rollout
+    rows = min(setup.prompts * rollout.completions_per_prompt, rollout.max_concurrent_sequences)
+    step = decode_step_s(setup, hardware, rows, setup.mean_completion / 2)
+    passes = cost.learning_flops / max(1.0, cost.sampling_flops)
+    merging = " + 28 bytes a weight and merging" if _merging_s(setup, bandwidth) else ""
+    rows_of = [
+        ("arithmetic", f"{_arithmetic(setup, hardware) / 1e12:,.1f} TFLOP/s", f"{hardware.arithmetic_share:.0%} of {hardware.name}'s"),
+        ("bandwidth", f"{bandwidth / 1e9:,.0f} GB/s", f"{hardware.bandwidth_share:.0%} of {hardware.name}'s"),
+        ("one forward pass", f"{cost.sampling_flops / 1e12:,.1f} TFLOP", "2 L matrices rows + 2 V D predictions + 4 L H E pairs"),
+        ("learning's passes", f"{cost.learning_flops / 1e12:,.1f} TFLOP", f"{passes:.3g} forward passes (a backward pass is 2)"),
+        ("a decode step", f"{1e3 * step:,.2f} ms", f"the larger of reading weights and cache, and computing {rows} rows"),
+        ("sampling", f"{cost.sampling_s:,.2f} s", "prefill / arithmetic + tokens x rounds x decode step"),
+        ("learning", f"{cost.learning_s:,.2f} s", f"TFLOP / arithmetic{merging}"),
+        ("optimiser", f"{cost.optimizer_s:,.2f} s", "reads and writes of gradient, moments, masters and weights / bandwidth"),
+    ]  # fmt: skip
+    if setup.world_size > 1:
+        link = link_bytes_per_s(setup, hardware) / 1e9
+        sent = exchange_bytes(setup) / 2**30
+        rows_of.append(("communication", f"{cost.communication_s:,.2f} s", f"{sent:,.1f} GiB an update at {link:,.0f} GB/s"))
+    return rows_of

@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 
 from groupwise.errors import ConfigError
 
-__all__ = ["HARDWARE", "Hardware", "choose_hardware", "find_hardware", "measure", "parse_bytes", "present_gpu"]
+__all__ = [
+    "GPUS_OF_A_MACHINE", "HARDWARE", "NETWORK_BYTES_PER_S", "Hardware", "alike", "choose_hardware", "find_hardware", "measure",
+    "parse_bytes", "present_gpu",
+]  # fmt: skip
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
+GPUS_OF_A_MACHINE = 8
+NETWORK_BYTES_PER_S = 50e9
+"""Of one GPU to GPUs of other machines, in one direction: 400 Gbit/s for each, as machines of eight have."""
+_ALIKE = 0.1
+"""Cards sold with one size of memory differ by so much in what their drivers report: error correction takes some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +47,21 @@ class Hardware:
 HARDWARE: dict[str, Hardware] = {
     card.name: card
     for card in (
-        Hardware("rtx-3090", 24 * _GIB, 71e12, 936e9, 12e9),
-        Hardware("rtx-4090", 24 * _GIB, 165e12, 1008e9, 12e9),
-        Hardware("l4", 24 * _GIB, 60e12, 300e9, 12e9),
-        Hardware("a10", 24 * _GIB, 70e12, 600e9, 12e9),
-        Hardware("l40s", 48 * _GIB, 181e12, 864e9, 25e9),
-        Hardware("a100-40gb", 40 * _GIB, 312e12, 1555e9, 300e9),
-        Hardware("a100-80gb", 80 * _GIB, 312e12, 2039e9, 300e9),
-        Hardware("h100", 80 * _GIB, 989e12, 3350e9, 450e9),
-        Hardware("h200", 141 * 10**9, 989e12, 4800e9, 450e9),
-        Hardware("b200", 180 * _GIB, 2250e12, 8000e9, 900e9),
+        Hardware("rtx-3090", 24576 * _MIB, 71e12, 936e9, 12e9),
+        Hardware("rtx-4090", 24564 * _MIB, 165e12, 1008e9, 12e9),
+        Hardware("l4", 23034 * _MIB, 60e12, 300e9, 12e9),
+        Hardware("a10", 23028 * _MIB, 70e12, 600e9, 12e9),
+        Hardware("l40s", 46068 * _MIB, 181e12, 864e9, 25e9),
+        Hardware("a100-40gb", 40960 * _MIB, 312e12, 1555e9, 300e9),
+        Hardware("a100-80gb", 81920 * _MIB, 312e12, 2039e9, 300e9),
+        Hardware("h100", 81559 * _MIB, 989e12, 3350e9, 450e9),
+        Hardware("h200", 139 * _GIB, 989e12, 4800e9, 450e9),
+        Hardware("b200", 178 * _GIB, 2250e12, 8000e9, 900e9),
         Hardware("cpu", 16 * _GIB, 0.95e12, 60e9, 10e9, 0.5, 0.9, "two cores of an AMD EPYC (Zen 5), benchmarks/RESULTS.md"),
     )
 }
-"""By name. Rates are peaks of the vendors' data sheets without sparsity; what is reached is a share of them."""
+"""By name. Rates are peaks of the vendors' data sheets without sparsity; what is reached is a share of them. Memory is what drivers
+report."""
 
 
 def find_hardware(name: str) -> Hardware:
@@ -64,15 +73,25 @@ def find_hardware(name: str) -> Hardware:
 
 
 def parse_bytes(text: str) -> int:
-    """``24GiB``, ``24GB``, ``24576MiB``, or plain bytes; a bare ``24G`` means gigabytes of 10^9.
+    """``24GiB``, ``24GB``, ``24576MiB``, or plain bytes; ``24G`` means gigabytes of 10^9.
 
-    >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("100")
-    (25769803776, 1500000000, 100)
+    Raises ConfigError for what is no size, and for a number that can hardly be meant in bytes.
+
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("25769803776")
+    (25769803776, 1500000000, 25769803776)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i" or float(match[1]) == 0:
         raise ConfigError(f"the memory size {text!r} is not understood: write a number with a unit, such as 24GiB or 80GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    found = int(float(match[1]) * _UNITS[match[2]])
+    if not match[2] and found < _MIB:
+        raise ConfigError(f"the memory size {text!r} is {found} bytes as it stands: write {match[1]}GiB if that is what is meant")
+    return found
+
+
+def alike(memory_bytes: int) -> list[Hardware]:
+    """Cards of the table with about as much memory."""
+    return [c for c in HARDWARE.values() if c.name != "cpu" and abs(c.memory_bytes / memory_bytes - 1) <= _ALIKE]
 
 
 def present_gpu() -> tuple[str, int] | None:
@@ -138,7 +157,8 @@ def _fastest(action: Callable[[], object], wait: Callable[[], object], seconds: 
 def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Hardware:
     """What a plan is for: the device named, a GPU of the size given, or what this machine has (``device`` is ``model.device``).
 
-    Of a GPU that is known by its size alone, rates are those of the smallest card of the table that has as much memory.
+    Of a GPU that is known by its size alone, rates are those of the slowest card of the table with about as much memory, or of the smallest
+    with more.
     """
     if name is not None:
         return find_hardware(name)
@@ -152,5 +172,7 @@ def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Har
         named = [card for key, card in HARDWARE.items() if key in label.lower().replace(" ", "-")]
         if named:
             return replace(named[0], memory_bytes=gpu_bytes)
+    if same := alike(gpu_bytes):
+        return min(same, key=lambda card: card.flops_per_s)
     cards = sorted((c for c in HARDWARE.values() if c.name != "cpu"), key=lambda c: (c.memory_bytes, c.flops_per_s))
     return next((card for card in cards if card.memory_bytes >= gpu_bytes), cards[-1])

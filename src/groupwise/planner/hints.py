@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from groupwise.config.schema import Config
-from groupwise.planner.hardware import HARDWARE, Hardware
+from groupwise.planner.hardware import HARDWARE, Hardware, alike
 from groupwise.planner.plan import Plan, make_plan
 from groupwise.planner.shape import KNOWN_SHAPES
 
@@ -19,20 +19,30 @@ _CARDS = {24: "rtx-4090", 40: "a100-40gb", 48: "l40s", 80: "a100-80gb"}
 """An example of a card by its memory in GB."""
 
 
-def hints(made: Plan, source: Path, asked_for: str | None, by_size: bool) -> list[str]:
+def hints(made: Plan, source: Path, asked_for: str | None, by_size: bool, size: str | None = None) -> list[str]:
     """A sentence for each.
 
     ``source``: the recipe's file. ``asked_for``: the hardware that was named. ``by_size``: whether the plan's hardware was found by its
-    memory alone.
+    memory alone. ``size``: that memory as it was written.
     """
     named = asked_for is not None or by_size
     found = [
+        _meant_binary(size),
         too_close(made),
         _more_devices(made.setup.config, source, named) if made.setup.world_size == 1 else None,
         smaller_model(made),
         _whose_rates(made.hardware) if by_size else None,
     ]
     return [hint for hint in found if hint is not None]
+
+
+def _meant_binary(size: str | None) -> str | None:
+    """Of gigabytes where a card's are meant, which are of 2^30 bytes."""
+    match = re.fullmatch(r"\s*(\d+)\s*[gG][bB]?\s*", size or "")
+    if match is None or not any(abs(card.memory_bytes / 2**30 - int(match[1])) < 0.5 for card in HARDWARE.values()):
+        return None
+    binary = int(match[1]) * 10**9 / 2**30
+    return f"{size} is {binary:.1f} GiB; most cards sold with {match[1]} GB have about {match[1]} GiB: say {match[1]}GiB"
 
 
 def too_close(made: Plan) -> str | None:
@@ -85,7 +95,7 @@ def _more_devices(config: Config, source: Path, named: bool) -> str | None:
 
 def _whose_rates(hardware: Hardware) -> str:
     """Of a card that was taken for its memory."""
-    alike = [c for c in HARDWARE.values() if c.memory_bytes == hardware.memory_bytes and c.name not in (hardware.name, "cpu")]
-    others = alike or [c for c in HARDWARE.values() if c.name not in (hardware.name, "cpu")]
+    others = [c for c in alike(hardware.memory_bytes) if c.name != hardware.name]
+    others = others or [c for c in HARDWARE.values() if c.name not in (hardware.name, "cpu")]
     names = ", ".join(card.name for card in sorted(others, key=lambda card: -card.flops_per_s))
     return f"--gpu-memory names no card, so the times are those of {hardware.name}; --hardware takes another's rates: {names}"

@@ -7,12 +7,13 @@ from typing import Any
 
 from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config
-from groupwise.planner.cost import StepCost, step_cost
-from groupwise.planner.hardware import Hardware
+from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
+from groupwise.planner.hardware import GPUS_OF_A_MACHINE, Hardware
 from groupwise.planner.judges import unknown_judges
 from groupwise.planner.memory import Item, Phase, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
+from groupwise.planner.sharding import divided
 from groupwise.planner.suggest import Suggestion, suggest
 
 __all__ = ["LEGEND", "Plan", "make_plan", "training_problems"]
@@ -74,9 +75,7 @@ class Plan:
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
             found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
-            base_alone = setup.adapted and setup.sharding != "none"
-            hold = "each holds its share of the base, and the adapter with its optimiser" if base_alone else _HOLD[setup.sharding]
-            found.append(f"{setup.world_size} processes share the prompts of a step; {hold}")
+            found += _of_several(setup, self.hardware)
         if outside := host_bytes(setup):
             found.append(
                 f"what lies outside the GPU takes {outside / 2**30:.0f} GiB of the machine's own memory for each process"
@@ -129,6 +128,27 @@ class Plan:
         return list(found.values())
 
 
+def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
+    """What a plan for several processes rests on."""
+    base_alone = setup.adapted and setup.sharding != "none"
+    hold = "each holds its share of the base, and the adapter with its optimiser" if base_alone else _HOLD[setup.sharding]
+    found = [f"{setup.world_size} processes share the prompts of a step; {hold}"]
+    here = setup.processes_here
+    if setup.device == "cpu" and here > 1:
+        found.append(f"the {here} processes of a machine share its memory: each has 1/{here} of it")
+    if divided(setup, "weights") and setup.device == "cuda":
+        each = setup.weight_bytes * setup.shape.parameters / 2**30
+        found.append(
+            f"at the start each process reads the whole model into its machine's own memory: {here} x {each:.1f} GiB on one machine"
+        )
+    if setup.world_size > setup.gpus_per_node:
+        found.append(
+            f"machines of {setup.gpus_per_node} GPUs (--gpus-per-node), and {link_bytes_per_s(setup, hardware) / 1e9:.0f} GB/s between "
+            "two of them for each GPU"
+        )
+    return found
+
+
 _HOLD = {
     "none": "each holds everything",
     "zero2": "each holds all weights, and its share of gradients, masters and moments",
@@ -161,8 +181,10 @@ def make_plan(
     world_size: int = 1,
     prompt_tokens: int = 0,
     mean_completion_tokens: int = 0,
+    gpus_per_node: int = GPUS_OF_A_MACHINE,
 ) -> Plan:
-    """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has.
+    """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has. On CPUs it is a
+    machine's, which its processes share.
 
     Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot divide the model as the
     settings ask, whatever is installed.
@@ -176,6 +198,9 @@ def make_plan(
         prompt_tokens,
         mean_completion_tokens,
         limit,
+        gpus_per_node,
     )
+    if setup.device == "cpu":
+        limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.architecture)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

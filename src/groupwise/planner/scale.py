@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from groupwise.config.load import build_config
 from groupwise.planner.cost import decode_step_s, step_cost
-from groupwise.planner.hardware import Hardware
+from groupwise.planner.hardware import GPUS_OF_A_MACHINE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import ModelShape
 from groupwise.planner.sharding import exchange_bytes
 from groupwise.planner.state import state
 
-__all__ = ["GPUS_OF_A_MACHINE", "Scaled", "Work", "scaled"]
+__all__ = ["Scaled", "Work", "scaled"]
 
-GPUS_OF_A_MACHINE = 8
 _ROOM_FOR_PASSES = 0.2
 """Share of a GPU's memory that sampling leaves to what else comes and goes."""
 
@@ -35,7 +34,7 @@ class Work:
     pass_tokens: int = 16384
     concurrent: int = 256
     """Sequences of one copy of the weights at a time."""
-    network_bytes_per_s: float = 50e9
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
     """Of one GPU, to GPUs of other machines."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from groupwise.batching import cut_batch
 from groupwise.config.schema import Config
+from groupwise.planner.hardware import GPUS_OF_A_MACHINE
 from groupwise.planner.judges import judge_bytes
 from groupwise.planner.shape import ModelShape
 
@@ -68,6 +69,8 @@ class Setup:
     """Expected length, for time only; 0 takes the limit. Memory is planned for completions that all reach the limit."""
     device_bytes: int = 0
     """The device's whole memory, of which an engine may take a share; 0 where nobody has said."""
+    gpus_per_node: int = GPUS_OF_A_MACHINE
+    """Processes of one machine at most; what goes to others crosses the network."""
     untrained: int = 0
     """Weights of the model that never learn, of one that is trained whole: a critic's output head."""
 
@@ -79,6 +82,11 @@ class Setup:
             part = getattr(config, section).model_copy(update={key: value})
             config = config.model_copy(update={section: part})
         return replace(self, config=config)
+
+    @property
+    def processes_here(self) -> int:
+        """Of one machine."""
+        return min(self.world_size, self.gpus_per_node)
 
     @property
     def prompt(self) -> int:

@@ -125,7 +125,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
     longest = max((len(one.token_ids) for one in held_out), default=0)
-    if note := memory_note(config, resolve_device(config.model.device), longest):
+    if note := memory_note(config, resolve_device(config.model.device), longest, processes):
         remarks.append(note)
     return Prepared(
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ import psutil
 import torch
 
 from groupwise.config.schema import Config
+from groupwise.distributed.open import world_size
+from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
 from groupwise.memory import available_memory_bytes
 from groupwise.planner import Setup, peak_phase, phases
@@ -24,25 +27,33 @@ _REMEDY = (
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory")
 
 
-def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0) -> str | None:
+def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None) -> str | None:
     """A sentence where the planner's estimate is more than there is now; None where it fits, or nothing is known about the model.
 
     Args:
         prompt_tokens: the longest prompt; 0 takes a typical one.
+        processes: how many the run would have, where they have not been started; by itself as many as the launcher started. On CPUs
+            those of this machine share its memory.
     """
+    size = processes or world_size()
     try:
-        setup = Setup(config, find_shape(config.model), "cuda" if device.type == "cuda" else "cpu", prompt_tokens=prompt_tokens)
+        shape = find_shape(config.model)
     except ModelError:
         return None
+    setup = Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
+        training__sharding=chosen_sharding(config.training.sharding, size)
+    )
     peak = peak_phase(phases(setup))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if device.type == "cpu" else 1
     if device.type == "cuda":
         needed, there = peak.bytes, torch.cuda.mem_get_info(device)[0]
     else:
-        needed, there = peak.bytes - psutil.Process().memory_info().rss, available_memory_bytes()
+        needed, there = here * (peak.bytes - psutil.Process().memory_info().rss), available_memory_bytes()
     if needed <= there:
         return None
+    together = f", in {here} processes" if here > 1 else ""
     return (
-        f"this run will need about {needed / _GIB:.1f} GiB of memory ({peak.name}: most for {peak.cause.name}), and "
+        f"this run will need about {needed / _GIB:.1f} GiB of memory{together} ({peak.name}: most for {peak.cause.name}), and "
         f"{there / _GIB:.1f} GiB are free: {_REMEDY}"
     )
 

@@ -1,0 +1,83 @@
+"""What a step costs, by hand counts: operations, traffic, an hour's work, and the rates of this machine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from groupwise.config import build_config, load_config
+from groupwise.errors import ConfigError
+from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
+from groupwise.planner.cost import link_bytes_per_s, step_cost
+from groupwise.planner.plan import training_problems
+from groupwise.planner.sharding import exchange_bytes
+
+
+def test_operations_are_those_of_a_hand_count():
+    """One prompt of 3, two completions of 2 tokens: 3 + 2 rows, 4 predictions, 6 pairs in the prompt and 3 + 1 in each completion."""
+    shape = ModelShape(8, 16, 2, 2, 1, 4, 10, True)
+    rollout = {"prompts_per_step": 1, "completions_per_prompt": 2, "max_completion_tokens": 2}
+    setup = Setup(build_config({"rollout": rollout, "algorithm": {"beta": 0.0}}), shape, "cpu", prompt_tokens=3)
+    matrices = 8 * (2 + 2) * 4 + 8 * 8 + 3 * 8 * 16
+    forward = 2 * 2 * matrices * 5 + 2 * 8 * 10 * 4 + 4 * 14 * 2 * 8
+    cost = step_cost(setup, HARDWARE["cpu"])
+    assert cost.sampling_flops == forward
+    assert cost.learning_flops == 3 * forward
+    again = setup.changed(model__gradient_checkpointing=True, algorithm__beta=0.1, algorithm__updates_per_batch=2)
+    assert step_cost(again, HARDWARE["cpu"]).learning_flops == 2 * 4 * forward + forward
+
+
+def test_beyond_one_machine_the_network_s_rate_counts():
+    config = load_config("gsm8k-7b-8gpu")
+
+    def sent(processes, **more):
+        made = make_plan(config, HARDWARE["a100-80gb"], world_size=processes, **more)
+        return made, made.cost.communication_s * link_bytes_per_s(made.setup, made.hardware)
+
+    (eight, one_machine), (sixteen, two) = sent(8), sent(16)
+    assert link_bytes_per_s(eight.setup, eight.hardware) == 300e9
+    assert link_bytes_per_s(sixteen.setup, sixteen.hardware) == 50e9
+    assert one_machine == pytest.approx(exchange_bytes(eight.setup))
+    assert two == pytest.approx(exchange_bytes(sixteen.setup))
+    assert "50 GB/s" in " ".join(sixteen.assumptions)
+    assert link_bytes_per_s(sent(2, gpus_per_node=1)[0].setup, HARDWARE["a100-80gb"]) == 50e9
+    slow = make_plan(config, HARDWARE["rtx-4090"], world_size=16)
+    assert link_bytes_per_s(slow.setup, slow.hardware) == HARDWARE["rtx-4090"].link_bytes_per_s, (
+        "its bus is slower than the network"
+    )
+
+
+def test_an_hour_and_an_epoch_are_those_of_the_step():
+    made = make_plan(load_config("polaris-3b"), HARDWARE["a100-40gb"])
+    found = made.to_json()
+    assert found["prompts_per_hour"] == pytest.approx(8 * 3600 / found["step"]["step_s"])
+    assert found["completions_per_hour"] == pytest.approx(4 * found["prompts_per_hour"])
+    assert found["epoch_hours"] == pytest.approx((53291 - 500) / found["prompts_per_hour"])
+    counts = {"gsm8k-0.5b": 7473, "quickstart": 20000}
+    assert {name: training_problems(load_config(name)) for name in counts} == counts
+    assert training_problems(load_config("gsm8k-0.5b", ["data.limit=100"])) == 100
+    assert training_problems(load_config("gsm8k-0.5b", ["data.source=mine.jsonl"])) is None
+
+
+def test_this_machine_can_be_measured(monkeypatch):
+    monkeypatch.setattr(hardware, "_fastest", lambda action, wait: action() is None or 0.25)
+    found = hardware.measure("cpu", 64, 128)
+    assert found.name == "cpu"
+    assert found.flops_per_s == 2 * 1024 * 64 * 256 / 0.25
+    assert found.bytes_per_s == 2 * 4 * 2**25 / 0.25
+    assert str(torch.get_num_threads()) in found.source
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="there is none here"):
+            hardware.measure("cuda")
+
+
+def test_the_fastest_call_counts(monkeypatch):
+    """By a clock that only the calls move. The first is not counted, and those in the time that is left are."""
+    now, durations = [0], iter([0, 9, 3, 7, 1])
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def action():
+        now[0] += next(durations)
+
+    assert hardware._fastest(action, lambda: None, seconds=15) == 3
+    assert next(durations) == 1, "there was no time for it"
