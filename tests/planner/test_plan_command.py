@@ -103,9 +103,12 @@ def test_gigabytes_of_a_card_are_of_another_kind():
 
 
 def test_what_can_be_copied_is_not_broken_on_a_narrow_terminal():
-    text = plan("gsm8k-7b-8gpu", "--gpu-memory", "24GiB", "--world-size", "8")
-    (line,) = [line for line in text.splitlines() if "model.quantization=4bit rollout.max_concurrent_sequences" in line]
-    assert line.startswith("  training.sharding=none model.lora='{rank: 16, alpha: 32}' ")
+    words = ["gsm8k-7b-8gpu", "--gpu-memory", "24GiB", "--world-size", "8"]
+    lines = plan(*words).splitlines()
+    suggested = json.loads(plan(*words, "--json"))["suggestions"]
+    assert max(len(" ".join(one["settings"])) for one in suggested) > 80
+    for one in suggested:
+        assert any(line.startswith("  ") and all(f"{name}=" in line for name in one["settings"]) for line in lines)
     result = CliRunner().invoke(app, ["plan", "gsm8k-7b-8gpu", "--hardware", "cpu"], env={"COLUMNS": "80"})
     grid = [line for line in result.stdout.splitlines() if line.startswith(" ") and not line.startswith("  ")]
     assert any(line.startswith(" a layer's backward pass ") for line in grid)

@@ -18,6 +18,7 @@ __all__ = ["Suggestion", "suggest"]
 _MORE_DEVICES = 3
 _MARGIN = 0.05
 """Share of the memory that a suggestion leaves free where one can: half of what planned and measured peaks differ by at most."""
+_FAR_SLOWER = 5
 _WAYS_TO_DIVIDE = {
     "zero2": "gradients and optimiser are divided (needs deepspeed)",
     "fsdp2": "weights and optimiser are divided, and gathered for each pass",
@@ -75,8 +76,14 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
         tried += _on_more_devices(setup, hardware, aim, [t.settings for t in tried if t.fits and t.rank == 0])
         fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
         if fitting:
-            return _without_supersets(fitting)[:most]
+            return _without_supersets(_worth_their_time(fitting))[:most]
     return sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))[:1]
+
+
+def _worth_their_time(found: list[Suggestion]) -> list[Suggestion]:
+    """Without those that are far slower than another; but what leaves every number as it is has no substitute."""
+    soonest = min(one.step_s for one in found)
+    return [one for one in found if one.rank == 0 or one.step_s <= _FAR_SLOWER * soonest]
 
 
 def _without_supersets(found: list[Suggestion]) -> list[Suggestion]:
