@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from tests.survival.door import Ended
+from tests.survival.door import Ended, Going
 from tests.survival.page import stamp, write_section
 from tests.survival.place import Place, small_disk
 
@@ -148,7 +148,7 @@ def reward(name: str, sign: str, **rewards: object) -> Callable[[Place], Outcome
 
 
 FAULTS["reward function: raises"] = reward("raises", "raised KeyError: 'score'")
-FAULTS["reward function: hangs"] = reward("hangs", "did not return within rewards.timeout_s = 0.5 seconds", timeout_s=0.5)
+FAULTS["reward function: hangs"] = reward("hangs", "did not return within rewards.timeout_s = 5 seconds", timeout_s=5)
 FAULTS["reward function: returns NaN"] = reward("nan", "returned nan for completion 0 instead of a finite number")
 FAULTS["reward function: returns the wrong length"] = reward("short", "returned 3 scores for 4 completions")
 
@@ -249,12 +249,22 @@ def read_only(place: Place) -> Outcome:
 # --- checkpoints, folders and data --------------------------------------------------------------------------------------
 
 
-def stopped_after(place: Place, steps: int) -> None:
-    """A run that SIGTERM stopped when so many steps were saved."""
+def begun_and_held(place: Place) -> Going:
+    """A run that is in its third step, with two saved, until `Place.let_go` or a signal that it does not outlive."""
+    place.write("held")
     going = place.begin()
-    going.wait_for(lambda: (place.folder / "checkpoints" / f"step-{steps}").is_dir())
+    going.wait_for(lambda: (place.folder / "checkpoints" / "step-2").is_dir())
+    return going
+
+
+def stopped(place: Place) -> Ended:
+    """A run that SIGTERM stopped in its third step."""
+    going = begun_and_held(place)
     os.kill(going.process, signal.SIGTERM)
-    assert going.wait().exit_code == 128 + signal.SIGTERM
+    place.let_go()
+    ended = going.wait()
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.said
+    return ended
 
 
 def newest(place: Place) -> Path:
@@ -264,8 +274,7 @@ def newest(place: Place) -> Path:
 
 @fault("checkpoint: the newest is damaged")
 def damaged(place: Place) -> Outcome:
-    place.write("slow")
-    stopped_after(place, 2)
+    stopped(place)
     hurt = newest(place)
     optimizer = hurt / "optimizer.safetensors"
     content = bytearray(optimizer.read_bytes())
@@ -280,8 +289,7 @@ def damaged(place: Place) -> Outcome:
 
 @fault("checkpoint: a file was put into it")
 def planted(place: Place) -> Outcome:
-    place.write("slow")
-    stopped_after(place, 2)
+    stopped(place)
     (newest(place) / "model" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     ended = place.run("--resume")
     told(ended, place, "PASSED OVER", "was put there")
@@ -292,8 +300,7 @@ def planted(place: Place) -> Outcome:
 
 @fault("checkpoint: every one is damaged")
 def all_damaged(place: Place) -> Outcome:
-    place.write("slow")
-    stopped_after(place, 2)
+    stopped(place)
     for state in place.folder.glob("checkpoints/*/state.json"):
         state.write_text("{")
     ended = place.run("--resume")
@@ -314,8 +321,7 @@ def data_changes(place: Place) -> Outcome:
 
 @fault("data: the file changed before --resume")
 def data_changed(place: Place) -> Outcome:
-    place.write("slow")
-    stopped_after(place, 2)
+    stopped(place)
     place.data.write_text(place.data.read_text().replace("= ?", "is what?"))
     ended = place.run("--resume")
     said = told(ended, place, "the data itself", "--accept-changes")
@@ -325,10 +331,9 @@ def data_changed(place: Place) -> Outcome:
 
 @fault("folder: two runs in one")
 def two_runs(place: Place) -> Outcome:
-    place.write("slow")
-    going = place.begin()
-    going.wait_for(lambda: (place.folder / "checkpoints" / "step-1").is_dir())
+    going = begun_and_held(place)
     second = place.run("--resume")
+    place.let_go()
     said = told(second, place, "another run is going on")
     assert second.exit_code == 2
     assert going.wait().exit_code == 0
@@ -446,13 +451,7 @@ def secrets(place: Place) -> Outcome:
 
 @fault("SIGTERM")
 def terminated(place: Place) -> Outcome:
-    place.write("slow")
-    going = place.begin()
-    going.wait_for(lambda: (place.folder / "checkpoints" / "step-2").is_dir())
-    os.kill(going.process, signal.SIGTERM)
-    ended = going.wait()
-    said = told(ended, place, "stopped by SIGTERM", "--resume")
-    assert ended.exit_code == 143
+    said = told(stopped(place), place, "stopped by SIGTERM", "--resume")
     goes_on(place)
     return Outcome(re.sub(r"step(.)\d", r"step\1N", said), 143, "everything; `--resume` went on to the end")
 
@@ -470,13 +469,14 @@ def interrupted_twice(place: Place) -> Outcome:
 
         checkpoint._write = slow
 
-    place.write("slow", output={"checkpoint_every": 0})
+    place.write("held", output={"checkpoint_every": 0})
     going = place.begin(before=patch)
     going.wait_for(lambda: going.log.is_file() and "step 2/5" in going.log.read_text(errors="replace"))
     os.kill(going.process, signal.SIGINT)
+    place.let_go()
     going.wait_for(lambda: any(place.folder.glob("checkpoints/.step-*.partial/manifest.json")))
     os.kill(going.process, signal.SIGINT)
-    ended = going.wait(60)
+    ended = going.wait(300)  # of the 600 that the disk would take
     assert ended.exit_code == 130
     assert "Traceback" not in ended.said, ended.said
     assert not list(place.folder.glob("checkpoints/step-*"))
@@ -491,11 +491,10 @@ def interrupted_twice(place: Place) -> Outcome:
 
 @fault("SIGKILL")
 def killed(place: Place) -> Outcome:
-    place.write("slow")
-    going = place.begin()
-    going.wait_for(lambda: (place.folder / "checkpoints" / "step-2").is_dir())
+    going = begun_and_held(place)
     os.kill(going.process, signal.SIGKILL)
     assert going.wait().exit_code == -signal.SIGKILL
+    place.let_go()
     goes_on(place)
     return Outcome("the process was gone", 137, "every checkpoint; `--resume` went on to the end")
 

@@ -64,15 +64,20 @@ def short(completions, **columns):
     return letters(completions)[: 3 if late() else None]
 
 
-def slow(completions, **columns):
-    time.sleep(0.2)
-    return letters(completions)
+def held(completions, **columns):
+    """The third step lasts until `Place.let_go`."""
+    scores = letters(completions)
+    while late() and not Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
+    return scores
 
 
 def fills_disk(completions, **columns):
-    """In the second step the disk becomes full; with FREES there is room again in the fourth."""
+    """In the second step, with the first one saved, the disk becomes full; with FREES there is room again in the fourth."""
     scores, ballast = letters(completions), Path(os.environ["BALLAST"])
     if calls == 4:
+        while not (ballast.parent / "run" / "checkpoints" / "step-1").is_dir():  # it is written beside the run
+            time.sleep(0.01)
         with ballast.open("wb", buffering=0) as file:
             try:
                 while True:
@@ -120,6 +125,10 @@ class Place:
 
     def run(self, *words: str, **named: Any) -> Ended:
         return self.begin(*words, **named).wait()
+
+    def let_go(self) -> None:
+        """Of the runs with the reward function ``held``, from now on."""
+        (self.path / "go").touch()
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("*"))

@@ -51,7 +51,7 @@ class Remembering:
 
     def evaluation(self, result):
         self.hangs.set()
-        self.freed.wait()
+        self.freed.wait(120)
 
     def close(self):
         self.closed += 1
