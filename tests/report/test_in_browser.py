@@ -1,11 +1,13 @@
 """The page in a real headless Chromium: it draws itself, its controls do what they say, and nothing that a model wrote runs."""
 
 import json
+import re
 
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, healthy_text, write_run
 
 from groupwise.report import write_report
+from groupwise.tracking.metric_table import METRICS
 from groupwise.tracking.reading import read_run
 
 from .browser import Browser, find_chromium
@@ -86,6 +88,48 @@ def test_a_shorter_run_is_told_with_the_step_that_its_value_is_of(page):
     assert told[0] == "step 60"
     assert "at step" not in told[1]
     assert told[2].endswith(" at step 24")
+
+
+def test_the_overview_tells_one_run_in_a_few_numbers(page):
+    browser = page(Story())
+    values = dict(zip(texts(browser, ".tile dt"), texts(browser, ".tile b"), strict=True))
+    assert re.fullmatch(r"\d+\.\d% → \d+\.\d%", values["Held-out accuracy"])
+    first, last = map(float, values["Reward"].split(" → "))
+    assert first < last
+    assert values["Accuracy in training"].count("%") == 2
+    assert values["Steps"] == "60 of 60"
+    assert values["The doctor finds"] == "nothing wrong"
+
+
+def test_the_overview_of_several_runs_is_a_table(page):
+    browser = page(Story(), Story(steps=1))
+    assert texts(browser, ".tile") == []
+    assert texts(browser, "#overview tbody tr:nth-child(2) > *")[1] == "1 of 1"
+
+
+def test_shares_are_percentages_and_what_never_moves_is_said_in_a_line(page):
+    browser = page(Story(metrics=lambda step, p: {"optimizer/learning_rate": 2e-5, "groups/zero_variance": 0.25}))
+    browser.until("document.querySelectorAll('#curves figure.chart').length > 3")
+    titles = texts(browser, "#curves figcaption")
+    assert not any(title.startswith(("optimizer/learning_rate", "groups/zero_variance")) for title in titles)
+    said = " ".join(texts(browser, "#curves .still"))
+    assert "groups/zero_variance 25%" in said
+    assert "optimizer/learning_rate 2e-5" in said
+    strict = "[...document.querySelectorAll('#curves figure')].find((f) => f.textContent.startsWith('accuracy/strict'))"
+    browser.until(strict)
+    assert browser.run(f"[...{strict}.querySelectorAll('.tick')].filter((t) => t.textContent !== 'step').length") > 3
+    ticks = browser.run(f"[...{strict}.querySelectorAll('.tick[text-anchor=end]')].map((t) => t.textContent)")
+    assert all(tick.endswith("%") for tick in ticks), ticks
+    assert browser.run(f"{strict}.querySelector('.about').textContent") == METRICS["accuracy/strict"][1]
+
+
+def test_a_chosen_completion_stays_marked_in_the_list(page):
+    browser = page(Story())
+    ready(browser)
+    for row in (2, 5):
+        browser.run(f"document.querySelectorAll('.row')[{row}].click()")
+        assert browser.run("[...document.querySelectorAll('.row')].findIndex((r) => r.hasAttribute('aria-current'))") == row
+    assert len(texts(browser, ".row[aria-current]")) == 1
 
 
 def test_what_a_model_wrote_is_shown_and_never_run(page):

@@ -222,6 +222,14 @@ def test_settings_that_differ_are_found_and_equal_ones_are_not(tmp_path):
     assert flat({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}]}) == {"a.b.c": "1", "l": '[1, {"x": 2}]'}
 
 
+def test_settings_that_are_not_the_defaults_are_named(tmp_path):
+    overrides = ["algorithm.epsilon=0.3", "training.threads=1"]
+    run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
+    assert {"algorithm.epsilon", "training.threads", "training.steps"} <= set(run["chosen"])
+    assert set(run["chosen"]) < set(run["settings"])
+    assert "algorithm.scale" not in run["chosen"], "it is what every run has"
+
+
 def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):
     overrides = ["rewards.functions.0.weight=3", "algorithm.scale=none"]
     run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]

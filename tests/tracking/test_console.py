@@ -9,7 +9,7 @@ from rich.console import Console
 from groupwise.config.schema import Config
 from groupwise.evaluation import build_summary, evaluate_stage
 from groupwise.tracking import ConsoleTracker, Trackers
-from groupwise.tracking.numbers import clock, number, sparkline
+from groupwise.tracking.numbers import averaged, clock, number, sparkline
 from groupwise.tracking.tables import summary_table
 from groupwise.tracking.text import harmless, visible
 from groupwise.types import Completion, Problem, Prompt
@@ -263,6 +263,22 @@ def test_short_forms():
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([float("nan"), 0.0, 1.0]) == "▁█"
     assert sparkline([]) == ""
+    assert averaged([float("inf"), 1.0, 2.0], 8) == [1.0, 2.0]
+    assert averaged(range(100), 4) == [12.0, 37.0, 62.0, 87.0]
+
+
+def test_the_trend_is_of_the_whole_run_so_far_not_of_its_last_steps():
+    """A reward that rose long ago and then jumps up and down shows as a rise."""
+    console, _ = terminal(live=True)
+    tracker = ConsoleTracker(console)
+    tracker.display.live = None
+    for step in range(80):
+        tracker.display.step({"reward/mean": step / 40 if step < 40 else 1.0 + 0.2 * (step % 2)})
+    (shown,) = tracker.display.trend("rewards")
+    width = 8 if tracker.display.narrow else 16
+    assert len(shown.plain) == width
+    assert shown.plain[0] == "▁"
+    assert set(shown.plain[width // 2 :]) <= set("▇█")
 
 
 def test_the_modes_of_one_evaluation_are_told_apart():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.config import Config
 from groupwise.doctor import diagnose_run
 from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import QUANTILES, bands, curves
@@ -54,6 +55,7 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
         "planned_steps": run.config.training.steps if run.config else None,
         "seconds": max((v for _, v in run.series("time_s")), default=None),
         "settings": flat(run.settings) if run.settings else {},
+        "chosen": chosen(run),
         "environment": flat(run.environment) if run.environment else {},
         "curves": curves(run),
         "bands": bands(run),
@@ -76,6 +78,12 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
     entry["held_out"], texts = held_out(run)
     blocks.update({f"e-{index}-{i}": text for i, text in enumerate(texts)})
     return entry
+
+
+def chosen(run: RunRecord) -> list[str]:
+    """Paths of the settings that are not what a run has by itself."""
+    default = flat(Config().model_dump(mode="json"))
+    return [path for path, value in (flat(run.settings) if run.settings else {}).items() if default.get(path) != value]
 
 
 def reward_weights(run: RunRecord) -> Mapping[str, float]:

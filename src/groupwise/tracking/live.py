@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,16 +12,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.tracking.numbers import clock, fields, sections, sparkline
+from groupwise.tracking.numbers import averaged, clock, fields, sections, sparkline
 
 __all__ = ["LiveDisplay", "Phase"]
 
-HISTORY = 32
-"""Steps that the sparklines look back."""
+TREND_WIDTHS = (8, 16)
+"""Blocks of a sparkline in a narrow and in a wide terminal."""
 MOST_COLUMNS = 7
 LONGEST_LABEL = 30
 TRENDS = {"rewards": "reward/mean", "answers": "accuracy/strict"}
-"""Rows that end with the recent course of a metric, and which."""
+"""Rows that end with the course of a metric over the run so far, and which."""
 
 
 @dataclass
@@ -74,7 +73,7 @@ class LiveDisplay:
         self.text = text
         self.phases: list[Phase] = []
         self.metrics: Mapping[str, float] = {}
-        self.history: dict[str, deque[float]] = {}
+        self.history: dict[str, list[float]] = {}
         self.live: Live | None = None
         self.fitted_to, self.columns = 0, MOST_COLUMNS
 
@@ -103,7 +102,7 @@ class LiveDisplay:
         self.metrics = metrics
         for name in TRENDS.values():
             if name in metrics:
-                self.history.setdefault(name, deque(maxlen=HISTORY)).append(metrics[name])
+                self.history.setdefault(name, []).append(metrics[name])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.bars()
@@ -169,6 +168,6 @@ class LiveDisplay:
         return Text.assemble(self.text(f"{shown} ", "dim"), self.text(value, "bold"))  # `+` would make all of it dim
 
     def trend(self, title: str) -> list[Text]:
-        """The recent course of what a row is about, where it has one."""
-        past = list(self.history.get(TRENDS.get(title, ""), ()))[-(8 if self.narrow else HISTORY // 2) :]
+        """The course of what a row is about over the whole run so far, where it has one: single steps jump too much to say anything."""
+        past = averaged(self.history.get(TRENDS.get(title, ""), ()), TREND_WIDTHS[0 if self.narrow else 1])
         return [self.text(sparkline(past), "green")] if len(past) > 1 and not self.console.options.ascii_only else []

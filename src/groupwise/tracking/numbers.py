@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 __all__ = [
+    "averaged",
     "clock",
     "evaluation_numbers",
     "evaluation_step",
@@ -47,6 +49,19 @@ def clock(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def averaged(values: Sequence[float], count: int) -> list[float]:
+    """At most ``count`` means of neighbouring values, those that are not finite left out.
+
+    >>> averaged([1.0, 3.0, 5.0, 7.0], 2)
+    [2.0, 6.0]
+    """
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) <= count:
+        return known
+    ends = [i * len(known) // count for i in range(count + 1)]
+    return [math.fsum(known[a:b]) / (b - a) for a, b in pairwise(ends)]
 
 
 def sparkline(history: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
 // One chart: lines or a fan of quantiles over steps, with a cursor that tells the numbers.
 
-const WIDTH = 460, HEIGHT = 210, PAD_LEFT = 52, PAD_RIGHT = 10, TOP = 8, BOTTOM = 24;
+const WIDTH = 400, HEIGHT = 190, PAD_LEFT = 52, PAD_RIGHT = 14, TOP = 8, BOTTOM = 26;
 
 // Exponential smoothing without the bias of a start at 0, as if the curve had always been there.
 function smooth(values, weight) {
@@ -46,8 +46,8 @@ function makeScales(stepLists, valueLists) {
   const log = state.logarithmic && positive(valueLists);
   const of = log ? Math.log10 : (v) => v;
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
-    const pad = Math.abs(high) * 0.1 || 1;
-    [low, high] = log ? [low / 2, high * 2] : [low - pad, high + pad];
+    const pad = Math.abs(high) * 0.1;
+    [low, high] = log ? [low / 2, high * 2] : pad ? [low - pad, high + pad] : [0, 1];
   }
   const margin = (of(high) - of(low)) * 0.04;
   const [bottom, top] = [of(low) - margin, of(high) + margin];
@@ -62,14 +62,15 @@ function makeScales(stepLists, valueLists) {
   };
 }
 
-function axes(scales) {
+function axes(scales, write) {
   const grid = scales.valueTicks.map((value) => [
     svg('line', { class: 'grid', x1: PAD_LEFT, x2: WIDTH - PAD_RIGHT, y1: scales.y(value), y2: scales.y(value) }),
-    svg('text', { class: 'tick', x: PAD_LEFT - 5, y: scales.y(value) + 3.5, 'text-anchor': 'end' }, number(value)),
+    svg('text', { class: 'tick', x: PAD_LEFT - 5, y: scales.y(value) + 3.5, 'text-anchor': 'end' }, write(value)),
   ]);
   const steps = scales.stepTicks.map((step) =>
     svg('text', { class: 'tick', x: scales.x(step), y: HEIGHT - 8, 'text-anchor': 'middle' }, number(step)));
-  return svg('g', {}, grid, steps);
+  const name = svg('text', { class: 'tick', x: 2, y: HEIGHT - 8 }, 'step');
+  return svg('g', {}, grid, name, steps);
 }
 
 function path(scales, steps, values) {
@@ -90,13 +91,13 @@ function nearest(steps, wanted) {
   return Math.abs(steps[above] - wanted) < Math.abs(steps[below] - wanted) ? above : below;
 }
 
-// The unit is left out where the title says it already.
+// The unit is left out where the title says it already, and where the numbers do: shares are written as percentages.
 function withUnit(title, unit) {
-  return !unit || unit === '1' || title.toLowerCase().includes(unit.toLowerCase()) ? title : title + ', ' + unit;
+  return !unit || unit === '1' || unit === 'share' || title.toLowerCase().includes(unit.toLowerCase()) ? title : title + ', ' + unit;
 }
 
 // Frame, axes and cursor; `marks` are drawn between, and `tell(step)` gives the readout's pieces.
-function frame(title, about, scales, marks, steps, tell) {
+function frame(title, unit, about, scales, marks, steps, tell) {
   const cursor = svg('line', { class: 'cursor', y1: TOP, y2: HEIGHT - BOTTOM, visibility: 'hidden' });
   const readout = el('div', { class: 'readout', 'aria-live': 'polite' });
   let at = null;
@@ -127,13 +128,15 @@ function frame(title, about, scales, marks, steps, tell) {
   const drawing = svg('svg', {
     viewBox: '0 0 ' + WIDTH + ' ' + HEIGHT, tabindex: 0, role: 'img', 'aria-label': title + ' over steps',
     pointermove: point, pointerdown: point, pointerleave: rest, keydown: key, blur: rest,
-  }, axes(scales), marks, cursor);
+  }, axes(scales, writer(unit)), marks, cursor);
   rest();
-  return el('figure', { class: 'chart' }, el('figcaption', { title: about || false }, title), drawing, readout);
+  return el('figure', { class: 'chart' },
+    el('figcaption', {}, withUnit(title, unit), about ? el('small', { class: 'about', title: about }, about) : null), drawing, readout);
 }
 
 // `lines`: [{label, look, steps, values, low?, high?}]; `look` is a class that gives the colour.
 function lineChart(title, unit, about, lines) {
+  const write = writer(unit);
   const smoothed = lines.map((line) => smooth(line.values, state.smoothing));
   const shown = lines.flatMap((line) => (line.low ? [line.low, line.high] : [line.values]));
   const scales = makeScales(lines.map((line) => line.steps), shown);
@@ -147,13 +150,13 @@ function lineChart(title, unit, about, lines) {
     el('span', { class: 'step' }, 'step ' + number(step)),
     ...lines.map((line, i) => {
       const near = nearest(line.steps, step);
-      const smoothing = state.smoothing ? ' (' + number(smoothed[i][near]) + ')' : '';
+      const smoothing = state.smoothing ? ' (' + write(smoothed[i][near]) + ')' : '';
       const outside = step < line.steps[0] || step > line.steps[line.steps.length - 1];
       const elsewhere = outside ? ' at step ' + number(line.steps[near]) : '';  // a shorter run is not where the pointer is
-      return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + number(line.values[near]) + smoothing + elsewhere);
+      return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + write(line.values[near]) + smoothing + elsewhere);
     }),
   ];
-  return frame(withUnit(title, unit), about, scales, marks, steps, tell);
+  return frame(title, unit, about, scales, marks, steps, tell);
 }
 
 // A distribution over steps: lightest from least to greatest, darker from 10% to 90% and 25% to 75%, the median as a line.
@@ -170,5 +173,5 @@ function fanChart(title, unit, about, band, quantiles, look) {
     const i = nearest(band.steps, step);
     return [el('span', { class: 'step' }, 'step ' + number(band.steps[i])), ...rows.map((row, q) => el('span', {}, names[q] + ' ' + number(row[i])))];
   };
-  return frame(withUnit(title, unit), about, scales, marks, band.steps, tell);
+  return frame(title, unit, about, scales, marks, band.steps, tell);
 }

@@ -108,7 +108,12 @@ async function rowsOf(table, rows, open) {
     const group = await groupAt(table, table.group[i]);
     const text = group.rows[i - table.firstRow[table.group[i]]].t;
     const excerpt = text.length > 220 ? text.slice(0, 140) + ' … ' + text.slice(-70) : text;
-    made.push(el('button', { type: 'button', class: 'row', click: () => open(i) },
+    const chosen = (event) => {
+      for (const other of event.currentTarget.parentNode.children) other.removeAttribute('aria-current');
+      event.currentTarget.setAttribute('aria-current', 'true');
+      open(i);
+    };
+    made.push(el('button', { type: 'button', class: 'row', click: chosen },
       el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
         'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
       el('span', { class: 'excerpt' }, excerpt)));

@@ -41,12 +41,17 @@ function number(value) {
   if (value === 0) return '0';
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return value.toLocaleString('en-GB');
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, 'e');
   return size >= 1000 ? Math.round(value).toLocaleString('en-GB') : String(Number(value.toPrecision(4)));
 }
 
 function percent(share) {
   return (100 * share).toFixed(1) + '%';
+}
+
+// How values of a unit are written: shares as percentages, the rest as plain numbers.
+function writer(unit) {
+  return unit === 'share' ? (value) => (value === null || Number.isNaN(value) ? '–' : number(Number((100 * value).toPrecision(3))) + '%') : number;
 }
 
 function interval(triple) {

@@ -13,22 +13,48 @@ function metricGroups(names) {
   return [...groups].sort((a, b) => rank(a[0]) - rank(b[0]));
 }
 
-function metricChart(name) {
+function metricLines(name) {
   const lines = [];
   state.data.runs.forEach((run, i) => {
     const curve = run.curves[name];
     if (curve && !state.hidden.has(i)) lines.push({ label: run.name, look: runClass(i), ...curve });
   });
-  if (!lines.length) return null;
-  const [unit, meaning] = state.data.metrics[name] || ['', ''];
-  return lineChart(name, unit, meaning, lines);
+  return lines;
+}
+
+function unitAndMeaning(name) {
+  return state.data.metrics[name] || ['', ''];
+}
+
+function metricChart(name) {
+  const lines = metricLines(name);
+  return lines.length ? lineChart(name, ...unitAndMeaning(name), lines) : null;
+}
+
+// One value in all steps of all runs shown: said in a line, since a chart of it shows nothing.
+function constantOf(name) {
+  const lines = metricLines(name);
+  if (!lines.length || lines.some((line) => line.steps.length < 2)) return null;
+  const value = lines[0].values[0];
+  return lines.every((line) => [line.values, line.low || [], line.high || []].every((list) => list.every((v) => v === value))) ? value : null;
+}
+
+function metricGroup(members) {
+  const still = members.filter((name) => constantOf(name) !== null), moving = members.filter((name) => !still.includes(name));
+  return [
+    moving.length ? el('div', { class: 'charts' }, moving.map((name) => lazily(() => metricChart(name)))) : null,
+    still.length ? el('p', { class: 'note still' }, 'The same in every step: ', still.map((name, i) => {
+      const [unit, meaning] = unitAndMeaning(name);
+      return [i ? '; ' : '', el('span', { title: meaning || false }, name + ' ', el('b', {}, writer(unit)(constantOf(name))))];
+    }), '.') : null,
+  ];
 }
 
 function componentChart(run) {
   const names = Object.keys(run.curves).filter((name) => name.startsWith('reward/') && !['reward/mean', 'reward/std'].includes(name));
   if (names.length < 2) return null;
   const lines = names.map((name, i) => ({ label: name.slice(7), look: runClass(i), ...run.curves[name] }));
-  return lineChart('reward components of ' + run.name, 'score', 'Each function’s own score, before its weight.', lines);
+  return lineChart('Reward components' + (state.data.runs.length > 1 ? ' of ' + run.name : ''), 'score', 'Each function’s own mean score, before its weight.', lines);
 }
 
 // Charts are drawn when they come near the window: hundreds of them cost nothing until then.
@@ -46,15 +72,15 @@ function lazily(make) {
 function curvesSection() {
   const body = el('div', {});
   const names = Object.keys(state.data.metrics);
+  if (!names.length) return section('curves', 'Curves', 'There are no steps yet.');
   const redraw = () => replaceChildren(body, metricGroups(names).map(([key, members]) => el('details', { open: FIRST.indexOf(key) < 6 && FIRST.includes(key) },
-    el('summary', {}, key + ' (' + members.length + ')'),
-    el('div', { class: 'charts' }, members.map((name) => lazily(() => metricChart(name)))))));
+    el('summary', {}, key + ' (' + members.length + ')'), metricGroup(members))));
   const smoothing = el('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: state.smoothing, 'aria-label': 'Smoothing',
     change: (event) => { state.smoothing = Number(event.target.value); redraw(); } });
   const log = el('input', { type: 'checkbox', change: (event) => { state.logarithmic = event.target.checked; redraw(); } });
   const controls = el('div', { class: 'controls' }, el('label', {}, 'Smoothing ', smoothing), el('label', {}, log, ' logarithmic where possible'), legend(redraw));
   redraw();
-  return section('curves', 'Curves', 'Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value.', controls, body);
+  return section('curves', 'Curves', 'Where learning shows: reward/mean and accuracy/strict rise. What to worry about: completions/truncated rises, policy/entropy falls to 0 without a gain in accuracy, groups/zero_variance nears 100%. Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value.', controls, body);
 }
 
 function legend(redraw) {
@@ -66,12 +92,13 @@ function legend(redraw) {
 }
 
 function distributionsSection() {
+  if (!state.data.runs.some((run) => Object.keys(run.bands).length || componentChart(run))) return null;
   const body = el('div', { class: 'charts' });
   const about = { tokens: ['Length of completions', 'tokens'], advantage: ['Advantages', 'advantage'], reward: ['Rewards', 'reward'] };
   const draw = () => {
     const run = state.data.runs[state.run];
     const fans = Object.entries(run.bands).filter(([, band]) => band.steps.length)
-      .map(([name, band]) => lazily(() => fanChart(about[name][0], about[name][1], 'Least, 10%, 25%, median, 75%, 90%, greatest.', band, state.data.quantiles, runClass(state.run))));
+      .map(([name, band]) => lazily(() => fanChart(about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, least to greatest.', band, state.data.quantiles, runClass(state.run))));
     const components = componentChart(run);
     replaceChildren(body, components ? lazily(() => componentChart(run)) : null, fans);
   };

@@ -7,8 +7,8 @@ function header() {
     const dark = getComputedStyle(document.documentElement).getPropertyValue('color-scheme').trim() === 'dark';
     document.documentElement.dataset.theme = dark ? 'light' : 'dark';
   } }, 'light / dark');
-  return el('header', {}, el('h1', {}, data.runs.map((run) => run.name).join(', ')),
-    el('p', { class: 'note' }, 'groupwise ' + data.version + ', written ' + data.made + ', ' + (bytes / 2 ** 20).toFixed(1) + ' MiB. ', theme));
+  return el('header', {}, el('h1', {}, data.runs.map((run) => run.name).join(', ')), theme,
+    el('p', { class: 'note' }, 'groupwise ' + data.version + ', written ' + data.made + ', ' + (bytes / 2 ** 20).toFixed(1) + ' MiB'));
 }
 
 function navigation(sections) {

@@ -1,30 +1,67 @@
 // Overview, findings, evaluations, settings and environment.
 
+// With `numeric`, columns stay on one line, and those of nothing but numbers stand at the right.
 function table(head, rows, numeric) {
+  const plain = (cell) => ['string', 'number'].includes(typeof cell) && /^[-–\d.,e%]+$/.test(String(cell));
+  const look = head.map((_, i) => (numeric && i ? (rows.length && rows.every((row) => plain(row[i])) ? 'numeric right' : 'numeric') : false));
   return el('div', { class: 'scroll' }, el('table', {},
-    el('thead', {}, el('tr', {}, head.map((name) => el('th', { scope: 'col' }, name)))),
-    el('tbody', {}, rows.map((row) => el('tr', {}, row.map((cell, i) => el(i ? 'td' : 'th', { class: numeric && i ? 'numeric' : false, scope: i ? false : 'row' }, cell)))))));
+    el('thead', {}, el('tr', {}, head.map((name, i) => el('th', { scope: 'col', class: look[i] }, name)))),
+    el('tbody', {}, rows.map((row) => el('tr', {}, row.map((cell, i) => el(i ? 'td' : 'th', { class: look[i], scope: i ? false : 'row' }, cell)))))));
 }
 
-function lastValue(run, name) {
-  const curve = run.curves[name];
-  return curve && curve.values.length ? number(curve.values[curve.values.length - 1]) : '–';
+// Mean over the first tenth of the steps and over the last.
+function firstToLast(run, name) {
+  const curve = run.curves[name], write = writer((state.data.metrics[name] || [''])[0]);
+  if (!curve || !curve.values.length) return '–';
+  const count = Math.max(1, Math.round(curve.values.length / 10));
+  const mean = (values) => Number((values.reduce((a, b) => a + b, 0) / values.length).toPrecision(3));
+  return curve.values.length < 2 ? write(curve.values[0]) : write(mean(curve.values.slice(0, count))) + ' → ' + write(mean(curve.values.slice(-count)));
 }
 
-function overviewSection() {
-  const rows = state.data.runs.map((run, i) => {
-    const final = run.evaluations.filter((row) => row.stage !== 'base').at(-1);
-    const grave = run.findings.filter((finding) => ['critical', 'warning'].includes(finding.severity)).length;
+// The last evaluation that there is, and the model as it was in the same mode.
+function heldOutOf(run) {
+  const last = run.evaluations.at(-1);
+  if (!last) return null;
+  const base = run.evaluations.find((row) => row.stage === 'base' && row.mode === last.mode && row !== last);
+  return { last, base };
+}
+
+function gravest(run) {
+  return run.findings.filter((one) => ['critical', 'warning'].includes(one.severity)).length;
+}
+
+// What one run came to, in a few numbers.
+function tiles(run) {
+  const held = heldOutOf(run), grave = gravest(run);
+  const several = (name) => Boolean(run.curves[name] && run.curves[name].values.length > 1);
+  const tile = (name, value, remark) => el('div', { class: 'tile' }, el('dt', {}, name), el('dd', {}, el('b', {}, value), remark ? el('small', {}, remark) : null));
+  return el('dl', { class: 'tiles' },
+    held ? tile('Held-out accuracy', (held.base ? percent(held.base.strict[0]) + ' → ' : '') + percent(held.last.strict[0]),
+      'strict, ' + held.last.mode + ', ' + (held.base ? 'base → ' : '') + stageName(held.last.stage) + '; 95% interval ' + interval(held.last.strict).replace(/^\S+ /, '')) : null,
+    tile('Reward', firstToLast(run, 'reward/mean'), several('reward/mean') ? 'mean of the first → last tenth of the steps' : null),
+    tile('Accuracy in training', firstToLast(run, 'accuracy/strict'), several('accuracy/strict') ? 'strict, first → last tenth of the steps' : 'strict'),
+    tile('Steps', number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state + (run.seconds === null ? '' : ', ' + clock(run.seconds) + (run.seconds < 3600 ? ' min' : ' h'))),
+    tile('The doctor finds', grave ? el('a', { href: '#findings' }, grave + (grave > 1 ? ' things to look at' : ' thing to look at')) : run.steps ? 'nothing wrong' : 'no steps yet', grave ? 'critical findings and warnings' : null));
+}
+
+function overviewTable(runs) {
+  const rows = runs.map((run, i) => {
+    const held = heldOutOf(run), grave = gravest(run);
     return [
       el('span', { class: runClass(i) }, el('i', { class: 'swatch' }), ' ' + run.name),
       number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state,
-      run.seconds === null ? '–' : clock(run.seconds), lastValue(run, 'reward/mean'), lastValue(run, 'accuracy/strict'),
-      final ? interval(final.strict) : '–', grave ? el('a', { href: '#findings' }, String(grave)) : 'none',
+      run.seconds === null ? '–' : clock(run.seconds), firstToLast(run, 'reward/mean'), firstToLast(run, 'accuracy/strict'),
+      held ? (held.base ? percent(held.base.strict[0]) + ' → ' : '') + interval(held.last.strict) + ', ' + held.last.mode : '–', grave ? el('a', { href: '#findings' }, String(grave)) : 'none',
     ];
   });
+  return [table(['run', 'steps', 'state', 'time', 'reward', 'accuracy in training', 'held-out accuracy, strict', 'findings'], rows, true),
+    el('p', { class: 'note' }, 'Reward and accuracy in training: means of the first and the last tenth of the steps. Held-out accuracy: the base model and the last evaluation, with its 95% interval.')];
+}
+
+function overviewSection() {
   const unread = state.data.runs.flatMap((run) => Object.entries(run.unreadable).map(([file, count]) => run.name + ': ' + count + ' of ' + file));
   return section('overview', 'Overview', null,
-    table(['run', 'steps', 'state', 'time', 'last reward', 'last accuracy', 'held out, strict', 'findings'], rows, true),
+    state.data.runs.length > 1 ? overviewTable(state.data.runs) : tiles(state.data.runs[0]),
     unread.length ? el('p', { class: 'note' }, 'Could not be read and was left out: ' + unread.join('; ') + '.') : null);
 }
 
@@ -32,8 +69,9 @@ function finding(one) {
   const examples = one.examples.map((example) => el('div', { class: 'example' },
     el('div', { class: 'note' }, example.where + (example.remark ? ' — ' + example.remark : '')), el('pre', {}, example.text)));
   const steps = one.steps ? (one.steps[0] === one.steps[1] ? 'step ' + one.steps[0] : 'steps ' + one.steps[0] + ' to ' + one.steps[1]) : null;
-  return el('article', { class: 'finding ' + one.severity },
-    el('h4', {}, el('span', { class: 'badge' }, one.severity), ' ' + one.title, steps ? el('small', {}, ' ' + steps) : null),
+  const title = [el('span', { class: 'badge' }, one.severity), ' ' + one.title, steps ? el('small', {}, ' ' + steps) : null];
+  const calm = one.severity === 'normal';  // what is as it should be takes one line, until somebody asks
+  return el(calm ? 'details' : 'article', { class: 'finding ' + one.severity }, calm ? el('summary', {}, el('b', {}, title)) : el('h4', {}, title),
     el('p', {}, one.summary[0].toUpperCase() + one.summary.slice(1) + '.'), el('p', { class: 'note' }, one.meaning), el('p', {}, one.severity === 'normal' ? null : el('b', {}, 'Remedy: '), one.remedy),
     examples.length ? el('details', {}, el('summary', {}, examples.length + (examples.length > 1 ? ' examples' : ' example')), examples) : null);
 }
@@ -42,7 +80,7 @@ function findingsSection() {
   const parts = state.data.runs.map((run) => {
     const ailing = run.findings.some((one) => one.severity !== 'normal');
     return el('div', {}, state.data.runs.length > 1 ? el('h3', {}, run.name) : null,
-      ailing ? null : el('p', {}, 'Nothing ails this run, as far as can be seen.'), run.findings.map(finding));
+      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'There are no steps yet to judge.'), run.findings.map(finding));
   });
   return section('findings', 'What the doctor finds', null, parts);
 }
@@ -54,11 +92,12 @@ function evaluationsSection() {
     const pairs = run.comparisons.map((c) => [stageName(c.before) + ' → ' + stageName(c.after) + ', ' + c.mode, c.fixed, c.broken,
       c.both_right, c.both_wrong, c.p_value < 1e-4 ? c.p_value.toExponential(1) : c.p_value.toFixed(4)]);
     return el('div', {}, el('h3', {}, run.name),
-      table(['stage', 'strict', 'lenient', 'format', 'stopped', 'tokens', 'n'], rows, true),
+      table(['stage', 'strict', 'lenient', 'format', 'stopped', 'mean tokens', 'problems'], rows, true),
       run.asked.map((line) => el('p', { class: 'note' }, line)), evaluationChart(run),
-      pairs.length ? table(['problem by problem', 'fixed', 'broken', 'both right', 'both wrong', 'p (McNemar)'], pairs, true) : null);
+      pairs.length ? table(['problem by problem', 'fixed', 'broken', 'right both times', 'wrong both times', 'p'], pairs, true) : null,
+      pairs.length ? el('p', { class: 'note' }, 'Fixed: wrong before and right after; broken: the other way round. p: how likely so uneven a split of the two would be if both stages were equally good (exact McNemar test).') : null);
   });
-  const note = 'Held-out problems, with 95% intervals (Wilson; clustered by problem where it was sampled several times). Strict: the answer stands where the format asks for it; lenient: it is found anywhere.';
+  const note = 'Held-out problems, with 95% intervals (Wilson; clustered by problem where it was sampled several times). Strict: the answer stands where the format asks for it; lenient: it is found anywhere; format: exactly the form asked for; stopped: the model ended by itself.';
   return parts.length ? section('evaluation', 'Evaluation', note, parts) : null;
 }
 
@@ -83,6 +122,11 @@ function differencesTable(rows, names) {
   return table(['', ...names], rows.map((row) => [row.path, ...row.values.map((value) => (value === null ? '–' : value))]), false);
 }
 
+function folded(title, rows, open) {
+  if (!rows.length) return null;
+  return el('details', { open }, el('summary', {}, title + ' (' + rows.length + ')'), table(['name', 'value'], rows, false));
+}
+
 function settingsSection() {
   const { runs } = state.data;
   const names = runs.map((run) => run.name);
@@ -92,8 +136,13 @@ function settingsSection() {
     if (runs.length > 1) {
       parts.push(el('h3', {}, title + ': where the runs differ'), rows.length ? differencesTable(rows, names) : el('p', {}, 'Nowhere.'));
     }
-    parts.push(...runs.map((run) => el('details', {}, el('summary', {}, title + ' of ' + run.name),
-      table(['', ''], Object.entries(run[key]), false))));
+    parts.push(...runs.flatMap((run) => {
+      const chosen = key === 'settings' && run.chosen.length ? run.chosen.map((path) => [path, run.settings[path]]) : null;
+      const all = Object.entries(run[key]);
+      return [
+        chosen ? folded('Settings of ' + run.name + ' that are not the defaults', chosen, runs.length === 1) : null,
+        folded((chosen ? 'All settings' : title) + ' of ' + run.name, all, false)];
+    }));
   }
   return section('settings', 'Settings and environment', null, parts);
 }
