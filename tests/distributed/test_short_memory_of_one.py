@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from test_same_curve import assert_same_run
 
+from groupwise.engines.builtin.cache import Cache
 from groupwise.errors import TrainingError
 from groupwise.models.decoder import Decoder
 
@@ -75,6 +76,49 @@ def test_it_halves_its_passes_and_the_first_process_says_so(train_in, small_conf
         for process in failing:
             assert size == 1 or any(f"{process}: memory ran out" in line for line in told), name
         assert [step.metrics["memory/halvings"] for step in other[0]] == [halvings, 0], name
+
+
+@pytest.fixture
+def no_cache_once(monkeypatch):
+    """``no_cache_once(thread)``: from here on, the third table of keys and values that is asked for there is not to be had."""
+    make = Cache._pair
+
+    def set_up(thread):
+        asked = []
+
+        def scarce(self, sequences, positions):
+            if threading.current_thread().name == thread:
+                asked.append(sequences)
+                if len(asked) == 3:
+                    raise_shortage()
+            return make(self, sequences, positions)
+
+        monkeypatch.setattr(Cache, "_pair", scarce)
+
+    return set_up
+
+
+def test_fewer_sequences_at_once_are_the_same_run(train_in, small_config, no_cache_once):
+    config = small_config()
+    one = train_in(1, "one", config)
+    no_cache_once("process 1 of 2")
+    said = io.StringIO()
+    two = train_in(2, "two", config, console=Console(file=said, width=1000))
+    assert_same_run(one, two)
+    told = [line for line in said.getvalue().splitlines() if "sequences were sampled at once" in line]
+    assert len(told) == 1
+    assert "process 1 of 2: memory ran out while 4 sequences" in told[0]
+    assert "max_concurrent_sequences is 2 from here on instead of 256" in told[0]
+    assert [step.metrics["memory/sampling_halvings"] for step in two[0]] == [1, 1]
+
+
+def test_what_the_sampling_ahead_learns_the_evaluations_know(train_in, small_config, no_cache_once):
+    no_cache_once("groupwise-sampling")
+    said = io.StringIO()
+    config = small_config(rollout={"ahead": 1}, training={"steps": 3})
+    steps, _ = train_in(1, "ahead", config, console=Console(file=said, width=1000))
+    assert said.getvalue().count("memory ran out while 12 sequences were sampled at once") == 1
+    assert steps[-1].metrics["memory/sampling_halvings"] == 1
 
 
 def test_a_single_completion_that_does_not_fit_is_a_sentence_of_its_own(train_in, small_config, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Protocol
 from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
-__all__ = ["Engine", "SamplingSettings", "close_engine", "engine_metrics"]
+__all__ = ["Engine", "SamplingSettings", "close_engine", "engine_metrics", "share_limit", "tell_of_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,19 @@ def engine_metrics(engine: Engine) -> dict[str, Metric]:
     """What an engine has to say of itself since it was asked last, beside its completions; most have nothing."""
     ask = getattr(engine, "metrics", None)
     return ask() if callable(ask) else {}
+
+
+def tell_of_limit(engine: Engine, tell: Callable[[str], object]) -> None:
+    """Have ``tell`` hear of it when the engine samples fewer sequences at once, since memory ran out; of engines that do so."""
+    limit = getattr(engine, "limit", None)
+    if limit is not None:
+        limit.tell = tell
+
+
+def share_limit(engine: Engine, other: Engine) -> None:
+    """What one of them learns about how many sequences fit, the other one knows: on one device."""
+    if hasattr(engine, "limit") and hasattr(other, "limit"):
+        other.limit = engine.limit
 
 
 def close_engine(engine: Engine) -> None:

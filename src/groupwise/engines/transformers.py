@@ -15,6 +15,8 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.engines.limit import RowLimit
+from groupwise.metrics import Metric
 from groupwise.models.spread import input_device, is_spread
 from groupwise.types import Completion, Prompt
 
@@ -25,13 +27,21 @@ class TransformersEngine:
     """Implements ``groupwise.engines.base.Engine`` over ``model(...)`` with ``past_key_values``.
 
     Args:
-        max_rows: completions decoded at once; the samples do not depend on it.
+        max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
 
     def __init__(self, model: Any, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 64) -> None:
-        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.model, self.tokenizer, self.limit = model, tokenizer, RowLimit(max_rows)
         self.end_token_ids = frozenset(end_token_ids)
         self.policy_version = 0
+
+    @property
+    def max_rows(self) -> int:
+        return self.limit.rows
+
+    def metrics(self) -> dict[str, Metric]:
+        """See ``engine_metrics``."""
+        return self.limit.metrics()
 
     def refresh(self, policy_version: int) -> None:
         """The module's weights are the trained ones, so only the version is noted."""
@@ -52,19 +62,27 @@ class TransformersEngine:
         jobs = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs.sort(key=lambda job: -len(prompts[job[0]].token_ids))  # alike lengths together: less padding
         done: list[dict[int, Completion]] = [{} for _ in prompts]
-        finished = tokens = 0
-        for start in range(0, len(jobs), self.max_rows):
+        start = tokens = 0
+
+        def decode_next() -> list[_Sequence]:
             part = jobs[start : start + self.max_rows]
             sequences = [
                 _Sequence(prompts[i], sample, seed_key(seed, scope, prompts[i].problem.id, sample)) for i, sample in part
             ]
             for _ in self._decode(sequences, settings):
                 if on_progress:
-                    on_progress(finished + sum(s.ended for s in sequences), tokens + sum(len(s.tokens) for s in sequences))
-            finished += len(part)
-            tokens += sum(len(s.tokens) for s in sequences)
-            for (index, sample), sequence in zip(part, sequences, strict=True):
+                    on_progress(start + sum(s.ended for s in sequences), tokens + sum(len(s.tokens) for s in sequences))
+            return sequences
+
+        def missing() -> int:
+            return len(jobs) - start
+
+        while missing():
+            sequences = self.limit.attempt(decode_next, missing)
+            for (index, sample), sequence in zip(jobs[start:], sequences, strict=False):
                 done[index][sample] = self._completion(sequence)
+            start += len(sequences)
+            tokens += sum(len(s.tokens) for s in sequences)
         return [tuple(group[k] for k in sorted(group)) for group in done]
 
     @torch.no_grad()

@@ -118,6 +118,11 @@ METRICS: dict[str, tuple[str, str]] = {
         "count",
         "Times that the token budget of a pass was halved in this step because the accelerator's memory ran out.",
     ),
+    "memory/sampling_halvings": (
+        "count",
+        "Times since the run began (evaluations included) that the number of sequences sampled at once was halved because the "
+        "accelerator's memory ran out.",
+    ),
     "memory/peak_gib": ("GiB", "Peak memory since the run began: of the accelerator, or of the process on CPU."),
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),

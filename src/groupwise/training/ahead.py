@@ -18,6 +18,7 @@ from torch import Tensor
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine, SamplingSettings, make_engine
+from groupwise.engines.base import share_limit
 from groupwise.engines.beside import Order, SamplingThread
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
@@ -104,7 +105,9 @@ class Ahead:
 
     def _own_place(self, policy: Policy) -> _Place:
         copied = PolicyCopy(policy)
-        return _Place(make_engine(copied.policy, self.config.rollout), copied)
+        engine = make_engine(copied.policy, self.config.rollout)
+        share_limit(self.engine, engine)
+        return _Place(engine, copied)
 
     def take(self, step: int, on_progress: Callable[[int, int], None] | None = None) -> tuple[Sequence[Prompt], Sampled]:
         """The step's prompts and what was sampled of them, once it is there. The batch ``ahead`` steps later is begun, with the weights

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine
-from groupwise.engines.base import close_engine, engine_metrics
+from groupwise.engines.base import close_engine, engine_metrics, tell_of_limit
 from groupwise.engines.dealt import DealtEngine
-from groupwise.errors import CheckpointError, ModelError, StoppedError, TrainingError
+from groupwise.errors import ModelError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
 from groupwise.memory import peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -101,8 +101,9 @@ class Run:
     def __post_init__(self) -> None:
         self.batches = Batches(self.config, self.prepared, self.world)
         self.notices = Notices(self.world, lambda sentence: self.trackers.say(sentence, "yellow"))
-        tokens, fixed = self.config.training.micro_batch_tokens, self.sharding.divides_weights
-        self.budget = PassBudget(tokens, fixed=fixed, tell=self.notices.note)
+        tell_of_limit(self.engine, self.notices.note)
+        tokens = self.config.training.micro_batch_tokens
+        self.budget = PassBudget(tokens, fixed=self.sharding.divides_weights, tell=self.notices.note)
         output = self.config.output
         self.writer = CheckpointWriter(
             self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background
@@ -136,6 +137,7 @@ class Run:
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
+        self.notices.exchange()
         self.evaluations.extend(results)
 
     @contextmanager
@@ -229,7 +231,7 @@ class Run:
         self.step_started = time.perf_counter()
         engine_metrics(self.engine)  # what it has to say of evaluations and the warm start belongs to no step
         if self.held.found:
-            self._refuse_to_share_a_window()
+            self.held.refuse_to_be_shared(self.world.size, self.checkpoint)
             if self.ahead is not None:
                 self.ahead.go_on(step)
             self.metrics = dict(self.held.rollout_metrics)
@@ -255,13 +257,6 @@ class Run:
         if self.config.rollout.refill_rounds:
             self.metrics["groups/sampled"] = Sum(sampled)
         return rollout
-
-    def _refuse_to_share_a_window(self) -> None:
-        if self.world.size > 1:
-            raise CheckpointError(
-                f"the checkpoint {self.checkpoint} was written between two updates of a batch, by one process, and {self.world.size} "
-                "were started: carry on with one, or from an earlier checkpoint"
-            )
 
     def learn(self, rollout: Rollout) -> Advantages:
         """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from groupwise import metrics
+from groupwise.errors import CheckpointError
 from groupwise.metrics import Metric
 from groupwise.training.credit import Advantages
 from groupwise.training.microbatches import MicroBatch, members_of
@@ -131,6 +133,14 @@ class HeldWindow:
     def found(self) -> bool:
         """Whether the checkpoint had an open window that is not taken yet."""
         return bool(self._values)
+
+    def refuse_to_be_shared(self, processes: int, checkpoint: Path | None) -> None:
+        """Raise CheckpointError where several processes would carry on inside it."""
+        if processes > 1:
+            raise CheckpointError(
+                f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} "
+                "were started: carry on with one, or from an earlier checkpoint"
+            )
 
     def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
         """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that is gone."""

@@ -19,6 +19,8 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.builtin.runner import Runner, burst_length
+from groupwise.engines.limit import RowLimit
+from groupwise.metrics import Metric
 from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
 from groupwise.models.native.calls import LANES, fits
@@ -60,17 +62,25 @@ class BuiltinEngine:
     """Implements ``groupwise.engines.base.Engine`` over a lean ``Decoder``.
 
     Args:
-        max_rows: completions decoded at once; the samples do not depend on it.
+        max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 256) -> None:
-        self.decoder, self.tokenizer, self.max_rows = decoder, tokenizer, max_rows
+        self.decoder, self.tokenizer, self.limit = decoder, tokenizer, RowLimit(max_rows)
         self.end_token_ids = frozenset(end_token_ids)
         self.policy_version = 0
+
+    @property
+    def max_rows(self) -> int:
+        return self.limit.rows
 
     def refresh(self, policy_version: int) -> None:
         """The weights are the trained ones, so only the version is noted."""
         self.policy_version = policy_version
+
+    def metrics(self) -> dict[str, Metric]:
+        """See ``engine_metrics``."""
+        return self.limit.metrics()
 
     @torch.no_grad()
     def sample(
@@ -86,16 +96,24 @@ class BuiltinEngine:
         """See ``Engine.sample``."""
         if not prompts:
             return []
-        batch = _Batch(self, prompts, samples_per_prompt, settings, seed, scope)
-        while batch.advance():
-            if on_progress:
-                on_progress(batch.finished, batch.sampled_tokens)
-        return [tuple(done[k] for k in sorted(done)) for done in batch.done]
+        done: list[dict[int, Completion]] = [{} for _ in prompts]
+        missing = len(prompts) * samples_per_prompt
+
+        def attempt() -> None:
+            nonlocal missing
+            missing = len(prompts) * samples_per_prompt - sum(map(len, done))
+            batch = _Batch(self, prompts, samples_per_prompt, settings, seed, scope, done) if missing else None
+            while batch is not None and batch.advance():
+                if on_progress:
+                    on_progress(batch.finished, batch.sampled_tokens)
+
+        self.limit.attempt(attempt, lambda: missing)
+        return [tuple(completions[k] for k in sorted(completions)) for completions in done]
 
     @torch.no_grad()
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
-        batch = _Batch(self, [prompt], 1, settings, seed, "stream")
+        batch = _Batch(self, [prompt], 1, settings, seed, "stream", [{}])
         shown = ""
         while batch.advance():
             tokens = batch.rows[0].tokens if batch.rows else batch.done[0][0].token_ids
@@ -120,19 +138,22 @@ class _Batch:
     """One call of ``sample``: the waiting line, the rows in flight, and what is done."""
 
     def __init__(
-        self, engine: BuiltinEngine, prompts: Sequence[Prompt], samples: int, settings: SamplingSettings, seed: int, scope: str
-    ) -> None:
+        self, engine: BuiltinEngine, prompts: Sequence[Prompt], samples: int, settings: SamplingSettings, seed: int, scope: str,
+        done: list[dict[int, Completion]],
+    ) -> None:  # fmt: skip
+        """``done``: by prompt and sample, what is finished already; what will be is put there."""
         self.engine, self.decoder, self.settings = engine, engine.decoder, settings
         self.seed, self.scope = seed, scope
-        self.max_rows = min(engine.max_rows, len(prompts) * samples)
-        self.max_groups = min(len(prompts), self.max_rows)
-        self.waiting = deque(_Pending(i, p, deque(range(samples))) for i, p in enumerate(prompts))
+        missing = [deque(sample for sample in range(samples) if sample not in found) for found in done]
+        self.waiting = deque(_Pending(i, p, missing[i]) for i, p in enumerate(prompts) if missing[i])
+        self.max_rows = min(engine.max_rows, sum(map(len, missing)))
+        self.max_groups = min(len(self.waiting), self.max_rows)
         self.groups: list[_Pending] = []
         self.rows: list[_Row] = []
-        self.done: list[dict[int, Completion]] = [{} for _ in prompts]
-        self.finished = 0
-        self.sampled_tokens = 0
-        longest = max(len(p.token_ids) for p in prompts)
+        self.done = done
+        self.finished = sum(map(len, done))
+        self.sampled_tokens = sum(len(c.token_ids) for found in done for c in found.values())
+        longest = max(len(pending.prompt.token_ids) for pending in self.waiting)
         self.decoder.reserve_positions(longest + settings.max_tokens)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
