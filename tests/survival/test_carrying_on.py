@@ -30,6 +30,12 @@ def go(config, letters, quiet, folder, **more):
     return train(config, rewards=letters, console=quiet, run_folder=folder, **more)
 
 
+def before_its_end(folder):
+    """The same as a run that was killed when its last checkpoint was whole."""
+    (folder / "summary.json").unlink()
+    return folder
+
+
 def steps_in(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -185,7 +191,7 @@ def test_a_folder_whose_run_was_killed_before_its_settings_were_written_is_used(
 
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
-    folder = go(config, letters, quiet, tmp_path / "run").folder
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
     state = folder / "checkpoints" / "step-4" / "state.json"
     state.write_text(state.read_text().replace('"updates": 4', '"updates": 9'))
     (folder / "checkpoints" / "step-3" / "model" / "pytorch_model.bin").write_bytes(b"planted")
@@ -197,7 +203,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(small_config, letters
 
 def test_without_a_sound_checkpoint_nothing_starts(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
-    folder = go(config, letters, quiet, tmp_path / "run").folder
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
     for manifest in folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{")
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
@@ -205,11 +211,11 @@ def test_without_a_sound_checkpoint_nothing_starts(small_config, letters, quiet,
 
 
 def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, letters, quiet, tmp_path):
-    folder = go(small_config(**EVERY), letters, quiet, tmp_path / "run").folder
+    folder = before_its_end(go(small_config(**EVERY), letters, quiet, tmp_path / "run").folder)
     other = small_config(**EVERY, optimizer={"learning_rate": 2e-3})
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes"):
         go(other, letters, quiet, folder, resume=True)
-    go(other, letters, quiet, folder, resume=True, accept_changes=True)
+    before_its_end(go(other, letters, quiet, folder, resume=True, accept_changes=True).folder)
     go(small_config(**EVERY, evaluation={"problems": 2}), letters, quiet, folder, resume=True)
 
 
@@ -229,7 +235,7 @@ def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):
     data = tmp_path / "mine.jsonl"
     data.write_text(sums.read_text())
     config = small_config(**EVERY, data={"source": str(data), "holdout": 6})
-    folder = go(config, letters, quiet, tmp_path / "run").folder
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
     data.write_text(data.read_text().replace("0 + 1 = ?", "0 + 1 is?"))
     with pytest.raises(CheckpointError, match="the data itself"):
         go(config, letters, quiet, folder, resume=True)
@@ -237,7 +243,7 @@ def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):
 
 def test_a_folder_with_a_checkpoint_says_so_and_holds_one_run_at_a_time(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
-    folder = go(config, letters, quiet, tmp_path / "run").folder
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
     with pytest.raises(ConfigError, match=r"holds a run with a checkpoint.*--resume"):
         go(config, letters, quiet, folder)
     other = RunFolder(folder)

@@ -34,7 +34,8 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run.",
+        help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run. A "
+        "finished run is left as it is.",
     ),
 ]
 AcceptChanges = Annotated[
@@ -90,7 +91,7 @@ def train(
 
     recipe, shown = find_source(source).stem, console(stderr=as_json)
     if resume and run_folder is None:
-        run_folder = _newest(config, recipe)
+        run_folder = _newest(config, recipe, shown)
     on_step = _hints(shown) if hints else None
     result = run_training(
         config, recipe=recipe, run_folder=run_folder, on_step=on_step, console=shown, resume=resume, accept_changes=accept_changes
@@ -99,11 +100,19 @@ def train(
         print_json({"folder": str(result.folder), "summary": result.summary})
 
 
-def _newest(config: Config, recipe: str) -> Path | None:
+def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
     """The run to carry on with where no folder was named on the command line; None where the settings name it."""
+    from groupwise.distributed import is_first_process
+    from groupwise.tracking.text import harmless
     from groupwise.training.resume import newest_run
 
-    return newest_run(recipe) if config.output.folder is None else None
+    if config.output.folder is not None:
+        return None
+    others: list[str] = []
+    folder = newest_run(recipe, others.append)
+    for sentence in others if is_first_process() else ():
+        shown.print(harmless(sentence, "yellow"), soft_wrap=True, highlight=False)
+    return folder
 
 
 def _hints(shown: Console) -> Callable[[StepReport], None]:

@@ -20,7 +20,12 @@ from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
 from groupwise.tracking.secrets import hide_secrets
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "base_name"]
+
+PROBES = 10
+"""Tries to lock a folder before it counts as taken."""
+EARLIER_MODEL = ".final_model.earlier.partial"
+"""The final model of an earlier end, for the moment in which the new one takes its place."""
 
 
 class RunFolder:
@@ -34,7 +39,9 @@ class RunFolder:
     checkpoints/           to carry on from
     tensorboard/, wandb/   where output.trackers asks for them
     final_model/           a Hugging Face folder
+    trained.json           while the final model is judged: all that carrying on needs, with the model, to come to the end
     summary.json           what the run came to
+    summary-step-N.json    what it had come to before it was carried on to more steps
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,23 +56,27 @@ class RunFolder:
         Raises:
             ConfigError: a run is going on in it.
         """
+        for last in (*[False] * PROBES, True):  # somebody may just be looking whether a run is going on in it
+            try:
+                self._lock = flock(self.path, shared=False)
+                return
+            except BlockingIOError:
+                if last:
+                    raise ConfigError(
+                        f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name "
+                        "another with output.folder=PATH"
+                    ) from None
+                time.sleep(0.02)
+
+    def is_in_use(self) -> bool:
+        """Whether a run is going on in it, here or in another process; False where that cannot be known."""
         try:
-            import fcntl
-        except ImportError:  # not a Unix
-            return
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = flock(self.path, shared=True)
         except BlockingIOError:
+            return True
+        if handle is not None:
             os.close(handle)
-            raise ConfigError(
-                f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name another "
-                "with output.folder=PATH"
-            ) from None
-        except OSError:
-            os.close(handle)
-            return
-        self._lock = handle
+        return False
 
     def release(self) -> None:
         if self._lock is not None:
@@ -90,6 +101,8 @@ class RunFolder:
         if not os.access(path, os.W_OK):
             raise folder.lost(path, PermissionError(13, "Permission denied"))
         folder.lock()
+        if (path / EARLIER_MODEL).is_dir() and not folder.final_model.exists():  # killed between two renames
+            os.rename(path / EARLIER_MODEL, folder.final_model)
         clear_leftovers(path)
         folder.evaluations.mkdir(exist_ok=True)
         return folder
@@ -169,6 +182,25 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def trained(self) -> Path:
+        return self.path / "trained.json"
+
+    def earlier_summary(self, steps: int) -> Path:
+        return self.path / f"summary-step-{steps}.json"
+
+    @property
+    def new_model(self) -> Path:
+        """Where a final model is written that takes the place of an earlier one; a leftover if the run is killed meanwhile."""
+        return self.path / ".final_model.new.partial"
+
+    def put_new_model(self) -> None:
+        """The earlier final model goes when the new one is in its place. Raises OSError."""
+        earlier = self.path / EARLIER_MODEL
+        os.rename(self.final_model, earlier)
+        os.rename(self.new_model, self.final_model)
+        shutil.rmtree(earlier, ignore_errors=True)
+
     def evaluation_file(self, stage: str, mode: str) -> Path:
         return self.evaluations / f"{slug(stage)}-{slug(mode)}.jsonl"
 
@@ -201,6 +233,24 @@ class RunFolder:
             f"{str(path)!r} cannot be written ({error.strerror or error}): a run needs a writable folder with free space; free "
             "some, or name another with output.folder=PATH"
         )
+
+
+def flock(path: Path, *, shared: bool) -> int | None:
+    """An open handle that holds the system's lock on ``path``; None where there is none to be had. Raises BlockingIOError: it is taken."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return None
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def make_named(path: Path) -> Path:
@@ -246,8 +296,7 @@ def clear_leftovers(path: Path) -> None:
 
 def make_default(recipe_name: str) -> Path:
     """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
-    recipe = re.sub(r"\.ya?ml$", "", Path(recipe_name).name)  # not .stem: gsm8k-1.5b-24gb has a dot of its own
-    base = f"{slug(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = f"{base_name(recipe_name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     attempt = 1
     while True:
         path = Path("runs") / (base if attempt == 1 else f"{base}-{attempt}")
@@ -258,6 +307,11 @@ def make_default(recipe_name: str) -> Path:
             if not path.exists():  # `runs` itself is a file
                 raise
             attempt += 1
+
+
+def base_name(recipe_name: str) -> str:
+    """What the folders of a recipe's runs begin with."""
+    return slug(re.sub(r"\.ya?ml$", "", Path(recipe_name).name))  # not .stem: gsm8k-1.5b-24gb has a dot of its own
 
 
 def slug(name: str) -> str:

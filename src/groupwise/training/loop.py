@@ -17,6 +17,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import open_world
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
+from groupwise.training.place import nothing_to_carry_on
 from groupwise.training.run import StepReport
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.start import start
@@ -54,7 +55,8 @@ def train(
         console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
         resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
             one that the run would have had. The new run has a folder of its own.
-        resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet.
+        resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
+            that is finished is left as it is, and what it came to is returned.
         accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
 
     Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the
@@ -63,26 +65,29 @@ def train(
     Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
     ``StoppedError`` when SIGTERM or Ctrl-C ended it, after saving.
     """
-    on_cpu = resolve_device(config.model.device).type == "cpu"
-    with open_world(on_cpu, config.training.process_timeout_s) as world, closing(
-        start(
-            config, world, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console or Console(),
-            resume_from=resume_from, resume=resume, accept_changes=accept_changes,
-        )
-    ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
-        if not run.checkpoint:
-            run.evaluate_at_start("base")
-            run.warm_start()
-        done = run.begin_learning()
-        with run.trackers.phase("GRPO", max(done, config.training.steps), "steps", done) as bar:
-            for step in range(done, config.training.steps):
-                run.renew_reference_if_due(step)
-                rollout = run.collect(step, bar)
-                advantages = run.learn(rollout)
-                bar.advance()
-                if not run.record(step, rollout, advantages, on_step):
-                    break
-                run.evaluate_if_due(step)
-                run.checkpoint_if_due(step)
-        summary = run.finish()
-    return RunResult(run.folder.path, summary)
+    on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
+    with open_world(on_cpu, config.training.process_timeout_s) as world:
+        if resume and (found := world.first_does(lambda: nothing_to_carry_on(config, run_folder, console))):
+            return RunResult(*found)
+        with closing(
+            start(
+                config, world, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console,
+                resume_from=resume_from, resume=resume, accept_changes=accept_changes,
+            )
+        ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
+            if run.is_new:
+                run.evaluate_at_start("base")
+                run.warm_start()
+            done = run.begin_learning()
+            with run.trackers.phase("GRPO", max(done, config.training.steps), "steps", done) as bar:
+                for step in range(done, config.training.steps):
+                    run.renew_reference_if_due(step)
+                    rollout = run.collect(step, bar)
+                    advantages = run.learn(rollout)
+                    bar.advance()
+                    if not run.record(step, rollout, advantages, on_step):
+                        break
+                    run.evaluate_if_due(step)
+                    run.checkpoint_if_due(step)
+            summary = run.finish()
+        return RunResult(run.folder.path, summary)

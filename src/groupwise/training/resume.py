@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,21 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
+from groupwise.tracking.run_folder import base_name
 from groupwise.tracking.secrets import hide_secrets
-from groupwise.training.checkpoint import newest_sound_checkpoint, set_damaged_aside
+from groupwise.training.checkpoint import latest_checkpoint, newest_sound_checkpoint, set_damaged_aside
 from groupwise.training.setup import Prepared
 
-__all__ = ["about_run", "check_drift", "continue_in", "drift", "earlier_evaluations", "newest_run"]
+__all__ = [
+    "about_run",
+    "check_drift",
+    "continue_in",
+    "drift",
+    "earlier_evaluations",
+    "folder_of",
+    "newest_run",
+    "unfinished_note",
+]
 
 _HARMLESS = (
     "output.",
@@ -30,6 +41,8 @@ _HARMLESS = (
     "model.gradient_checkpointing",
 )
 """Settings that leave what is learnt as it is, rounding apart."""
+_NAMED = 3
+"""Other runs that are named in one sentence."""
 
 
 def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int | None) -> dict[str, Any]:
@@ -47,17 +60,69 @@ def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int |
     }
 
 
-def newest_run(recipe: str, root: Path = Path("runs")) -> Path:
-    """The newest folder of ``recipe`` below ``root`` that is not finished.
+def folder_of(config: Config, run_folder: Path | None) -> Path | None:
+    """The run's folder where one was named, by the caller or by the settings."""
+    return run_folder or (Path(config.output.folder) if config.output.folder else None)
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A folder in which a run of some recipe was begun."""
+
+    path: Path
+    finished: bool
+    living: bool
+    """Whether it is going on at this moment."""
+    saved: Path | None
+    """What there is to carry on from."""
+
+    def in_words(self) -> str:
+        what = "going on" if self.living else f"saved up to {self.saved.name}" if self.saved else "nothing saved"
+        return f"{self.path} ({what})"
+
+
+def runs_of(recipe: str, root: Path) -> list[EarlierRun]:
+    """The runs of ``recipe`` below ``root`` in folders that were not named, newest first."""
+    named = re.compile(re.escape(base_name(recipe)) + r"-\d{8}-\d{6}(-\d+)?")
+    found = [p.parent for p in root.glob("*/config.yaml") if named.fullmatch(p.parent.name)]
+    found.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
+    return [_look(RunFolder(path)) for path in found]
+
+
+def _look(folder: RunFolder) -> EarlierRun:
+    finished = folder.summary.exists()
+    saved = None if finished else folder.final_model if folder.trained.exists() else latest_checkpoint(folder.checkpoints)
+    return EarlierRun(folder.path, finished, not finished and folder.is_in_use(), saved)
+
+
+def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs")) -> Path:
+    """The folder that ``--resume`` means: the newest run of ``recipe`` below ``root`` that is not finished, nor going on, and has
+    something to carry on from; else the newest of all. ``say`` is told of other unfinished ones.
 
     Raises CheckpointError where there is none.
     """
-    found = [p.parent for p in root.glob(f"{recipe}-*/config.yaml") if not (p.parent / "summary.json").exists()]
+    found = runs_of(recipe, root)
     if not found:
         raise CheckpointError(
-            f"no unfinished run of {recipe} was found in {str(root)!r}: name its folder with --run-folder, or start without --resume"
+            f"no run of {recipe} was found in {str(root)!r}: name its folder with --run-folder, or start without --resume"
         )
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime)
+    chosen = next((run for run in found if run.saved and not run.living), None)
+    chosen = chosen or next((run for run in found if not run.living), found[0])
+    others = [run.in_words() for run in found if run is not chosen and not run.finished]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        say(f"{chosen.path} is carried on; unfinished too: {', '.join(others[:_NAMED])}{more}. Choose with --run-folder.")
+    return chosen.path
+
+
+def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
+    """What to say before a run of ``recipe`` begins anew while an earlier one could be carried on."""
+    run = next((run for run in runs_of(recipe, root) if run.saved and not run.living), None)
+    if run is None or run.saved is None:
+        return None
+    found = re.fullmatch(r"step-(\d+)(?:-update-\d+)?", run.saved.name)
+    when = f"after step {found[1]}" if found else "before its last evaluation"
+    return f"{run.path} stopped {when}; --resume carries it on. This is a new run."
 
 
 def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | None, Path | None]:

@@ -15,25 +15,19 @@ from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.engines.base import close_engine, engine_metrics, tell_of_limit
 from groupwise.engines.dealt import DealtEngine
-from groupwise.errors import ModelError, StoppedError, TrainingError
-from groupwise.evaluation import Evaluation, build_summary, evaluate_stage
+from groupwise.errors import StoppedError, TrainingError
+from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import peak_memory_bytes
 from groupwise.metrics import Max, Mean, Metric, Sum, values
-from groupwise.models.load import Policy, save_model
+from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
 from groupwise.rollout import Rollout
 from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
 from groupwise.training.budget import PassBudget
-from groupwise.training.checkpoint import (
-    Snapshot,
-    last_good,
-    latest_checkpoint,
-    load_checkpoint,
-    read_state,
-    take_snapshot,
-)
+from groupwise.training.checkpoint import Snapshot, last_good, latest_checkpoint, load_checkpoint, read_state, take_snapshot
+from groupwise.training.ending import save_final_model, write_summary
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.notices import Notices
 from groupwise.training.resume import about_run
@@ -82,6 +76,8 @@ class Run:
     started: float
     checkpoint: Path | None = None
     """What the run carries on from."""
+    trained: bool = False
+    """Whether its final model was there already, and only has to be judged."""
     learner: Learner | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -118,6 +114,10 @@ class Run:
         close_engine(self.engine)
         self.trackers.close()
         self.folder.release()
+
+    @property
+    def is_new(self) -> bool:
+        return self.checkpoint is None and not self.trained
 
     @property
     def style(self) -> Any:
@@ -194,6 +194,11 @@ class Run:
             self.ahead = Ahead(self.config, self.world, self.policy, self.engine, self.batches.prompts, self.learner)
             self.learner.parts["ahead"] = self.ahead
         self.sharding.check()
+        if self.trained:
+            self.trackers.say(
+                f"All {self.done} steps were made, and {self.folder.final_model} is whole: what is left is to judge it."
+            )
+            return self.done
         if self.checkpoint is None:
             if self.config.warm_start.steps:  # else there is nothing yet that could be lost
                 self.checkpoint_if_due(-1)
@@ -356,6 +361,11 @@ class Run:
                 f"stopped by {number.name} before the first step: nothing was learnt yet that could be saved, so start again",
                 128 + number,
             )
+        if self.trained:  # a checkpoint would lack what had been learnt beside the weights
+            raise StoppedError(
+                f"stopped by {number.name} after the last step; {self.folder.final_model} is whole: judge it with --resume",
+                128 + number,
+            )
         saved, inside = self.save(self.done, updates), f" and {updates} updates of the next" if updates else ""
         raise StoppedError(
             f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: carry on with --resume",
@@ -371,24 +381,9 @@ class Run:
         """Judge and save the trained model, and write what the run came to."""
         if self.ahead is not None:
             self.ahead.close()
-        self.evaluate("final")
         self.sharding.check()
+        if not self.trained:
+            save_final_model(self)  # before it is judged: what ends the run meanwhile takes only the judgement with it
+        self.evaluate("final")
         peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
-        policy = self.sharding.whole_policy(self.policy)
-        return self.world.first_does(lambda: self._write_end(policy, peak))
-
-    def _write_end(self, policy: Policy, peak_bytes: float) -> dict[str, Any]:
-        try:
-            save_model(policy, self.folder.final_model)
-        except ModelError as error:
-            raise TrainingError(f"{error}; {self.saved()}") from error
-        summary = build_summary(
-            self.evaluations, time.perf_counter() - self.started, self.config, recipe=self.recipe, style=self.style,
-            folder=self.folder.path, final_model=self.folder.final_model,
-            extra={
-                "peak_memory_gib": round(peak_bytes / 2**30, 3), "processes": self.world.size, "sharding": self.sharding.name,
-            },
-        )  # fmt: skip
-        self.folder.write_summary(summary)
-        self.trackers.show_summary(summary)
-        return summary
+        return self.world.first_does(lambda: write_summary(self, peak))
