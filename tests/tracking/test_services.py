@@ -16,6 +16,7 @@ from groupwise.tracking import EVALUATION_METRICS, JsonlTracker, RunFolder, Trac
 from groupwise.tracking.aside import Aside
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
 from groupwise.training.setup import prepare
+from tests.waiting import comes
 
 
 class Judged:
@@ -211,6 +212,7 @@ def test_weights_and_biases_writes_without_a_network(tmp_path, caplog):
     config, folder = folder_with(tmp_path, "output.trackers=[jsonl, wandb]", "output.offline=true", "output.project=mine")
     three_steps_and_a_verdict(config, folder, caplog)
     (path,) = folder.path.glob("wandb/offline-run-*/*.wandb")
+    assert comes(lambda: "exit" in [r.WhichOneof("record_type") for r in wandb_records(path.read_bytes())])  # by its own process
     records = list(wandb_records(path.read_bytes()))
     (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
     assert (run.project, run.run_id, run.display_name) == ("mine", folder.tracking_id, "run")
@@ -234,6 +236,8 @@ def wandb_records(content):
             at += block - at % block
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + length > len(content):  # it is being written
+            return
         parts, at = parts + content[at + 7 : at + 7 + length], at + 7 + length
         if kind in (1, 4):  # whole, or the last part of one
             record = Record()

@@ -54,7 +54,7 @@ def test_metrics_are_one_line_a_step_readable_at_once(tmp_path):
     }
     rows = lines(folder.metrics)
     assert [row["step"] for row in rows] == [1, 2]
-    assert 0 <= rows[0]["time_s"] <= rows[1]["time_s"] < 60
+    assert 0 <= rows[0]["time_s"] <= rows[1]["time_s"]
 
 
 def test_completions_are_written_whole_with_their_scores(tmp_path):

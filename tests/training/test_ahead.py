@@ -93,11 +93,12 @@ def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config
     ids=["one", "three, mu 2, running statistics", "module", "refills", "lora, two"],
 )
 def test_who_is_faster_does_not_matter(go, monkeypatch, sections):
-    """With a sampler that is done before learning begins, one that dawdles, and one that waits for its turn: the same run."""
-    slow = go("slow", **_with_delay(monkeypatch, 0.05, sections))
-    monkeypatch.undo()
+    """With a sampler that is done before learning begins, and one that does nothing before it is waited for: the same run."""
     _sampled_at_once(monkeypatch)
-    assert same_run(slow, go("at once", **sections))
+    fast = go("at once", **sections)
+    monkeypatch.undo()
+    _sampled_when_waited_for(monkeypatch)
+    assert same_run(fast, go("when waited for", **sections))
 
 
 def _sampled_at_once(monkeypatch):
@@ -134,15 +135,19 @@ def _sampled_when_waited_for(monkeypatch):
     monkeypatch.setattr(SamplingThread, "close", close_at_last)
 
 
-def _with_delay(monkeypatch, seconds, sections):
+def _under_way_for_ever(monkeypatch, begins):
+    """From when ``begins(order)``, orders are under way until nobody wants them: whoever waits for one waits in vain."""
     serve = SamplingThread._sample
 
-    def dawdle(thread, order):
-        time.sleep(seconds)
+    def sample(thread, order):
+        if begins(order):
+            given_up = time.monotonic() + 120
+            while not thread._unwanted and time.monotonic() < given_up:
+                time.sleep(0.005)
+            assert thread._unwanted, "nobody ended it"
         return serve(thread, order)
 
-    monkeypatch.setattr(SamplingThread, "_sample", dawdle)
-    return sections
+    monkeypatch.setattr(SamplingThread, "_sample", sample)
 
 
 def test_a_learning_rate_of_almost_nothing_gives_the_synchronous_run(go):
@@ -196,10 +201,9 @@ def test_a_signal_ends_the_run_and_it_carries_on(go, monkeypatch, where, steps_a
         name = "learn" if where == "learning" else "step"
         original = getattr(Learner, name)
         monkeypatch.setattr(Learner, name, lambda self, *a, **k: (once(0), original(self, *a, **k))[1])
-    started = time.monotonic()
+    _under_way_for_ever(monkeypatch, lambda order: len(calls) >= 3)
     with pytest.raises(StoppedError, match="saved"):
-        go("run", **_with_delay(monkeypatch, 0.2, sections))
-    assert time.monotonic() - started < 10
+        go("run", **sections)
     monkeypatch.undo()
     assert same_run(whole, go("run", resume=True, **sections))
 
@@ -223,12 +227,14 @@ def test_a_reward_that_fails_ends_the_run_while_a_batch_is_sampled(go, monkeypat
     def letters(completions, **columns):
         raise ValueError("out of luck")
 
+    _under_way_for_ever(monkeypatch, lambda order: order.scope != rollout_scope(0))
     with pytest.raises(RewardError, match="out of luck"):
-        go("run", functions={"letters": letters}, **_with_delay(monkeypatch, 0.1, {"rollout": {"ahead": 2}}))
+        go("run", functions={"letters": letters}, rollout={"ahead": 2})
 
 
 def test_a_callback_that_ends_the_run_leaves_nothing_running(go, monkeypatch):
-    folder = go("run", on_step=lambda report: False, **_with_delay(monkeypatch, 0.1, {"rollout": {"ahead": 2}}))
+    _under_way_for_ever(monkeypatch, lambda order: order.scope != rollout_scope(0))
+    folder = go("run", on_step=lambda report: False, rollout={"ahead": 2})
     assert len(rows(folder)) == 1
     assert (folder / "final_model").is_dir()
 

@@ -37,7 +37,7 @@ def serve(tmp_path):
 def engine_over(tokenizer):
     """``engine_over(server, model)``: the trainer's engine; ``ends`` are its end tokens."""
 
-    def make(server, model, ends=(2, *range(5, 20)), patience_s=20.0, shared=None, **options):
+    def make(server, model, ends=(2, *range(5, 20)), patience_s=120.0, shared=None, **options):
         policy = Policy(model, tokenizer, ends, context_length=256, name="some/model")
         return VllmEngine(policy, Client(server.url, patience_s=patience_s, shared=shared), patience_s=patience_s, **options)
 

@@ -55,15 +55,19 @@ def test_a_sampler_that_broke_down_is_waited_for_until_its_server_starts_anew(
     engine = engine_over(server, tiny_llama())
     first = ids_of(engine.sample(prompts, 3, SAMPLED, seed=1, scope="s"))
 
+    broken = threading.Event()
+
     def break_down(count):
+        broken.set()
         raise Broken("vLLM broke down")
 
     def start_anew():
+        assert broken.wait(120)
         server.close()
         serve(tiny_llama(), port=server.port)
 
     server.backend.before_row = break_down
-    later = threading.Timer(0.5, start_anew)
+    later = threading.Thread(target=start_anew)
     later.start()
     assert ids_of(engine.sample(prompts, 3, SAMPLED, seed=1, scope="s")) == first
     later.join()
@@ -175,7 +179,7 @@ def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
 
     def hold(count):
         under_way.set()
-        release.wait(20)
+        release.wait(120)
 
     service = Service(ModelBackend(tiny_llama(), before_row=hold), spool=tmp_path)
     parts = list(packed_buckets(tiny_llama(), 2**28))
@@ -193,15 +197,15 @@ def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
     rows = []
     sampling = threading.Thread(target=lambda: rows.extend(service.sample("run:1", SAMPLED, [Job((3, 4), 1)], stop=[2])))
     sampling.start()
-    assert under_way.wait(20)
+    assert under_way.wait(120)
     pushing = threading.Thread(target=push, args=("run:2",))
     pushing.start()
     pushing.join(0.2)
     assert service.weights == "run:1"
     assert pushing.is_alive()
     release.set()
-    sampling.join(20)
-    pushing.join(20)
+    sampling.join(120)
+    pushing.join(120)
     assert rows[0]["weights"] == ["run:1"]
     assert service.weights == "run:2"
 
