@@ -90,4 +90,4 @@ def test_no_room_for_one_sequence_is_an_error_that_says_what_to_do(tiny_llama, t
     room_for(1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         BuiltinEngine(Decoder(tiny_llama()), tokenizer, ENDS).sample(make_prompts([4, 5]), 2, SAMPLED, seed=0, scope="s")
-    assert "lower rollout.max_completion_tokens" in caught.value.__notes__[0]
+    assert "lower the limit on completions (rollout.max_completion_tokens" in caught.value.__notes__[0]

@@ -124,6 +124,12 @@ def test_a_plan_that_just_fits_says_so():
     tight = make_plan(config, HARDWARE["rtx-4090"], limit_bytes=int(1.02 * roomy.peak.bytes))
     assert tight.fits
     assert "2% to spare" in (too_close(tight) or "")
+    assert "ends a run" not in (too_close(tight) or "")
+    divided = load_config("gsm8k-7b-8gpu", ["evaluation.problems=8", "training.micro_batch_tokens=65536"])
+    roomy = make_plan(divided, HARDWARE["a100-80gb"], world_size=8)
+    tight = make_plan(divided, HARDWARE["a100-80gb"], world_size=8, limit_bytes=int(1.02 * roomy.peak.bytes))
+    assert tight.setup.sharding == "fsdp2"
+    assert (too_close(tight) or "").endswith("since a pass that does not fit ends a run whose weights are divided")
 
 
 def test_where_nothing_fits_a_smaller_model_is_named():

@@ -47,8 +47,8 @@ class RowLimit:
                 tried = min(at_once(), self.rows)
                 if tried <= 1:
                     error.add_note(
-                        "there was no room to sample a single sequence: lower rollout.max_completion_tokens, or leave the other processes "
-                        "of this GPU less"
+                        "there was no room to sample a single sequence: lower the limit on completions (rollout.max_completion_tokens, "
+                        "evaluation.max_completion_tokens), or see what else takes the memory"
                     )
                     raise
             reclaim_memory()  # only now, since the error's frames hold on to the cache

@@ -50,8 +50,10 @@ def too_close(made: Plan) -> str | None:
     spare = 1 - made.peak.bytes / made.limit_bytes
     if not 0 <= spare < _CLOSE:
         return None
+    ends = made.setup.sharding != "none" and made.peak.name in ("reference", "learning", "output head")
     return (
         f"{spare:.0%} to spare, and a real peak may be {_CLOSE:.0%} higher than the planned one: a smaller pass or cache is safer"
+        + (", all the more since a pass that does not fit ends a run whose weights are divided" if ends else "")
     )
 
 
