@@ -1,6 +1,8 @@
 """Pictures of a run for the documentation: the live view as SVG, drawn from its numbers, and the report in a headless Chromium.
 
-python scripts/take_screenshots.py runs/quickstart-DATE-TIME docs/screenshots
+python scripts/take_screenshots.py runs/quickstart-DATE-TIME docs/screenshots --ill RUN
+
+``--ill`` names a run with a disease (``python -m tests.doctor.diseases --small --kept FOLDER`` makes some), for what the doctor finds.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,10 +28,11 @@ from tests.report.browser import Browser  # noqa: E402
 
 WIDTH = 96
 SHOTS = (
-    ("report-wide", 1200, 760, False, "#curves"),
-    ("report-group-dark", 1200, 860, True, "#group"),
-    ("report-narrow", 420, 860, False, "#before-after"),
+    ("report-wide", 1200, 975, False, "header"),
+    ("report-group-dark", 1200, 990, True, "#group"),
+    ("report-narrow", 420, 840, False, "#before-after"),
 )
+ILL = (("report-doctor", 1200, 760, False, "#findings"),)
 """Name, width, height, dark, and what stands at the top."""
 
 
@@ -43,22 +47,24 @@ def live_view(run: RunRecord, out: Path, share: float = 0.6) -> None:
         for row in steps:
             known = {name: value for name, value in row.items() if value is not None and name not in ("step", "time_s")}
             tracker.step(int(row["step"] or 0), known)
-            bar.advance()
+            bar.advance(completions=run.config.completions_per_step if run.config else 0)
         drawn.print(tracker.display)
     drawing = drawn.export_svg(title="groupwise train", unique_id="live")
     out.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawing, flags=re.DOTALL), encoding="utf-8")  # nothing is fetched
 
 
-def report(page: Path, out: Path) -> None:
+def report(page: Path, out: Path, shots: Sequence[tuple[str, int, int, bool, str]] = SHOTS) -> None:
     browser = Browser(Path(tempfile.mkdtemp()))
     try:
-        for name, width, height, dark, top in SHOTS:
+        for name, width, height, dark, top in shots:
             browser.open(page, width=width, height=height, dark=dark)
             browser.until(
                 "document.querySelectorAll('.row').length > 0 && document.querySelectorAll('#before-after pre').length > 0"
             )
             if top == "#group":
                 open_group(browser)
+            if top == "#findings":
+                browser.run("document.querySelector('#findings details').open = true")
             browser.run(f"document.querySelector('{top}').scrollIntoView()")
             time.sleep(1)  # charts are drawn when they come near the window
             browser.picture(out / f"{name}.png")
@@ -87,11 +93,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--ill", type=Path, metavar="RUN")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     live_view(read_run(chosen.run), chosen.out / "live.svg")
     with tempfile.TemporaryDirectory() as folder:
         report(write_report([chosen.run], Path(folder) / "report.html").path, chosen.out)
+        if chosen.ill:
+            report(write_report([chosen.ill], Path(folder) / "ill.html").path, chosen.out, ILL)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Make runs ill with what each rule of the doctor is about, and write what it said as a table.
 
-    python -m tests.doctor.diseases                          # all of them, a few minutes of one core
+    python -m tests.doctor.diseases                          # those of tiny models, a few minutes of one core
     python -m tests.doctor.diseases --only length stop       # those whose name has one of the words
-    python -m tests.doctor.diseases --small                  # also on the quickstart's model of 135M, much longer
+    python -m tests.doctor.diseases --small                  # those of the quickstart's model of 135M, about half an hour
     python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/doctor.md
 
 Each is a real run (or settings before a run) with the disease caused in it; a defect of the program itself is put in, and the table
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         kept = options.kept or Path(scratch)
         clinic = Clinic(kept / "models")
-        chosen = [d for d in (*HEALTHY, *DISEASES) if (options.small or not d.small) and wanted(d, options.only)]
+        chosen = [d for d in (*HEALTHY, *DISEASES) if d.small == options.small and wanted(d, options.only)]
         found = {disease: told(disease, clinic, kept) for disease in chosen}
-    text = table(found)
+    text = table(found, "python -m tests.doctor.diseases" + " --small" * options.small)
     print(text)
     if options.write:
-        write_section("diseases", text, PAGE)
+        write_section("diseases of 135M" if options.small else "diseases", text, PAGE)
     missed = [f"{disease.name}: {rule}" for disease, one in found.items() for rule in disease.rules - set(one)]
     false = [f"{disease.name}: {rule}" for disease, one in found.items() if not disease.rules for rule in ailing(one)]
     for line in [*(f"MISSED  {one}" for one in missed), *(f"FALSE ALARM  {one}" for one in false)]:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.doctor.diseases")
     made.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs whose name has one of the words")
-    made.add_argument("--small", action="store_true", help="also those of the quickstart's model of 135M")
+    made.add_argument("--small", action="store_true", help="those of the quickstart's model of 135M instead")
     made.add_argument("--kept", type=Path, metavar="FOLDER", help="where runs are kept, and not made again")
     made.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
     return made
@@ -93,8 +93,9 @@ def ailing(found: Found) -> list[str]:
     return [rule for rule, finding in found.items() if finding.severity in ("critical", "warning")]
 
 
-def table(found: Mapping[Disease, Found]) -> str:
-    """A row for each rule and run: what was done, what was said of it, whether the rule is silent on the healthy ones."""
+def table(found: Mapping[Disease, Found], command: str) -> str:
+    """A row for each rule and run: what was done, what was said of it, whether the rule is silent on the healthy ones; and what else was
+    found in each run."""
     healthy = [one for disease, one in found.items() if not disease.rules]
     rows = []
     for rule in RULES:
@@ -105,7 +106,14 @@ def table(found: Mapping[Disease, Found]) -> str:
                 rows.append(f"| `{rule.name}` | {cause(disease)} | {cell(said)} | {silent} of {len(healthy)} |")
     head = "| rule | what was done | what it said | silent on healthy runs |\n|---|---|---|---|"
     names = ", ".join(disease.name for disease in found if not disease.rules)
-    return "\n".join([head, *rows, "", f"Healthy: {names}. {stamp('python -m tests.doctor.diseases')}"])
+    return "\n".join([head, *rows, "", *also(found), f"Healthy: {names}. {stamp(command)}"])
+
+
+def also(found: Mapping[Disease, Found]) -> list[str]:
+    """What a disease of the larger model brought along: such a run has rarely one thing wrong with it."""
+    more = {d: [rule for rule in ailing(one) if rule not in d.rules] for d, one in found.items() if d.small and d.rules}
+    lines = [f"- {disease.name}: {', '.join(f'`{rule}`' for rule in rules)}" for disease, rules in more.items() if rules]
+    return ["Also found, critical findings and warnings:", "", *lines, ""] if lines else []
 
 
 def cause(disease: Disease) -> str:

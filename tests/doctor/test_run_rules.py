@@ -232,6 +232,17 @@ def test_reward_hacking_shows_without_evaluations_too(tmp_path):
     assert "accuracy in training" in findings_of(tmp_path / "run", story)["reward-hacking"].summary
 
 
+def test_a_format_reward_that_is_earned_without_the_form_is_told(tmp_path):
+    """As a real run of 135M did: it recited the tags of the system prompt, which earns them, and is not in the form."""
+    story = Story(accuracy=lambda p: 0.0, metrics=lambda step, p: {"accuracy/format": 0.0, "reward/format": 0.8 * min(1.0, 0.1 + p)},
+                  reward=lambda step, p, text, right: {"correctness": 0.0, "format": 0.8})  # fmt: skip
+    summary = findings_of(tmp_path / "run", story)["format-without-answer"].summary
+    assert "what 'format' pays" in summary
+    assert "in exactly the form asked for are 0%" in summary
+    story.accuracy = lambda p: 0.5 * p
+    assert "format-without-answer" not in findings_of(tmp_path / "right", story)
+
+
 def test_the_gravest_comes_first(tmp_path):
     story = Story(
         metrics=lambda step, p: {

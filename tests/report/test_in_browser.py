@@ -132,6 +132,90 @@ def test_a_chosen_completion_stays_marked_in_the_list(page):
     assert len(texts(browser, ".row[aria-current]")) == 1
 
 
+def test_held_out_accuracy_is_a_curve_beside_the_others_with_all_runs_in_it(page):
+    """A reward that rises while the held-out accuracy falls shows in one view."""
+    hacked = Story(evaluations=[("base", 0.5), ("step-20", 0.4), ("step-40", 0.2), ("final", 0.1)])
+    browser = page(Story(), hacked)
+    chart = "[...document.querySelectorAll('#curves figure')].find((f) => f.textContent.startsWith('evaluation/sampled_strict'))"
+    browser.run("document.getElementById('curves').scrollIntoView()")
+    browser.until(chart)
+    assert browser.run(f"{chart}.querySelectorAll('.spread').length") == 2
+    assert browser.run(f"{chart}.querySelectorAll('.run1 .dot').length") == 4
+    assert browser.run(f"{chart}.querySelectorAll('.raw').length") == 0, "an interval is no noise to be smoothed away"
+    assert re.search(r"run-1 10% \[\d+\.\d, \d+\.\d\]", browser.run(f"{chart}.textContent"))
+    steps = browser.run(
+        "[...document.querySelectorAll('#curves figure')].map((f) => "
+        "[...f.querySelectorAll('.tick[text-anchor=middle]')].map((t) => t.textContent).join())"
+    )
+    assert set(steps) == {"0,20,40,60"}, "all charts have the same steps beneath them"
+
+
+def test_every_axis_has_three_numbers_or_more(page):
+    browser = page(Story(metrics=lambda step, p: {"optimizer/grad_norm": 1.01 + 0.97 * p, "policy/loss": 1e-9 * step}))
+    browser.run("document.querySelectorAll('#curves details').forEach((d) => d.open = true)")
+    browser.until("document.querySelectorAll('#curves figure').length > 6")
+    ticks = browser.run(
+        "[...document.querySelectorAll('#curves figure')].map((f) => f.querySelectorAll('.tick[text-anchor=end]').length)"
+    )
+    assert min(ticks) >= 3
+
+
+def test_where_nothing_matches_the_filters_can_be_cleared_and_no_old_group_stays(page):
+    browser = page(Story())
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.querySelector('#group h4')")
+    set_control(browser, "Words", "not there")
+    set_control(browser, "Answer", "right")
+    browser.until("document.getElementById('nothing')")
+    assert texts(browser, "#group > *") == []
+    browser.run("document.querySelector('#nothing button').click()")
+    count(browser, 60 * GROUPS * G)
+    assert browser.run("document.querySelector('#completions [aria-label=Words]').value") == ""
+
+
+def test_by_keyboard_one_goes_on_at_the_group_that_was_opened(page):
+    browser = page(Story())
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[0].focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser.ask("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    browser.until("document.activeElement.closest('#group') !== null")
+    assert browser.run("document.activeElement.tagName") == "H3"
+    assert browser.run("document.querySelector('#group details').open"), "a short prompt is there to be read"
+
+
+def test_before_and_after_opens_on_a_problem_of_which_something_became(page):
+    browser = page(Story())
+    ready(browser)
+    assert texts(browser, "#before-after h4 .verdict") == ["wrong", "right"]
+    assert texts(browser, "#before-after del") != []
+
+
+def test_sentences_leave_names_of_settings_as_they_are(page):
+    browser = page(Story(overrides=["optimizer.precision=pure", "optimizer.learning_rate=1e-6"]))
+    told = " ".join(texts(browser, ".finding p"))
+    assert "optimizer.learning_rate is 1e-06" in told
+    assert "Optimizer.learning_rate" not in told
+
+
+def test_excerpts_cut_no_character_in_half_and_run_in_their_own_direction(page):
+    family = "👩‍👩‍👧"
+    browser = page(Story(steps=2, write=lambda step, p, group, sample, answer: Written("א" + family * 300)))
+    ready(browser)
+    shown = texts(browser, ".excerpt")[0]
+    assert shown == "א" + family * 139 + " … " + family * 70
+    assert browser.run("getComputedStyle(document.querySelector('.excerpt')).direction") == "rtl"
+
+
+def test_names_of_settings_are_not_broken_where_there_is_room(page):
+    browser = page(Story(), Story(overrides=["algorithm.sampler_correction_cap=3", "rewards.functions.1.weight=0.5"]))
+    rows = texts(browser, "#settings > .scroll tbody th")
+    assert rows == ["rewards.functions.1.weight", "algorithm.sampler_correction_cap"]
+    heights = browser.run("[...document.querySelectorAll('#settings > .scroll tbody th')].map((t) => t.offsetHeight)")
+    assert max(heights) < 40
+
+
 def test_what_a_model_wrote_is_shown_and_never_run(page):
     story = Story(
         write=lambda step, p, group, sample, answer: Written(ATTACK + str(sample)),

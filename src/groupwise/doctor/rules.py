@@ -170,7 +170,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "format-without-answer", "run", "The form is learnt, the answer is not", "warning", sampling.format_without_answer,
         "The format reward is the easier one to earn, and once every completion earns it, what is left is too seldom right to learn from.",
-        "Easier problems or a stronger model first; a lower weight for the format; more completions per prompt, so that some are right.",
+        "Easier problems or a stronger model first; a lower weight for the format; more completions per prompt, so that some are right. "
+        "Read what is paid: tags that are only recited should earn nothing.",
     ),
     Rule(
         "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,

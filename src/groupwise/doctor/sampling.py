@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from groupwise.data.answers import extract_answer
 from groupwise.doctor.examples import completions_between, three
 from groupwise.doctor.findings import Evidence
-from groupwise.doctor.windows import mean, series, worst_stretch
+from groupwise.doctor.windows import Series, mean, series, worst_stretch
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
 __all__ = [
@@ -172,19 +173,45 @@ def length_creep(run: RunRecord) -> Evidence | None:
 
 
 def format_without_answer(run: RunRecord) -> Evidence | None:
-    form, accuracy = series(run, "accuracy/format"), series(run, "accuracy/strict")
-    if len(form) < 2 * LATE_ENOUGH or form.late < 0.8 or not form.rises(by=0.2):
-        return None
+    """The share in the right form, or what a format function pays, goes to its top and the accuracy does not follow."""
+    accuracy = series(run, "accuracy/strict")
     if accuracy.late >= 0.3 or accuracy.rises(by=0.05):
         return None
-    late = completions_between(run, form.late_steps)
+    learnt = next((what for what in forms(run) if is_learnt(what[1], top=what[2])), None)
+    if learnt is None:
+        return None
+    name, form, top = learnt
+    exact = series(run, "accuracy/format").late
+    unlike = "" if name == EXACT else f"; in exactly the form asked for are {exact:.0%}: it pays for something else"
     return Evidence(
-        f"completions in the right form went from {form.early:.0%} to {form.late:.0%}, right answers from {accuracy.early:.1%} to "
-        f"{accuracy.late:.1%}",
+        f"{name} went from {form.early / top:.0%} to {form.late / top:.0%}, right answers from {accuracy.early:.1%} to "
+        f"{accuracy.late:.1%}{unlike if exact < WELL_LEARNT else ''}",
         (form.steps[0], form.steps[-1]),
-        {"format_late": form.late, "accuracy_late": accuracy.late},
-        three(late, where=lambda r: r.strict is False, remark=lambda r: f"expected {r.expected}"),
+        {"format_late": form.late / top, "accuracy_late": accuracy.late},
+        three(
+            completions_between(run, form.late_steps),
+            where=lambda r: r.strict is False,
+            remark=lambda r: f"expected {r.expected}",
+        ),
     )
+
+
+EXACT, WELL_LEARNT = "completions in the right form", 0.8
+
+
+def is_learnt(form: Series, top: float) -> bool:
+    return len(form) >= 2 * LATE_ENOUGH and top > 0 and form.late >= WELL_LEARNT * top and form.rises(by=0.2 * top)
+
+
+def forms(run: RunRecord) -> Iterator[tuple[str, Series, float]]:
+    """Signs of form and the most that each can be: the share in the form asked for, and the scores of functions named for a format, of
+    which the highest that was recorded counts as the most."""
+    yield EXACT, series(run, "accuracy/format"), 1.0
+    for metric in run.metric_names():
+        name = metric.removeprefix("reward/")
+        if name != metric and "format" in name:
+            paid = [score for r in run.completions if (score := r.components.get(name)) is not None]
+            yield f"what {name!r} pays, of the most it paid,", series(run, metric), max(paid, default=0.0)
 
 
 def sampler_mismatch(run: RunRecord) -> Evidence | None:

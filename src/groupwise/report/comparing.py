@@ -15,16 +15,20 @@ DEEPEST = 8
 
 
 def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
-    """Nested mappings as dotted paths -> values as text; lists stay whole.
+    """Nested mappings as dotted paths -> values as text; lists stay whole, but those of mappings (such as reward functions).
 
     >>> flat({"a": {"b": 1, "c": [1, 2]}, "d": None})
     {'a.b': '1', 'a.c': '[1, 2]', 'd': 'null'}
+    >>> flat({"functions": [{"weight": 2.0}, {"weight": 0.5}]})
+    {'functions.0.weight': '2.0', 'functions.1.weight': '0.5'}
     """
     if isinstance(value, Mapping) and value and depth < DEEPEST:
         found: dict[str, str] = {}
         for key, inner in value.items():
             found |= flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
         return found
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value) and depth < DEEPEST:
+        return flat({str(i): item for i, item in enumerate(value[:LONGEST])}, path, depth)
     return {path: words(value)}
 
 

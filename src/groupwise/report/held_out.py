@@ -14,7 +14,7 @@ from groupwise.report.packing import pack_json
 from groupwise.tracking.judged import condition_line
 from groupwise.tracking.reading import EvaluationRecords, RunRecord
 
-__all__ = ["asked", "comparisons", "evaluation_rows", "held_out"]
+__all__ = ["asked", "comparisons", "evaluation_curves", "evaluation_rows", "held_out"]
 
 PORTION = 100
 """Problems that are packed together."""
@@ -34,6 +34,21 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
     row["samples"] = round(len(evaluation.records) / n)
     row["tokens"] = sum(record["tokens"] for record in evaluation.records) / len(evaluation.records)
     return row
+
+
+def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, dict[str, list[float]]]:
+    """Strict held-out accuracy over the steps, by mode, with the ends of its interval as ``low`` and ``high``: what training starts
+    from (after a warm start, where there is one) stands at step 0, and the final evaluation at the last step."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        ends = {"base": 0, "warm_start": 0, "final": last_step}
+        placed = [
+            (row["step"] if row["step"] is not None else ends.get(row["stage"]), row) for row in rows if row["mode"] == mode
+        ]
+        at = {step: row["strict"] for step, row in placed if step is not None}
+        values, low, high = ([at[step][i] for step in sorted(at)] for i in range(3))
+        found[f"evaluation/{mode}_strict"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
+    return found
 
 
 def asked(run: RunRecord) -> list[str]:

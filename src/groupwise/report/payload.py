@@ -10,7 +10,7 @@ from groupwise.config import Config
 from groupwise.doctor import diagnose_run
 from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import QUANTILES, bands, curves
-from groupwise.report.held_out import asked, comparisons, evaluation_rows, held_out
+from groupwise.report.held_out import asked, comparisons, evaluation_curves, evaluation_rows, held_out
 from groupwise.report.transcripts import transcripts
 from groupwise.tracking.environment import installed_version
 from groupwise.tracking.metric_table import describe_metric
@@ -33,7 +33,7 @@ def build_payload(runs: Sequence[RunRecord], *, completions: bool = True) -> tup
         "quantiles": list(QUANTILES),
         "metrics": {name: describe_metric(name) for name in names},
         "runs": entries,
-        "settings_differences": differences([entry["settings"] for entry in entries]),
+        "settings_differences": differences([as_known(run) for run in runs]),
         "environment_differences": differences([without(entry["environment"], OWN) for entry in entries]),
     }
     return payload, blocks
@@ -48,18 +48,19 @@ def without(table: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
 
 
 def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) -> dict[str, Any]:
+    evaluations = evaluation_rows(run)
     entry: dict[str, Any] = {
         "name": run.name,
         "state": "finished" if run.summary else "not finished",
         "steps": run.last_step,
         "planned_steps": run.config.training.steps if run.config else None,
-        "seconds": max((v for _, v in run.series("time_s")), default=None),
+        "seconds": seconds(run),
         "settings": flat(run.settings) if run.settings else {},
         "chosen": chosen(run),
         "environment": flat(run.environment) if run.environment else {},
-        "curves": curves(run),
+        "curves": curves(run) | evaluation_curves(evaluations, run.last_step),
         "bands": bands(run),
-        "evaluations": evaluation_rows(run),
+        "evaluations": evaluations,
         "asked": asked(run),
         "comparisons": comparisons(run),
         "findings": [finding.to_json() for finding in diagnose_run(run)],
@@ -78,6 +79,17 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
     entry["held_out"], texts = held_out(run)
     blocks.update({f"e-{index}-{i}": text for i, text in enumerate(texts)})
     return entry
+
+
+def seconds(run: RunRecord) -> float | None:
+    """The whole run's, evaluations included, once it has finished; up to the last step before."""
+    told = (run.summary or {}).get("seconds")
+    return told if isinstance(told, (int, float)) else max((v for _, v in run.series("time_s")), default=None)
+
+
+def as_known(run: RunRecord) -> dict[str, str]:
+    """The settings with those that came since the run was made, which had their defaults."""
+    return flat(run.config.model_dump(mode="json")) if run.config else flat(run.settings) if run.settings else {}
 
 
 def chosen(run: RunRecord) -> list[str]:

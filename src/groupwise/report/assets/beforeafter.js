@@ -10,10 +10,10 @@ function beforeAfterSection() {
   if (!offered.length) return null;
   const chosen = { at: offered[0][0], before: 0, after: 0, change: 'all' };
   const controls = el('div', { class: 'controls' }), list = el('div', {});
-  let page = 0, turn = 0;
+  let page = null, turn = 0;  // null: the first problem of which something became
   const table_ = () => { const [r, m] = chosen.at.split('/').map(Number); return [r, state.data.runs[r].held_out[m]]; };
   const reset = () => { const [, held] = table_(); chosen.before = Math.max(0, held.stages.indexOf('warm_start')); chosen.after = held.stages.length - 1; };
-  const set = (key, value) => { chosen[key] = value; page = 0; if (key === 'at') reset(); draw(); };
+  const set = (key, value) => { chosen[key] = value; page = null; if (key === 'at') reset(); draw(); };
   const draw = async () => {
     const mine = ++turn, [r, held] = table_();
     const stages = held.stages.map((stage, i) => [i, stageName(stage)]);
@@ -22,6 +22,7 @@ function beforeAfterSection() {
       select('Show', [['all', 'all'], ['fixed', 'fixed'], ['broken', 'broken'], ['right', 'right both times'], ['wrong', 'wrong both times']], chosen.change, (v) => set('change', v)));
     const a = held.verdicts[chosen.before], b = held.verdicts[chosen.after];
     const found = held.problems.map((_, i) => i).filter((i) => CHANGES[chosen.change](a[i], b[i]));
+    if (page === null) page = Math.max(0, found.findIndex((i) => (a[i] === 'r') !== (b[i] === 'r')));
     page = Math.min(page, Math.max(0, found.length - 1));
     try {
       const made = found.length ? await pairOf(r, held, found[page], chosen) : el('p', {}, 'None.');

@@ -13,10 +13,19 @@ function smooth(values, weight) {
   });
 }
 
-// Round numbers that cover a range: about `count` of them.
+// Round numbers that cover a range: about `count` of them, and at least three.
 function ticks(low, high, count) {
   const span = high - low;
   if (!(span > 0) || !Number.isFinite(span)) return [low];
+  for (let finer = count; finer < 3 * count; finer++) {
+    const found = roundNumbers(low, high, finer);
+    if (found.length > 2) return found;
+  }
+  return roundNumbers(low, high, 3 * count);
+}
+
+function roundNumbers(low, high, count) {
+  const span = high - low;
   const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
   const found = [];
@@ -41,7 +50,8 @@ function positive(lists) {
 }
 
 function makeScales(stepLists, valueLists) {
-  const [firstStep, lastStep] = extent(stepLists);
+  const range = stepRange();
+  const [firstStep, lastStep] = extent([range, ...stepLists]);
   let [low, high] = extent(valueLists);
   const log = state.logarithmic && positive(valueLists);
   const of = log ? Math.log10 : (v) => v;
@@ -137,20 +147,20 @@ function frame(title, unit, about, scales, marks, steps, tell) {
 // `lines`: [{label, look, steps, values, low?, high?}]; `look` is a class that gives the colour.
 function lineChart(title, unit, about, lines) {
   const write = writer(unit);
-  const smoothed = lines.map((line) => smooth(line.values, state.smoothing));
+  const smoothed = lines.map((line) => (line.judged ? line.values : smooth(line.values, state.smoothing)));
   const shown = lines.flatMap((line) => (line.low ? [line.low, line.high] : [line.values]));
   const scales = makeScales(lines.map((line) => line.steps), shown);
   const marks = lines.map((line, i) => svg('g', { class: line.look },
     line.low ? svg('path', { class: 'spread', d: area(scales, line.steps, line.low, line.high) }) : null,
-    state.smoothing ? svg('path', { class: 'raw', d: path(scales, line.steps, line.values) }) : null,
-    line.steps.length === 1 ? svg('circle', { class: 'dot', cx: scales.x(line.steps[0]), cy: scales.y(line.values[0]), r: 3 }) : null,
+    state.smoothing && !line.judged ? svg('path', { class: 'raw', d: path(scales, line.steps, line.values) }) : null,
+    line.steps.length === 1 || line.judged ? line.steps.map((step, j) => svg('circle', { class: 'dot', cx: scales.x(step), cy: scales.y(line.values[j]), r: 3 })) : null,
     svg('path', { class: 'line', d: path(scales, line.steps, smoothed[i]) })));
   const steps = [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
   const tell = (step) => [
     el('span', { class: 'step' }, 'step ' + number(step)),
     ...lines.map((line, i) => {
       const near = nearest(line.steps, step);
-      const smoothing = state.smoothing ? ' (' + write(smoothed[i][near]) + ')' : '';
+      const smoothing = line.judged ? ' [' + [line.low[near], line.high[near]].map((v) => (100 * v).toFixed(1)).join(', ') + ']' : state.smoothing ? ' (' + write(smoothed[i][near]) + ')' : '';
       const outside = step < line.steps[0] || step > line.steps[line.steps.length - 1];
       const elsewhere = outside ? ' at step ' + number(line.steps[near]) : '';  // a shorter run is not where the pointer is
       return el('span', { class: line.look }, el('i', { class: 'swatch' }), (lines.length > 1 ? line.label + ' ' : '') + write(line.values[near]) + smoothing + elsewhere);

@@ -68,7 +68,15 @@ function completionsSection() {
   if (!state.data.runs.some((run) => run.transcripts && run.transcripts.count)) return null;
   const filter = { from: 0, to: Infinity, least: null, most: null, verdict: 'all', cut: 'all', problem: '', words: '', sort: 'order' };
   const list = el('div', {}), detail = el('div', { id: 'group' });
+  const wide = { ...filter };
   let page = 0, turn = 0;
+  const clear = () => {
+    Object.assign(filter, wide);
+    for (const box of controls.querySelectorAll('input')) box.value = '';
+    for (const box of controls.querySelectorAll('select:not([aria-label=Run])')) box.selectedIndex = 0;
+    page = 0;
+    update();
+  };
   const update = async () => {
     const mine = ++turn, alive = () => mine === turn;
     if (!state.data.runs[state.run].transcripts) { replaceChildren(list, el('p', {}, 'This run has no recorded completions.')); return; }
@@ -78,6 +86,11 @@ function completionsSection() {
       const rows = await searched(table, matching(table, filter), filter.words, alive);
       if (!alive()) return;
       page = Math.min(page, Math.max(0, Math.ceil(rows.length / PAGE) - 1));
+      if (!rows.length) {
+        replaceChildren(detail);
+        replaceChildren(list, pager(0, 0, () => {}), el('p', { id: 'nothing' }, 'Nothing matches. ', el('button', { type: 'button', click: clear }, 'clear the filters')));
+        return;
+      }
       replaceChildren(list, pager(rows.length, page, (to) => { page = to; update(); }), await rowsOf(table, rows.slice(page * PAGE, (page + 1) * PAGE), (row) => showGroup(detail, table, row)));
     } catch (error) { replaceChildren(list, el('p', { class: 'error' }, String(error.message || error))); }
   };
@@ -107,7 +120,7 @@ async function rowsOf(table, rows, open) {
   for (const i of rows) {
     const group = await groupAt(table, table.group[i]);
     const text = group.rows[i - table.firstRow[table.group[i]]].t;
-    const excerpt = text.length > 220 ? text.slice(0, 140) + ' … ' + text.slice(-70) : text;
+    const excerpt = shortened(text, 140, 70);
     const chosen = (event) => {
       for (const other of event.currentTarget.parentNode.children) other.removeAttribute('aria-current');
       event.currentTarget.setAttribute('aria-current', 'true');
@@ -116,7 +129,7 @@ async function rowsOf(table, rows, open) {
     made.push(el('button', { type: 'button', class: 'row', click: chosen },
       el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
         'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
-      el('span', { class: 'excerpt' }, excerpt)));
+      el('span', { class: 'excerpt', dir: 'auto' }, excerpt)));
   }
   return el('div', { class: 'rows' }, made);
 }

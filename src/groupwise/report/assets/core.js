@@ -3,8 +3,9 @@
 const SVG = 'http://www.w3.org/2000/svg';
 const state = { data: null, smoothing: 0.6, hidden: new Set(), run: 0, logarithmic: false };
 
+// What was written stands in <pre>, in the direction of its script.
 function el(tag, attributes, ...children) {
-  return furnish(document.createElement(tag), attributes, children);
+  return furnish(document.createElement(tag), tag === 'pre' ? { dir: 'auto', ...attributes } : attributes, children);
 }
 
 function svg(tag, attributes, ...children) {
@@ -22,6 +23,13 @@ function furnish(node, attributes, children) {
     node.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
   }
   return node;
+}
+
+// The first and the last of a text's characters, as people count them: no emoji is cut in half.
+function shortened(text, first, last) {
+  if (text.length <= first + last) return text;
+  const ends = [text.slice(0, 8 * first), text.slice(-8 * last)].map((part) => (typeof Intl.Segmenter === 'undefined' ? [...part] : [...new Intl.Segmenter().segment(part)].map((one) => one.segment)));
+  return ends[0].slice(0, first).join('') + ' … ' + ends[1].slice(-last).join('');
 }
 
 function replaceChildren(node, ...children) {

@@ -1,6 +1,6 @@
 // The section of curves: every logged metric, runs laid over each other, in groups by the part before the slash.
 
-const FIRST = ['reward', 'accuracy', 'completions', 'groups', 'policy', 'optimizer', 'speed', 'time', 'memory', 'progress'];
+const FIRST = ['reward', 'evaluation', 'accuracy', 'completions', 'groups', 'policy', 'optimizer', 'speed', 'time', 'memory', 'progress'];
 
 function metricGroups(names) {
   const groups = new Map();
@@ -17,9 +17,14 @@ function metricLines(name) {
   const lines = [];
   state.data.runs.forEach((run, i) => {
     const curve = run.curves[name];
-    if (curve && !state.hidden.has(i)) lines.push({ label: run.name, look: runClass(i), ...curve });
+    if (curve && !state.hidden.has(i)) lines.push({ label: run.name, look: runClass(i), judged: name.startsWith('evaluation/'), ...curve });
   });
   return lines;
+}
+
+// One range of steps for all charts, so that what happened at the same time stands at the same place.
+function stepRange() {
+  return extent(state.data.runs.filter((_, i) => !state.hidden.has(i)).flatMap((run) => Object.values(run.curves).map((curve) => [curve.steps[0], curve.steps.at(-1)])));
 }
 
 function unitAndMeaning(name) {
@@ -73,14 +78,14 @@ function curvesSection() {
   const body = el('div', {});
   const names = Object.keys(state.data.metrics);
   if (!names.length) return section('curves', 'Curves', 'There are no steps yet.');
-  const redraw = () => replaceChildren(body, metricGroups(names).map(([key, members]) => el('details', { open: FIRST.indexOf(key) < 6 && FIRST.includes(key) },
+  const redraw = () => replaceChildren(body, metricGroups(names).map(([key, members]) => el('details', { open: FIRST.indexOf(key) < 7 && FIRST.includes(key) },
     el('summary', {}, key + ' (' + members.length + ')'), metricGroup(members))));
   const smoothing = el('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: state.smoothing, 'aria-label': 'Smoothing',
     change: (event) => { state.smoothing = Number(event.target.value); redraw(); } });
   const log = el('input', { type: 'checkbox', change: (event) => { state.logarithmic = event.target.checked; redraw(); } });
   const controls = el('div', { class: 'controls' }, el('label', {}, 'Smoothing ', smoothing), el('label', {}, log, ' logarithmic where possible'), legend(redraw));
   redraw();
-  return section('curves', 'Curves', 'Where learning shows: reward/mean and accuracy/strict rise. What to worry about: completions/truncated rises, policy/entropy falls to 0 without a gain in accuracy, groups/zero_variance nears 100%. Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value.', controls, body);
+  return section('curves', 'Curves', 'Where learning shows: reward/mean, accuracy/strict and, on problems that are not trained on, evaluation/… rise together; a reward that rises alone is being gamed. What to worry about: completions/truncated rises, policy/entropy falls to 0 without a gain in accuracy, groups/zero_variance nears 100%. Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value.', controls, body);
 }
 
 function legend(redraw) {

@@ -1,5 +1,7 @@
 // One group in full: its scores, how they became advantages, and what each token has of them.
 
+const SHORT_PROMPT = 800;
+
 async function showGroup(place, table, row) {
   const run = state.data.runs[table.index];
   const number_ = table.group[row], first = table.firstRow[number_];
@@ -9,13 +11,14 @@ async function showGroup(place, table, row) {
   }));
   const chosen = rows[row - first];
   replaceChildren(place,
-    el('h3', {}, 'Step ' + group.step + ', problem ' + group.problem),
-    el('details', {}, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
+    el('h3', { tabindex: -1 }, 'Step ' + group.step + ', problem ' + group.problem),
+    el('details', { open: group.prompt.length <= SHORT_PROMPT }, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
     scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
     howAdvantages(run, rows), otherSteps(place, table, row),
     el('h4', {}, 'Sample ' + chosen.sample), chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
     againstAnother(rows, chosen));
   place.scrollIntoView({ block: 'nearest' });
+  place.querySelector('h3').focus({ preventScroll: true });  // whoever came by keyboard goes on from here
 }
 
 function scoresTable(run, components, rows, open, row) {

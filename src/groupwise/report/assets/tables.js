@@ -65,6 +65,11 @@ function overviewSection() {
     unread.length ? el('p', { class: 'note' }, 'Could not be read and was left out: ' + unread.join('; ') + '.') : null);
 }
 
+// A sentence begins with a capital, but not where it begins with a setting's or a metric's name.
+function sentence(text) {
+  return (/^\S*[./_]/.test(text) ? text : text[0].toUpperCase() + text.slice(1)) + '.';
+}
+
 function finding(one) {
   const examples = one.examples.map((example) => el('div', { class: 'example' },
     el('div', { class: 'note' }, example.where + (example.remark ? ' — ' + example.remark : '')), el('pre', {}, example.text)));
@@ -72,7 +77,7 @@ function finding(one) {
   const title = [el('span', { class: 'badge' }, one.severity), ' ' + one.title, steps ? el('small', {}, ' ' + steps) : null];
   const calm = one.severity === 'normal';  // what is as it should be takes one line, until somebody asks
   return el(calm ? 'details' : 'article', { class: 'finding ' + one.severity }, calm ? el('summary', {}, el('b', {}, title)) : el('h4', {}, title),
-    el('p', {}, one.summary[0].toUpperCase() + one.summary.slice(1) + '.'), el('p', { class: 'note' }, one.meaning), el('p', {}, one.severity === 'normal' ? null : el('b', {}, 'Remedy: '), one.remedy),
+    el('p', {}, sentence(one.summary)), el('p', { class: 'note' }, one.meaning), el('p', {}, one.severity === 'normal' ? null : el('b', {}, 'Remedy: '), one.remedy),
     examples.length ? el('details', {}, el('summary', {}, examples.length + (examples.length > 1 ? ' examples' : ' example')), examples) : null);
 }
 
@@ -93,7 +98,7 @@ function evaluationsSection() {
       c.both_right, c.both_wrong, c.p_value < 1e-4 ? c.p_value.toExponential(1) : c.p_value.toFixed(4)]);
     return el('div', {}, el('h3', {}, run.name),
       table(['stage', 'strict', 'lenient', 'format', 'stopped', 'mean tokens', 'problems'], rows, true),
-      run.asked.map((line) => el('p', { class: 'note' }, line)), evaluationChart(run),
+      run.asked.map((line) => el('p', { class: 'note' }, line)),
       pairs.length ? table(['problem by problem', 'fixed', 'broken', 'right both times', 'wrong both times', 'p'], pairs, true) : null,
       pairs.length ? el('p', { class: 'note' }, 'Fixed: wrong before and right after; broken: the other way round. p: how likely so uneven a split of the two would be if both stages were equally good (exact McNemar test).') : null);
   });
@@ -101,30 +106,20 @@ function evaluationsSection() {
   return parts.length ? section('evaluation', 'Evaluation', note, parts) : null;
 }
 
-// Strict accuracy with its interval, where there were evaluations in mid-run.
-function evaluationChart(run) {
-  const modes = [...new Set(run.evaluations.map((row) => row.mode))];
-  const at = (row) => (row.step !== null ? row.step : row.stage === 'final' ? run.steps : row.stage === 'warm_start' || row.stage === 'base' ? 0 : null);
-  const lines = modes.map((mode, i) => {
-    const last = new Map(run.evaluations.filter((row) => row.mode === mode && at(row) !== null).map((row) => [at(row), row]));
-    const rows = [...last].sort((a, b) => a[0] - b[0]).map(([, row]) => row);
-    return { label: mode, look: runClass(i), steps: rows.map(at), values: rows.map((r) => r.strict[0]), low: rows.map((r) => r.strict[1]), high: rows.map((r) => r.strict[2]) };
-  }).filter((line) => line.steps.length > 2);
-  if (!lines.length) return null;
-  const kept = state.smoothing;
-  state.smoothing = 0;
-  const made = lineChart('held-out strict accuracy of ' + run.name, 'share', 'With 95% intervals.', lines);
-  state.smoothing = kept;
-  return el('div', { class: 'charts' }, made);
+function differencesTable(rows, names) {
+  return named(['', ...names], rows.map((row) => [row.path, ...row.values.map((value) => (value === null ? '–' : value))]));
 }
 
-function differencesTable(rows, names) {
-  return table(['', ...names], rows.map((row) => [row.path, ...row.values.map((value) => (value === null ? '–' : value))]), false);
+// A table whose first column has names of settings, which are not broken in the middle where there is room.
+function named(head, rows) {
+  const made = table(head, rows, false);
+  made.classList.add('named');
+  return made;
 }
 
 function folded(title, rows, open) {
   if (!rows.length) return null;
-  return el('details', { open }, el('summary', {}, title + ' (' + rows.length + ')'), table(['name', 'value'], rows, false));
+  return el('details', { open }, el('summary', {}, title + ' (' + rows.length + ')'), named(['name', 'value'], rows));
 }
 
 function settingsSection() {
