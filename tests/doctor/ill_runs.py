@@ -124,8 +124,9 @@ REWARDS = (
         rewards=functions("sibilants"), optimizer={"learning_rate": 1e-3}, evaluation={"problems": 20, "every": 10, "at_start": True}),
     ill("digits are paid for", "reward-hacking", model="schooled", rewards=functions("figures"), training=steps(24),
         optimizer={"learning_rate": 4e-5}),
-    ill("problems far too hard", "format-without-answer no-variance", model="schooled_a_little", training=steps(30), optimizer={"learning_rate": 3e-5},
-        data_={"arithmetic": {"operations": ["x"], "steps": 2, "largest_number": 99}}, rollout={"max_completion_tokens": 64}),
+    ill("problems far too hard", "format-without-answer no-variance", model="schooled_a_little", training=steps(30),
+        optimizer={"learning_rate": 3e-5}, data_={"arithmetic": {"operations": ["x"], "steps": 2, "largest_number": 99}},
+        rollout={"max_completion_tokens": 64}),
 )  # fmt: skip
 
 WRITING = (
