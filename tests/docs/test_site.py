@@ -19,7 +19,7 @@ Lenient.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 
 @pytest.fixture(scope="module")
 def hooks():
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site" / "hooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -19,7 +19,8 @@ __all__ = [
     "modules_with_words", "notebook_page", "on_config", "on_files", "on_page_markdown", "outside_links", "rewritten", "with_formulas",
 ]  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 RENAMED: Mapping[str, str] = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 """Pages of the site that stand outside docs/ under another name; others keep theirs."""
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
@@ -48,6 +49,8 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
+    for asset in ("site.css", "iframe-worker.js"):
+        files.append(File.generated(config, f"assets/{asset}", abs_src_path=str(HERE / asset)))
     for source in sorted(linked_files()):
         if source.endswith(".ipynb"):
             files.append(File.generated(config, site_uri(source), content=notebook_page(source)))
