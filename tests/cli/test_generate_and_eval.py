@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -200,6 +201,8 @@ def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_
     result = groupwise("eval", tiny_model, run_folder, *words, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    for model in (tiny_model, run_folder):
+        assert f"{Path(model).name}, sampled: strict" in result.stderr, "whose figures and examples these are"
     assert [row["model"] for row in found["models"]] == [str(tiny_model), str(run_folder)]
     assert [(row["mode"], row["samples"]) for row in found["evaluations"]] == [("sampled", 3), ("greedy", 1)]
     asked = [row["conditions"] for model in found["models"] for row in model["evaluations"]]

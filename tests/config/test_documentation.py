@@ -4,6 +4,7 @@ import pytest
 
 from groupwise.config import build_config, explain, load_config, notes
 from groupwise.config.fields import OTHER_WORDS, field_paths, find_field, sections, suggest
+from groupwise.config.notes import note_on_processes
 
 
 def test_every_setting_has_a_description_and_a_type_in_plain_words():
@@ -42,6 +43,15 @@ def test_the_words_of_other_trainers_point_at_settings_that_exist_and_are_none_t
 
 def test_nothing_is_suggested_for_a_name_like_no_other():
     assert suggest("zzzzqqq") == []
+
+
+def test_prompts_that_leave_processes_waiting_are_named():
+    config = load_config(None, ["rollout.prompts_per_step=7"])
+    assert [note_on_processes(config, count) for count in (1, 7)] == [[], []]
+    (note,) = note_on_processes(config, 8)
+    assert "prompts_per_step=7 does not divide among 8 processes: the busiest has 1, and 12% of their time is waiting" in note
+    (note,) = note_on_processes(config, 2)
+    assert "the busiest has 4, and 12% of their" in note
 
 
 def test_a_plain_config_and_one_without_beta_have_no_notes():

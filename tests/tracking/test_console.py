@@ -113,6 +113,18 @@ def test_a_log_has_one_line_a_step_and_no_control_codes():
     assert any(line.startswith("evaluation, base (sampled): done, 3/3 problems in 0:00, tokens 21") for line in lines)
 
 
+@pytest.mark.parametrize(("steps", "shown"), [(2, False), (3, False), (4, True)])
+def test_a_course_is_drawn_when_there_are_points_enough_to_be_one(steps, shown):
+    console, written = terminal(width=120)
+    tracker = ConsoleTracker(console)
+    with tracker.phase("GRPO", steps, "steps") as bar:
+        for step in range(steps):
+            tracker.step(step + 1, {**METRICS, "reward/mean": 1.0 - step / steps})
+            bar.advance(1)
+        tracker.display.live.refresh()
+    assert ("█" in written()) == shown
+
+
 def test_the_summary_says_what_a_newcomer_asks():
     console, written = terminal(live=False)
     whole_run(console)

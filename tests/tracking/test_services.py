@@ -271,4 +271,7 @@ def test_trackio_has_the_rows_in_its_data_base(tmp_path, caplog, monkeypatch, ca
     rows = SQLiteStorage.get_logs("mine", "run")
     assert [(row["step"], row.get("reward/mean")) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5), (3, None)]
     assert rows[3]["evaluation/greedy_tokens"] == 33.0
-    assert capsys.readouterr().out == "", "standard output belongs to --json"
+    said = capsys.readouterr()
+    assert said.out == "", "standard output belongs to --json"
+    assert "trackio" in said.err
+    assert "\x1b" not in said.err, "a log wants no colours"

@@ -147,13 +147,17 @@ def _world(config: Config) -> AbstractContextManager[World]:
 def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Any]:
     from groupwise.cli.models import fetch_model
     from groupwise.evaluation.models import evaluate_model
-    from groupwise.tracking import Trackers, make_trackers
+    from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
+    from groupwise.tracking.judged import short_name
     from groupwise.tracking.text import harmless
 
     fetch_model(config.model_copy(update={"model": config.model.model_copy(update={"name": name})}))
     if title:
         aside.print(harmless(name, "bold"), soft_wrap=True)
-    trackers = make_trackers(config, None, aside) if world.is_first else Trackers()
+    terminal = ConsoleTracker(
+        aside, show=config.evaluation.show, judged=" ".join(short_name(name).split("\n")) if title else None
+    )
+    trackers = make_trackers(config, None, terminal) if world.is_first else Trackers()
     try:
         return evaluate_model(name, config, further=True, trackers=trackers, world=world)
     finally:

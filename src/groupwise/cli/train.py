@@ -121,7 +121,12 @@ def _hints(shown: Console) -> Callable[[StepReport], None]:
     from groupwise.tracking.text import harmless
 
     styles = {"critical": "bold red", "warning": "yellow"}
-    watch = Watch(lambda sentence, severity: shown.print(harmless(sentence, styles[severity]), soft_wrap=True, highlight=False))
+
+    def say(sentence: str, severity: str) -> None:
+        """On one line in a log; between words, in a terminal."""
+        shown.print(harmless(sentence, styles[severity]), soft_wrap=not shown.is_terminal, highlight=False)
+
+    watch = Watch(say)
     return lambda report: watch(report.folder, report.step)
 
 

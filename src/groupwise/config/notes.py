@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from groupwise.config.problems import shown
 from groupwise.config.schema import Config
 
-__all__ = ["notes"]
+__all__ = ["note_on_processes", "notes"]
 
 _LORA_RATE = 1e-5
 """Below it an adapter hardly learns."""
@@ -22,6 +22,19 @@ def notes(config: Config) -> list[str]:
     """
     parts = (_algorithm, _sampling, _data, _rewards, _optimizer, _evaluation, _output)
     return [note for part in parts for note in part(config)]
+
+
+def note_on_processes(config: Config, processes: int) -> list[str]:
+    """A sentence where some of the processes wait for others in every step, since prompts are dealt whole."""
+    prompts = config.rollout.prompts_per_step
+    most = -(-prompts // processes)
+    waiting = 1 - prompts / (most * processes)
+    if waiting == 0:
+        return []
+    return [
+        f"rollout.prompts_per_step={prompts} does not divide among {processes} processes: the busiest has {most}, and {waiting:.0%} of "
+        f"their time is waiting. A multiple of {processes} wastes nothing."
+    ]
 
 
 def _chosen(section: BaseModel, *names: str) -> list[str]:

@@ -27,18 +27,31 @@ class ConsoleTracker:
     """Follows a run on ``console``.
 
     ``live`` redraws in place; by default only where the output is a terminal that can. Otherwise there is one line a step, and
-    for other phases one every ``every_s`` seconds, without control codes. ``show`` examples follow each evaluation.
+    for other phases one every ``every_s`` seconds, without control codes. ``show`` examples follow each evaluation. ``judged``: the model
+    that `groupwise eval` judges, where there are several.
     """
 
-    def __init__(self, console: Console | None = None, *, show: int = 2, live: bool | None = None, every_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        show: int = 2,
+        live: bool | None = None,
+        every_s: float = 5.0,
+        judged: str | None = None,
+    ) -> None:
         self.console = console or Console()
-        self.show = show
+        self.show, self.judged = show, judged
         self.live = (self.console.is_terminal and not self.console.is_dumb_terminal) if live is None else live
         self.every_s = every_s
         self.display = LiveDisplay(self.console, self.text)
         self.phases: list[Phase] = []
         self.last_line_s = time.monotonic()
         self.seen: dict[tuple[str, str], EvaluationResult] = {}
+
+    def label(self, stage: str) -> str:
+        """What a stage is called; the one of ``groupwise eval`` by its model, where several are judged."""
+        return self.judged if self.judged and stage == "eval" else stage_label(stage)
 
     def text(self, content: str, style: str = "") -> Text:
         """Text that no terminal obeys and that this terminal's encoding can carry."""
@@ -118,14 +131,14 @@ class ConsoleTracker:
         self.seen[result.stage, result.mode] = result
         row = result.to_summary()
         self.print(
-            f"{stage_label(result.stage)}, {result.mode}: strict {interval(row['strict_accuracy'], row['strict_interval'])}, "
+            f"{self.label(result.stage)}, {result.mode}: strict {interval(row['strict_accuracy'], row['strict_interval'])}, "
             f"lenient {interval(row['lenient_accuracy'], row['lenient_interval'])}, format {percent(row['format_rate'])}, "
             f"stopped {percent(row['stop_rate'])}, {row['n']} problems",
             "bold",
             wrap=self.live,
         )
         for record in first_answers(result.records, self.show) if first else ():
-            self.print(transcript(record, f"{stage_label(result.stage)}: {record['problem']}", self.text))
+            self.print(transcript(record, f"{self.label(result.stage)}: {record['problem']}", self.text))
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         """The table that a run ends with, one problem before and after, where everything lies, and what to try next."""

@@ -18,6 +18,8 @@ __all__ = ["LiveDisplay", "Phase"]
 
 TREND_WIDTHS = (8, 16)
 """Blocks of a sparkline in a narrow and in a wide terminal."""
+FEWEST_POINTS = 4
+"""Steps below which there is no sparkline: two would look like a rise or a fall, whatever they are."""
 MOST_COLUMNS = 7
 LONGEST_LABEL = 30
 TRENDS = {"rewards": "reward/mean", "answers": "accuracy/strict"}
@@ -170,4 +172,4 @@ class LiveDisplay:
     def trend(self, title: str) -> list[Text]:
         """The course of what a row is about over the whole run so far, where it has one: single steps jump too much to say anything."""
         past = averaged(self.history.get(TRENDS.get(title, ""), ()), TREND_WIDTHS[0 if self.narrow else 1])
-        return [self.text(sparkline(past), "green")] if len(past) > 1 and not self.console.options.ascii_only else []
+        return [self.text(sparkline(past), "green")] if len(past) >= FEWEST_POINTS and not self.console.options.ascii_only else []

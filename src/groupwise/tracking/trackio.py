@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from groupwise.config.schema import Config
@@ -22,7 +24,7 @@ class TrackioTracker(NumericTracker):
         import trackio
 
         super().__init__(done)
-        with redirect_stdout(sys.stderr):  # it prints where to look; `--json` keeps the standard output for itself
+        with _aside():
             self.run: Any = trackio.init(
                 project=config.output.project,
                 name=folder.path.absolute().name,
@@ -39,5 +41,19 @@ class TrackioTracker(NumericTracker):
         self.run.log(dict(numbers), step=step)
 
     def close(self) -> None:
-        with redirect_stdout(sys.stderr):
+        with _aside():
             self.run.finish()
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """What it prints (where to look) goes to standard error: `--json` keeps the output for itself. Without colours in a log."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        sys.stderr.write(said.getvalue() if sys.stderr.isatty() else _COLOURS.sub("", said.getvalue()))

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from groupwise.config.notes import notes
+from groupwise.config.notes import note_on_processes, notes
 from groupwise.config.schema import Config
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
+from groupwise.distributed import world_size
 from groupwise.engines.vllm.opening import check_vllm
 from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
@@ -115,7 +116,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     def render_one(problem: Problem) -> Prompt:
         return render(problem, tokenizer, config.prompt, system)
 
-    remarks = [*notes(config), *suite.notes()]
+    remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size())]
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
