@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.scaling import _growth
+from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
 
@@ -64,3 +66,24 @@ def test_workload() -> None:
     config = step_config("")
     assert config.completions_per_step == 32
     assert (config.algorithm.beta, config.algorithm.updates_per_batch, config.rollout.max_completion_tokens) == (0.04, 1, 128)
+
+
+def test_rollouts_are_taken_by_turns_and_shorter_ones_are_found_out() -> None:
+    calls: list[Any] = []
+
+    class Sampler:
+        def __init__(self, name: str, tokens: int) -> None:
+            self.name, self.tokens = name, tokens
+
+        def sample(self, prompts: Any, samples: int, settings: Any, *, seed: int, scope: str) -> Any:
+            calls.append((self.name, seed))
+            return [(SimpleNamespace(token_ids=range(self.tokens)),) * samples] * len(prompts)
+
+        def refresh(self, version: int) -> None:
+            calls.append((self.name, "push"))
+
+    found = rollouts({"a": Sampler("a", 5), "b": Sampler("b", 5)}, [None, None], 5, 2)  # type: ignore[dict-item, list-item]
+    assert calls == [(name, seed) for seed in (0, 1, 2) for name, seed in (("a", seed), ("b", seed), ("b", "push"))]
+    assert {name: len(values) for name, values in found.items()} == {"a": 2, "b": 2, "push": 2}
+    with pytest.raises(AssertionError, match="b sampled other lengths"):
+        rollouts({"a": Sampler("a", 5), "b": Sampler("b", 4)}, [None], 5, 1)  # type: ignore[dict-item, list-item]

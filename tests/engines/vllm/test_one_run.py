@@ -117,7 +117,8 @@ def test_half_an_update_goes_with_the_run_that_sent_it(tiny_llama, tmp_path):
 def test_a_server_that_ends_lets_go_of_its_connections(serve, tiny_llama, told):
     server = serve(tiny_llama())
     server.service.tell = told.put
-    Client(server.url).hold("one", "one")
+    let_go = Client(server.url).hold("one", "one")
     assert told.get(timeout=60) == "working for one"
     server.close()
     assert told.get(timeout=60) == "one is gone"
+    let_go()
