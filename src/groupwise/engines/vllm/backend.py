@@ -256,6 +256,9 @@ class _Load:
             engine.set_weight_version(self.label)
             self.result.set_result(reports[0])
         except Exception as error:  # a worker's ValueError comes back as another type from another process
+            if type(error).__name__ == "EngineDeadError":  # vLLM's process went while nothing was asked of it
+                self.result.set_exception(Broken(f"vLLM broke down ({_brief(error)})"))
+                raise
             self.result.set_exception(ValueError(_brief(error)))
 
 
