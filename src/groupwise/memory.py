@@ -7,11 +7,13 @@ import gc
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 
 __all__ = [
+    "DEVICE_WIDE",
     "available_memory_bytes",
     "give_back_freed_memory",
     "keep_freed_memory",
@@ -19,6 +21,10 @@ __all__ = [
     "reclaim_memory",
     "release_freed_memory",
 ]
+
+DEVICE_WIDE = threading.RLock()
+"""Held by whoever captures a CUDA graph, and by whoever does what CUDA allows to nobody while another thread captures one: a second
+capture, a wait for the whole device, giving memory back."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
@@ -80,7 +86,8 @@ def reclaim_memory() -> None:
 
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with DEVICE_WIDE:
+            torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(device_type: str = "cpu") -> int:

@@ -384,5 +384,12 @@ def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
     assert item(found("rollout.vllm.cache_gib=2"), "learning", "vLLM") == weights + 2 * GIB
     elsewhere = found("rollout.vllm.url=http://127.0.0.1:8300")
     assert {i.name for phase in elsewhere for i in phase.items}.isdisjoint({"vLLM", "KV cache", "prefill", "samplers' weights"})
+    divided = make_plan(
+        load_config("gsm8k-0.5b", ["rollout.engine=vllm", "rollout.vllm.url=http://a:1", "training.sharding=fsdp2"]),
+        HARDWARE["rtx-4090"],
+        world_size=4,
+    ).phases
+    assert item(divided, "sampling", "gathered weights") == 0, "the server reads none of them"
+    assert item(divided, "learning", "gathered weights") > 0
     beside = found("rollout.ahead=1")
     assert item(beside, "learning", "samplers' weights") == 0, "its weights are the copy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,6 +13,7 @@ from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.evaluation import evaluate_model
+from groupwise.training.sharding import Replicas
 from tests.engines.vllm.model_backend import ModelBackend
 
 
@@ -85,6 +87,18 @@ def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, s
     of_whole = {s.step: [c.token_ids for g in s.groups for c in g.completions] for s in whole}
     for step in steps:
         assert [c.token_ids for g in step.groups for c in g.completions] == of_whole[step.step]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "builtin"])
+def test_only_an_engine_that_reads_the_trainer_s_weights_has_them_gathered(
+    engine, server, small_config, letters, quiet, tmp_path, monkeypatch
+):
+    """Where they are divided, whole ones would fill every GPU, for nothing."""
+    entered = []
+    monkeypatch.setattr(Replicas, "whole", lambda self: entered.append(1) or nullcontext())
+    config = small_config(rollout={"engine": engine, "vllm": {"url": server.url}}, training={"steps": 2}, data={"holdout": 2})
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert bool(entered) == (engine == "builtin")
 
 
 def test_models_are_judged_one_after_the_other_by_one_server(server, tiny_folder, small_config):

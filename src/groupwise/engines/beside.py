@@ -46,6 +46,8 @@ class Order:
     error: BaseException | None = None
     seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
+    ready: Any = None
+    """On a GPU, the event after which the engine's weights are those to sample from."""
 
 
 class SamplingThread:
@@ -64,7 +66,10 @@ class SamplingThread:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="groupwise-sampling")
             self._thread.start()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the weights were written on another stream than the thread's
+            # The weights are written on another stream than the thread's. It waits for them alone: a wait for the whole device would break
+            # a graph that the thread is capturing.
+            order.ready = torch.cuda.Event()
+            order.ready.record(torch.cuda.current_stream(self.device))
         self._orders.put(order)
 
     def wait(self, order: Order, on_progress: Callable[[int, int], None] | None = None) -> list[tuple[Completion, ...]]:
@@ -105,6 +110,8 @@ class SamplingThread:
 
         if self._unwanted:
             raise _Stopped
+        if order.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(order.ready)
         if not order.prompts:
             return []
         return order.engine.sample(

@@ -113,8 +113,13 @@ def _all_gradients(setup: Setup) -> list[Item]:
 
 def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     if setup.by_vllm:
-        sent = 2 * setup.config.rollout.vllm.bucket_mib * _MIB if setup.device == "cpu" else 0
-        return [*gathered_for_sampling(setup), Item("weights on their way", sent, "2 x rollout.vllm.bucket_mib")]
+        on_cpu = setup.device == "cpu"  # else it is not the GPU's memory that this takes
+        collected = setup.weights if on_cpu and divided(setup, "weights") else 0
+        sent = 2 * setup.config.rollout.vllm.bucket_mib * _MIB if on_cpu else 0
+        return [
+            Item("collected weights", collected, "s P, in the first process, while they are pushed"),
+            Item("weights on their way", sent, "2 x rollout.vllm.bucket_mib"),
+        ]
     shape, s = setup.shape, setup.weight_bytes
     rows = min(setup.config.rollout.max_concurrent_sequences, prompts * samples)
     if not setup.by_builtin:

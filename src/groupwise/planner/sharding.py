@@ -63,10 +63,10 @@ def gathered_for_passes(setup: Setup) -> list[Item]:
 
 
 def gathered_for_sampling(setup: Setup) -> list[Item]:
-    """All weights, beside what is held of them; with an adapter what is before and after the layers."""
+    """All weights, beside what is held of them, for an engine that reads them; with an adapter what is before and after the layers."""
     if not divided(setup, "weights"):
         return []
-    if setup.adapted and not setup.by_vllm:
+    if setup.adapted:
         return [Item("gathered weights", setup.weight_bytes * _ends(setup), "s (embedding and head), while sampling")]
     return [Item("gathered weights", setup.weights, "s P, while sampling")]
 

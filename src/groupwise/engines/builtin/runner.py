@@ -15,6 +15,7 @@ import torch
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
 from groupwise.engines.builtin.draw import Draw
+from groupwise.memory import DEVICE_WIDE
 from groupwise.models.decoder import Decoder
 
 __all__ = ["Runner", "burst_length"]
@@ -56,8 +57,8 @@ class Runner:
         """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""
         if self._captured is not step:
             self._graph = torch.cuda.CUDAGraph()
-            # It records; nothing is computed yet. Another thread that learns meanwhile may take memory.
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            # It records; nothing is computed yet. Another thread that learns meanwhile may take memory; it may not capture as well.
+            with DEVICE_WIDE, torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._once(step)
             self._captured, self._pool = step, self._graph.pool()
         self._graph.replay()

@@ -1,0 +1,104 @@
+"""Sampling in a thread beside learning on a GPU: what CUDA forbids while a graph is captured. With CUDA's calls stood in for."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.beside import Order, SamplingThread
+from groupwise.engines.builtin.runner import Runner
+from groupwise.memory import DEVICE_WIDE, reclaim_memory
+from groupwise.types import Problem, Prompt
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What was asked of CUDA, in order, with the thread that asked; a wait for the whole device fails."""
+    asked = []
+
+    def note(what):
+        asked.append((what, threading.current_thread().name))
+
+    class Event:
+        def record(self, stream):
+            note(f"record on {stream.name}")
+
+    def stream_of(device):
+        name = threading.current_thread().name
+        return SimpleNamespace(name=name, wait_event=lambda event: note("wait for the event"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: pytest.fail("the whole device was waited for"))
+    return asked
+
+
+def held_elsewhere():
+    """Whether another thread could not take the lock now."""
+    found = []
+
+    def look():
+        found.append(DEVICE_WIDE.acquire(blocking=False))
+        if found[0]:
+            DEVICE_WIDE.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return not found[0]
+
+
+def test_the_thread_waits_for_the_weights_and_for_nothing_else(cuda):
+    class Engine:
+        def sample(self, prompts, samples, settings, **how):
+            cuda.append(("sample", threading.current_thread().name))
+            return []
+
+    thread = SamplingThread(torch.device("cuda"))
+    order = Order(Engine(), [Prompt(Problem("p", "", ""), "", (1,))], 2, SamplingSettings(4), 0, "s")
+    thread.put(order)
+    thread.wait(order)
+    thread.close()
+    here, there = threading.current_thread().name, "groupwise-sampling"
+    assert cuda == [(f"record on {here}", here), ("wait for the event", there), ("sample", there)]
+
+
+def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
+    seen = []
+
+    class Graph:
+        def pool(self):
+            return "pool"
+
+        def replay(self):
+            seen.append(("replay", held_elsewhere()))
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        seen.append(("begin", held_elsewhere()))
+        yield
+        seen.append(("end", held_elsewhere()))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = Runner(None, None, None, None)
+    monkeypatch.setattr(runner, "_once", lambda step: seen.append(("record", held_elsewhere())))
+    step = object()
+    runner._replay(step)
+    runner._replay(step)
+    assert seen == [("begin", True), ("record", True), ("end", True), ("replay", False), ("replay", False)]
+
+
+def test_memory_is_given_back_with_nobody_capturing(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(held_elsewhere()))
+    reclaim_memory()
+    assert seen == [True]
