@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -96,6 +97,33 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
     assert done.returncode == 128 + signal.SIGKILL
     assert "process 1 of 2 was ended by SIGKILL" in done.stderr
     assert "another of the 2 processes is gone" in done.stderr
+
+
+def test_the_launcher_hands_a_signal_on_and_sets_no_time_for_what_is_done_about_it(tmp_path):
+    """With no time at all for processes that outlive a failed one, two that end well after a SIGTERM are waited for."""
+    script, program = tmp_path / "saves.py", tmp_path / "launches.py"
+    script.write_text(
+        "import os, signal, sys, time, pathlib\n"
+        f"folder, rank = pathlib.Path({str(tmp_path)!r}), os.environ['RANK']\n"
+        "def save(number, frame):\n"
+        "    time.sleep(1 + int(rank))\n"
+        "    (folder / f'saved-{rank}').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "(folder / f'ready-{rank}').touch()\n"
+        "time.sleep(600)\n"
+    )
+    program.write_text(
+        "import sys; from groupwise.distributed import launch; launch._GRACE_S = 0.0\n"
+        f"sys.exit(launch.launch([sys.executable, {str(script)!r}], 2))\n"
+    )
+    launcher = subprocess.Popen([sys.executable, program], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(600) == 0
+    assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
 def test_half_a_launch_is_refused(module_config, monkeypatch, tmp_path):

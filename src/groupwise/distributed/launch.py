@@ -31,19 +31,23 @@ def launch(command: Sequence[str], processes: int, environment: Mapping[str, str
         LAUNCHER: str(os.getpid()),
     }  # fmt: skip
     shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
-    # Each in a session of its own: a Ctrl-C reaches them once, through here.
-    children = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
-        for rank in range(processes)
-    ]
+    children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         for child in children:
             if child.poll() is None:
                 child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for rank in range(processes):
+            # Each in a session of its own: a Ctrl-C reaches them once, through here.
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.append(subprocess.Popen(command, env=own, start_new_session=True))
+            if received:  # while they were being started
+                forward(received[-1], None)
         return _wait(children)
     finally:
         for child in children:

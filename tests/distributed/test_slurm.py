@@ -1,0 +1,76 @@
+"""The scripts for Slurm, their real text, on a stand-in for Slurm: two nodes of one process each, on CPUs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.slurm_stand_in import directives, submit
+from tests.distributed.two_processes import rows
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+LONG_S = 600.0
+"""More than any of this takes, however busy the machine is."""
+
+
+@pytest.fixture
+def folder(small_config, tmp_path):
+    """A folder to submit from: settings of a run that goes on until it is stopped, and a reward."""
+    (tmp_path / "letters.py").write_text("from tests.tiny import lower_case_share as letters\n")
+    config = small_config(
+        training={"steps": 100_000}, rewards={"functions": [{"function": "letters.py:letters"}]}, output={"checkpoint_every": 0}
+    )
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return tmp_path
+
+
+@pytest.fixture
+def environment():
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER")) and k not in ("RANK", "WORLD_SIZE")}
+    return {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def wait_for(what, job):
+    end = time.monotonic() + LONG_S
+    while not what():
+        assert job.script.poll() is None, f"the job ended by itself, with {job.script.returncode}"
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_warning_before_the_time_is_up_lets_all_nodes_finish_their_step_and_save_it(folder, environment):
+    job = submit(
+        LAUNCH / "slurm.sh",
+        ["long.yaml"],
+        folder,
+        environment,
+        nodes="2",
+        ntasks_per_node="1",
+        cpus_per_task="1",
+        job_name="first",
+    )
+    run = folder / "runs/first"  # the next job of this name carries it on
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
+    job.time_is_nearly_up()
+    assert job.script.wait(LONG_S) == 143
+    done = rows(run / "metrics.jsonl")[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done}"]
+    (step,) = job.steps()
+    assert step["options"]["cpus-per-task"] == "1", "srun does not take it over from sbatch"
+
+
+def test_a_job_that_is_put_back_into_the_queue_keeps_its_log():
+    options = directives(LAUNCH / "slurm.sh")
+    assert "requeue" in options
+    assert options["open-mode"] == "append"
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_are_shell(script):
+    assert subprocess.run([shutil.which("bash"), "-n", script]).returncode == 0
