@@ -33,6 +33,9 @@ class ThreadWorld(World):
         self.barrier.wait()
         return everywhere
 
+    def spread(self, tensor):
+        tensor.copy_(self.gather(tensor)[0])
+
     def _add_up(self, tensor, group=None):
         total = sum(self.gather(tensor))
         tensor.copy_(total)

@@ -79,10 +79,14 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def hollow(views: Views, device: torch.device) -> None:
-    """Let the module's own parameters hold nothing, in their old shapes."""
+    """Let the module's own parameters hold nothing, in their old shapes, on ``device``."""
     for parameters in views.values():
         for parameter in parameters:
-            parameter.data = torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            nothing = torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            if parameter.is_meta:  # it takes no data of another kind of device, so the object becomes another one
+                torch.utils.swap_tensors(parameter, nn.Parameter(nothing, requires_grad=parameter.requires_grad))
+            else:
+                parameter.data = nothing
 
 
 def copy_filled(module: Any, views: Views, weights: Mapping[str, Tensor]) -> Any:

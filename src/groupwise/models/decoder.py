@@ -98,7 +98,8 @@ class Decoder:
         self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         trunk = model.model
         self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
-        tied = model.lm_head.weight.data_ptr() == self.embedding.data_ptr() or model.config.tie_word_embeddings
+        head = model.lm_head.weight
+        tied = model.config.tie_word_embeddings or (not head.is_meta and head.data_ptr() == self.embedding.data_ptr())
         if tied:
             model.lm_head.weight = trunk.embed_tokens.weight
         self.head = self.embedding if tied else self._fuse([model.lm_head.weight], trainable)

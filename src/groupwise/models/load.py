@@ -104,7 +104,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_policy(config: ModelConfig, device: str | torch.device | None = None) -> Policy:
-    """Load weights and tokenizer. ``device`` overrides ``config.device``.
+    """Load weights and tokenizer. ``device`` overrides ``config.device``; on ``meta`` no weights are read, and there are only shapes.
 
     Sampling settings of the checkpoint's generation_config (temperature, top-p, repetition penalty ...) are dropped: what is
     sampled must be the distribution that is scored.
@@ -119,7 +119,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     model = settle(_load_weights(config, _attention(config, target), target))
-    if config.quantization == "none" and config.device_map is None:  # else it was put there when it was loaded
+    if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
     _check_vocabulary(config, tokenizer, model)
     model.generation_config = GenerationConfig(
@@ -240,7 +240,23 @@ def _generation_config(config: ModelConfig) -> GenerationConfig | None:
         return None
 
 
+def _without_weights(config: ModelConfig, attention: str | None) -> PreTrainedModel:
+    """The model's modules with parameters on the meta device, and buffers, which no file has, as they are in the loaded model."""
+    from accelerate import init_empty_weights
+
+    with _explained(config, "model"), quiet(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            load_model_config(config),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+    return model
+
+
 def _load_weights(config: ModelConfig, attention: str | None, device: torch.device) -> PreTrainedModel:
+    if device.type == "meta":
+        return _without_weights(config, attention)
     how: dict[str, Any] = {}
     if (quantised := quantisation_settings(config)) is not None:
         how = {"quantization_config": quantised, "device_map": {"": device}}

@@ -29,6 +29,7 @@ from groupwise.models.scorer import Scorer
 from groupwise.training.loss_scale import LossScale
 from groupwise.training.optimizer import MasterAdamW, adds_up_itself
 from groupwise.training.sharding.divided import Divided, lean
+from groupwise.training.sharding.handing import place, read_by_one
 
 __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
 
@@ -65,23 +66,22 @@ class FSDP2(Divided):
         self.dtype = scorer.dtype
         self._optimizer: ShardedAdamW | None = None
         blocks = scorer.as_blocks()
-        world.check_equal("the weights that were read", list(blocks.parameters()))
         masters = config.optimizer.precision == "masters" and any(p.requires_grad for p in blocks.parameters())
-        self._divide(blocks, scorer.device, torch.float32 if masters else self.dtype)
+        kept, by_one = torch.float32 if masters else self.dtype, read_by_one(blocks, world)
+        self._divide(blocks, kept, lambda module: place(module, scorer.device, kept, world, by_one))
         scorer.inside = _inside(blocks)
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
 
-    def _divide(self, blocks: Blocks, device: torch.device, kept: torch.dtype) -> None:
-        """Rows in dtype ``kept``, gathered as the policy's; each layer is moved, divided and let go of before the next."""
+    def _divide(self, blocks: Blocks, kept: torch.dtype, place: Callable[[nn.Module], None] | None = None) -> None:
+        """Rows in dtype ``kept``, gathered as the policy's; each layer is placed, divided and let go of before the next."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         gathered = None if kept == self.dtype else self.dtype
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in (*blocks.layers, blocks):
-            for parameter in module.parameters(recurse=False):
-                if not parameter.is_meta:
-                    parameter.data = parameter.data.to(device, kept)
+            if place is not None:
+                place(module)
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True if module is not blocks else None)
             divided: Any = module
             divided.set_gradient_divide_factor(1.0)  # added up, not averaged: weights of tokens are shares of the whole batch
@@ -96,7 +96,7 @@ class FSDP2(Divided):
         twin = scorer.frozen_twin()
         blocks = twin.blocks
         assert blocks is not None
-        self._divide(blocks, scorer.device, self.dtype)
+        self._divide(blocks, self.dtype)
         blocks.to_empty(device=scorer.device)
         with torch.no_grad():
             for (_, mine), (_, policys) in zip(twin.named_parameters(), scorer.named_parameters(), strict=True):

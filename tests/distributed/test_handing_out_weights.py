@@ -1,0 +1,94 @@
+"""One process reads the weights; the others have shapes until they are handed theirs."""
+
+import pytest
+import torch
+
+from groupwise.errors import RankError
+from groupwise.models import load
+from groupwise.models.decoder import Decoder
+from groupwise.models.load import load_policy
+from groupwise.training.sharding import loading_device
+from groupwise.training.sharding.handing import place, read_by_one
+from tests.tiny import write_tiny_llama, write_tiny_qwen2
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["tied", "untied", "with biases"])
+def config(request, small_config, tmp_path):
+    if request.param == "with biases":
+        folder = write_tiny_qwen2(tmp_path / "model")
+    else:
+        folder = write_tiny_llama(tmp_path / "model", tie_word_embeddings=request.param == "tied")
+    return small_config(model={"name": str(folder), "dtype": "bfloat16"}).model
+
+
+def without_reading(config, monkeypatch):
+    """The model of a process that reads none, and its blocks."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights' files were opened")
+        )
+        policy = load_policy(config, "meta")
+    decoder = Decoder(policy.model, device=CPU)
+    return policy, decoder, decoder.as_blocks()
+
+
+def modules(blocks):
+    return [*blocks.layers, blocks]
+
+
+def test_a_process_that_reads_nothing_has_the_same_model_in_shape_and_takes_no_memory_for_it(config, monkeypatch):
+    read = Decoder(load_policy(config).model)
+    policy, decoder, blocks = without_reading(config, monkeypatch)
+    assert all(p.is_meta for p in blocks.parameters())
+    shapes = [(name, p.shape, p.dtype) for name, p in read.as_blocks().named_parameters()]
+    assert [(name, p.shape, p.dtype) for name, p in blocks.named_parameters()] == shapes
+    assert policy.device == policy.model.device == CPU
+    assert all(p.untyped_storage().nbytes() <= 4 for p in policy.model.parameters())
+    for one in (read, decoder):
+        one.reserve_positions(50)
+    assert all(torch.equal(*pair) for pair in zip(read.rope(torch.arange(50)), decoder.rope(torch.arange(50)), strict=True))
+
+
+def test_each_gets_the_first_ones_weights_bit_for_bit(config, monkeypatch, in_threads):
+    read, others = Decoder(load_policy(config).model).as_blocks(), without_reading(config, monkeypatch)[2]
+    expected = [p.detach().float() for p in read.parameters()]
+
+    def hand_out(world):
+        blocks = read if world.is_first else others
+        assert read_by_one(blocks, world)
+        for module in modules(blocks):
+            place(module, CPU, torch.float32, world, True)
+        return list(blocks.parameters())
+
+    for parameters in in_threads(2, hand_out):
+        assert [p.dtype for p in parameters] == [torch.float32] * len(expected)
+        assert all(p.requires_grad for p in parameters)
+        assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
+
+
+def test_other_shapes_and_other_numbers_are_found(small_config, tmp_path, monkeypatch, in_threads):
+    def blocks_of(folder):
+        return Decoder(load_policy(small_config(model={"name": str(folder)}).model).model).as_blocks()
+
+    one = write_tiny_llama(tmp_path / "one")
+    models = [blocks_of(one), blocks_of(one), blocks_of(write_tiny_llama(tmp_path / "wide", intermediate_size=56))]
+    assert in_threads(2, lambda world: read_by_one(models[world.rank], world)) == [False, False]
+    with pytest.raises(RankError, match="the model of process 1 has other tensors than that of process 0"):
+        in_threads(2, lambda world: read_by_one(models[2 * world.rank], world))
+    with torch.no_grad():
+        models[1].final_norm[0] += 1
+    with pytest.raises(RankError, match="the weights that were read of process 1"):
+        in_threads(2, lambda world: read_by_one(models[world.rank], world))
+
+
+def test_the_first_process_reads_for_all_but_where_there_is_an_adapter(small_config, in_threads):
+    def devices(**sections):
+        config = small_config(**sections)
+        return [str(device) for device in in_threads(2, lambda world: loading_device(config, world))]
+
+    assert devices(training={"sharding": "fsdp2"}) == ["cpu", "meta"]
+    assert devices(training={"sharding": "fsdp2"}, model={"lora": {"rank": 4}}) == ["cpu", "cpu"]
+    assert devices(training={"sharding": "zero3"}) == ["cpu", "cpu"]
+    assert devices(training={"sharding": "none"}) == ["None", "None"]
