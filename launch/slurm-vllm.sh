@@ -1,25 +1,33 @@
 #!/bin/bash
-# Several nodes with Slurm, of which the first samples by vLLM: sbatch launch/slurm-vllm.sh MODEL RECIPE [SETTING=VALUE ...]
-#   VLLM_PYTHON=/shared/vllm/bin/python sbatch --nodes 2 launch/slurm-vllm.sh Qwen/Qwen2.5-7B-Instruct gsm8k-7b-8gpu
-# Run here with stand-ins for Slurm's commands and for vLLM, not on a cluster. VLLM_PYTHON is the interpreter of vLLM's environment, with
-# groupwise in it (pip install --no-deps). All nodes need one folder that all see, and the model and the data fetched beforehand.
+# Several nodes with Slurm, of which the first samples by vLLM:
+#   VLLM_PYTHON=/shared/vllm/bin/python sbatch --nodes 2 --job-name first launch/slurm-vllm.sh MODEL RECIPE [SETTING=VALUE ...]
+# Not run on a cluster; a test runs this text with stand-ins for srun and vLLM (tests/distributed/test_slurm.py).
+#
+# VLLM_PYTHON is the interpreter of vLLM's environment, with groupwise in it (pip install --no-deps). What launch/slurm.sh says of folders,
+# names and networks holds here too.
 #SBATCH --job-name=groupwise
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=8
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Five minutes before the time is up TERM goes to this script (B:), which hands it to the trainers alone: they need the server to finish
+# their step, save it and end. `scancel --batch --signal=TERM JOB` does the same at any time.
 #SBATCH --signal=B:TERM@300
-# With five minutes left Slurm sends TERM to this script, which hands it on: the processes finish the step and save it.
 
 model=$1
 shift
+run_folder=${RUN_FOLDER:-runs/$SLURM_JOB_NAME}
 port=${VLLM_PORT:-8300}
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 sampler=${nodes[0]}
 trainers=$(IFS=,; echo "${nodes[*]:1}")
 
-srun --nodes 1 --ntasks 1 --nodelist "$sampler" \
-    "${VLLM_PYTHON:?name the interpreter of vLLM\'s environment}" -m groupwise.engines.vllm "$model" \
+# Step 0: the server, with all GPUs and CPUs of its node.
+srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$sampler" --gpu-bind=none \
+    --cpus-per-task=$((SLURM_CPUS_PER_TASK * SLURM_NTASKS_PER_NODE)) \
+    "${VLLM_PYTHON:?name the interpreter of the environment of vLLM}" -m groupwise.engines.vllm "$model" \
     --host 0.0.0.0 --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-8}" &
 server=$!
 trap 'kill "$server" 2>/dev/null' EXIT
@@ -28,13 +36,18 @@ until curl --silent --fail --output /dev/null "http://$sampler:$port/groupwise";
     sleep 2
 done
 
-srun --nodes $((${#nodes[@]} - 1)) --ntasks-per-node 1 --nodelist "$trainers" torchrun \
-    --nnodes $((${#nodes[@]} - 1)) --nproc-per-node 8 \
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${nodes[1]}:29500" \
-    -m groupwise train "$@" rollout.engine=vllm "rollout.vllm.url=http://$sampler:$port" \
-    --run-folder "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume &
+# Step 1: the trainers, one process for each GPU of the other nodes.
+export MASTER_ADDR=${nodes[1]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+count=$((${#nodes[@]} - 1))
+srun --nodes="$count" --ntasks=$((count * SLURM_NTASKS_PER_NODE)) --ntasks-per-node="$SLURM_NTASKS_PER_NODE" --nodelist="$trainers" \
+    --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --kill-on-bad-exit=0 --wait=120 \
+    bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+             exec python -m groupwise train "$@"' process \
+    "$@" rollout.engine=vllm "rollout.vllm.url=http://$sampler:$port" --run-folder "$run_folder" --resume &
 launched=$!
-trap 'kill -TERM "$launched"' TERM
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.1"' TERM
 wait "$launched"
 code=$?
 if kill -0 "$launched" 2>/dev/null; then # a signal came, and the processes are saving

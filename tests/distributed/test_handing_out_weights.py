@@ -90,5 +90,6 @@ def test_the_first_process_reads_for_all_but_where_there_is_an_adapter(small_con
 
     assert devices(training={"sharding": "fsdp2"}) == ["cpu", "meta"]
     assert devices(training={"sharding": "fsdp2"}, model={"lora": {"rank": 4}}) == ["cpu", "cpu"]
-    assert devices(training={"sharding": "zero3"}) == ["cpu", "cpu"]
+    assert devices(training={"sharding": "zero3"}) == ["cpu", "meta"]
+    assert devices(training={"sharding": "zero2"}) == ["None", "None"], "there each holds the weights whole"
     assert devices(training={"sharding": "none"}) == ["None", "None"]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,31 @@ def test_a_warning_before_the_time_is_up_lets_all_nodes_finish_their_step_and_sa
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done}"]
     (step,) = job.steps()
     assert step["options"]["cpus-per-task"] == "1", "srun does not take it over from sbatch"
+
+
+@pytest.mark.soak
+def test_a_node_samples_by_vllm_until_the_others_have_saved_their_step(folder, environment, tiny_folder):
+    """A transformers model is in vLLM's place, behind the same server."""
+    vllm = folder / "vllm-python"
+    vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("vllm_stand_in.py")} "$@"\n')
+    vllm.chmod(0o755)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    job = submit(
+        LAUNCH / "slurm-vllm.sh", [str(tiny_folder), "long.yaml"], folder,
+        {**environment, "VLLM_PYTHON": str(vllm), "VLLM_PORT": port, "RUN_FOLDER": "runs/mine"},
+        nodes="3", ntasks_per_node="1", cpus_per_task="1",
+    )  # fmt: skip
+    run = folder / "runs/mine"
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
+    job.time_is_nearly_up()
+    assert job.script.wait(LONG_S) == 143
+    done = rows(run / "metrics.jsonl")[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done}"]
+    server, trainers = job.steps()
+    assert (len(server["processes"]), len(trainers["processes"])) == (1, 2)
+    assert trainers["options"]["cpus-per-task"] == "1"
 
 
 def test_a_job_that_is_put_back_into_the_queue_keeps_its_log():

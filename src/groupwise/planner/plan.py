@@ -140,6 +140,8 @@ def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
         each = setup.weight_bytes * setup.shape.parameters / 2**30
         found.append(
             f"at the start each process reads the whole model into its machine's own memory: {here} x {each:.1f} GiB on one machine"
+            if setup.adapted
+            else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
         )
     if setup.world_size > setup.gpus_per_node:
         found.append(

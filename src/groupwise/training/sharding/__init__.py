@@ -42,13 +42,12 @@ def check_sharding(config: Config, hf_config: Any, processes: int | None = None)
 def loading_device(config: Config, world: World) -> torch.device | None:
     """Where the weights are read to: not the GPU, where each process shall only hold a part. None: where they are used.
 
-    With FSDP2 the first process alone reads them, and hands each its parts; the others have the meta device. An adapter begins with
-    random numbers, which all make alike, on its base's device: there all read.
+    Where they are divided the first process alone reads them, and hands each its parts; the others have the meta device. An adapter
+    begins with random numbers, which all make alike, on its base's device: there all read.
     """
-    chosen = chosen_sharding(config.training.sharding, world.size)
-    if chosen == "fsdp2" and config.model.lora is None and not world.is_first:
-        return torch.device("meta")
-    return torch.device("cpu") if chosen in ("fsdp2", "zero3") else None
+    if chosen_sharding(config.training.sharding, world.size) not in ("fsdp2", "zero3"):
+        return None
+    return torch.device("cpu" if world.is_first or config.model.lora is not None else "meta")
 
 
 def make_sharding(config: Config, world: World, scorer: Scorer) -> Sharding:

@@ -25,6 +25,7 @@ from groupwise.distributed.zero_launch import refuse_without_deepspeed
 from groupwise.models.decoder import Decoder
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.divided import Divided, lean
+from groupwise.training.sharding.handing import place, read_by_one
 from groupwise.training.sharding.zero_engine import import_deepspeed, make_engine
 from groupwise.training.sharding.zero_optimizer import ZeroAdamW
 
@@ -50,7 +51,11 @@ class Zero(Divided):
         blocks = scorer.as_blocks()
         self.learns = any(p.requires_grad for p in blocks.parameters())
         optimizer = config.optimizer if self.learns else None
-        self.engine = make_engine(self.deepspeed, self.stage, blocks, scorer.dtype, device, optimizer)
+        by_one = self.stage == 3 and read_by_one(blocks, world)
+        self.engine = make_engine(
+            self.deepspeed, self.stage, blocks, scorer.dtype, device, optimizer,
+            lambda module: place(module, device, scorer.dtype, world, by_one),
+        )  # fmt: skip
         scorer.inside = _inside(self.engine if self.learns else blocks)  # an engine without an optimiser refuses backward passes
 
     def make_optimizer(self, config: OptimizerConfig) -> ZeroAdamW:

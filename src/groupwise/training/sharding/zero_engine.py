@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -78,8 +78,10 @@ def _elements(module: torch.nn.Module) -> int:
 
 def _adamw_over(blocks: Blocks, config: OptimizerConfig) -> torch.optim.AdamW:
     """Two groups of parameters, matrices and the rest, since ``optimizer.decay`` may treat them apart."""
-    parameters = [p for p in blocks.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": [p for p in parameters if p.dim() < 2]}]
+    parameters: list[Any] = [p for p in blocks.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    for parameter in parameters:  # one that is divided is flat, and knows what it was
+        groups[len(getattr(parameter, "ds_shape", parameter.shape)) < 2]["params"].append(parameter)
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
 
 
@@ -91,18 +93,26 @@ def give_settings(groups: list[dict[str, Any]], config: OptimizerConfig) -> None
 
 
 def make_engine(
-    deepspeed: Any, stage: int, blocks: Blocks, dtype: torch.dtype, device: torch.device, optimizer: OptimizerConfig | None
+    deepspeed: Any,
+    stage: int,
+    blocks: Blocks,
+    dtype: torch.dtype,
+    device: torch.device,
+    optimizer: OptimizerConfig | None,
+    settle: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Any:
-    """For all processes at once. Without ``optimizer`` it only computes."""
+    """For all processes at once. Without ``optimizer`` it only computes. ``settle`` is called with each module before stage 3 divides it,
+    and puts its tensors where they belong."""
     config = _config(stage, blocks, dtype, device.type, optimizer.max_grad_norm if optimizer else None)
-    adamw = _adamw_over(blocks, optimizer) if optimizer else None
     with _quiet():
         if stage == 3:
-            _divide(deepspeed, blocks, config)
+            _divide(deepspeed, blocks, config, settle)
+        adamw = _adamw_over(blocks, optimizer) if optimizer else None
         return deepspeed.initialize(model=blocks, optimizer=adamw, config=config, dist_init_required=False)[0]
 
 
-def _divide(deepspeed: Any, blocks: Blocks, config: dict[str, Any]) -> None:
+def _divide(deepspeed: Any, blocks: Blocks, config: dict[str, Any], settle: Callable[[torch.nn.Module], None]) -> None:
     """A layer at a time: each is moved to its device, divided and let go of before the next."""
     for module in (*blocks.layers, blocks):
+        settle(module)
         deepspeed.zero.Init(module=module, config_dict_or_path=config)
