@@ -12,6 +12,7 @@ from groupwise.errors import CheckpointError
 from groupwise.models.load import copy_to_cpu
 from groupwise.training import checkpoint as checkpoints
 from groupwise.training import writer as writers
+from groupwise.training.start import start
 from groupwise.training.writer import CheckpointWriter
 
 
@@ -49,6 +50,18 @@ def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, l
         for changing in ("state.json", "model/adapter/adapter_config.json"):  # the setting in question; a set in any order
             one[name].pop(changing, None), other[name].pop(changing, None)
         assert one[name] == other[name]
+
+
+def test_of_divided_weights_the_critic_is_copied_too(small_config, letters, quiet, tmp_path):
+    """What is whole there is written beside the run as it is: nothing of it may be what the next step learns with."""
+    run = start(small_config(algorithm={"preset": "ppo"}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run.begin_learning()
+    run.sharding.divides_weights = True
+    snapshot = checkpoints.take_snapshot(0, run.policy, run.learner)
+    assert snapshot.is_copy
+    run.learner.critic.weight.data.add_(1)
+    assert not torch.equal(snapshot.tensors["critic.safetensors"]["weight"], run.learner.critic.weight)
+    run.close()
 
 
 def test_a_copy_shares_nothing_with_the_model_and_ties_what_is_tied(tiny_qwen2):

@@ -80,7 +80,7 @@ class Snapshot:
         if self.is_copy:
             return replace(self, policy=replace(self.policy, tokenizer=tokenizer))
         policy = replace(self.policy, model=copy_to_cpu(self.policy.model), tokenizer=tokenizer)
-        tensors = {file: {name: _copy(t) for name, t in of_file.items()} for file, of_file in self.tensors.items()}
+        tensors = {file: _copies(of_file) for file, of_file in self.tensors.items()}
         return replace(self, policy=policy, tensors=tensors, is_copy=True)
 
 
@@ -89,26 +89,27 @@ def take_snapshot(
 ) -> Snapshot:
     """The state after ``step`` steps, and ``updates`` updates of the next one. Arguments as for ``save_checkpoint``.
 
-    Where processes divide the weights, for all of them at once: the first one's is whole, and no other can be written.
+    Where processes divide the weights, for all of them at once: the first one's is whole, a copy, and no other can be written.
     """
     sharding = learner.sharding
+    copied = sharding.divides_weights  # with whole weights, which are brought together in new memory, goes a copy of the rest
     tensors: dict[str, Mapping[str, Tensor]] = {_OPTIMIZER: sharding.whole_state(learner.optimizer.state())}
     if learner.moving_reference is not None:
         tensors[_REFERENCE] = sharding.whole_state(learner.moving_reference.state())
     if learner.critic is not None:
-        tensors[_CRITIC] = learner.critic.state()
+        tensors[_CRITIC] = _copies(learner.critic.state()) if copied else learner.critic.state()
     parts = {}
     for name, part in learner.parts.items():
         of_part, parts[name] = part.checkpoint_state()
         if of_part:
-            tensors[f"part-{name}.safetensors"] = of_part
+            tensors[f"part-{name}.safetensors"] = _copies(of_part) if copied else of_part
     state = {
         "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
         "renewed_before": learner.renewed_before, "parts": parts,
         "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **(about or {}),
     }  # fmt: skip
     name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
-    return Snapshot(name, sharding.whole_policy(policy), tensors, json.dumps(state), is_copy=sharding.divides_weights)
+    return Snapshot(name, sharding.whole_policy(policy), tensors, json.dumps(state), is_copy=copied)
 
 
 def save_checkpoint(
@@ -340,8 +341,8 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
