@@ -1,11 +1,15 @@
-"""One of several processes: ``python run_ranks.py CONFIG.yaml FOLDER``. Three runs, one after the other, the last of which fails.
+"""One of several processes: ``python run_ranks.py CONFIG.yaml FOLDER [sound]``. Three runs, one after the other, the last of which
+fails (and is left out where sound ones are asked for).
 
 ``whole``: all steps, with a checkpoint on the way; ``gradient-RANK.safetensors`` has the first gradient as the optimiser got it.
-``resumed``: from that checkpoint to the end. ``failing``: the reward raises in the last process, in step 2.
+``resumed``: from that checkpoint to the end. ``failing``: the reward raises in the last process, in step 2. At the very end
+``threads-RANK.txt`` has the names of the threads that are left of exchanges.
 """
 
+import atexit
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +41,23 @@ def note_first_gradient(path):
     MasterAdamW.step = noting
 
 
+def note_threads(path):
+    """Of exchanges alone; what has ended may be in the kernel's list for a moment yet."""
+    for _ in range(100):
+        found = [name for task in Path("/proc/self/task").glob("*") if "gloo" in (name := name_of(task))]
+        if not found:
+            break
+        time.sleep(0.1)
+    path.write_text("".join(found))
+
+
+def name_of(task):
+    try:
+        return (task / "comm").read_text()
+    except OSError:
+        return ""
+
+
 class Failing:
     def __init__(self, fails):
         self.calls, self.fails = 0, fails
@@ -53,6 +74,8 @@ if __name__ == "__main__":
     config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
     rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     quiet = {"console": Console(quiet=True)}
+    if Path("/proc/self/task").exists():
+        atexit.register(note_threads, folder / f"threads-{rank}.txt")  # before groupwise registers anything: so after that
     note_first_gradient(folder / f"gradient-{rank}.safetensors")
     train(config, rewards={"letters": letters}, run_folder=folder / "whole", **quiet)
     train(
@@ -62,6 +85,8 @@ if __name__ == "__main__":
         resume_from=folder / "whole/checkpoints/step-3",
         **quiet,
     )
+    if sys.argv[3:] == ["sound"]:
+        sys.exit()
     try:
         train(config, rewards={"letters": Failing(rank == last)}, run_folder=folder / "failing", **quiet)
     except GroupwiseError as error:

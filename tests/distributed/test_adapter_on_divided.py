@@ -1,6 +1,7 @@
 """An adapter on a base of which two real processes hold a half each: the numbers of one process, that holds it whole."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def one_process(tiny_folder, sums, tmp_path_factory):
 def two_processes(request, one_process, tmp_path_factory):
     """The folder in which two processes left what run_ranks.py says."""
     config, folder = one_process[0], tmp_path_factory.mktemp(request.param)
-    launch_two(config.model_copy(update={"training": config.training.model_copy(update={"sharding": request.param})}), folder)
+    sharded = config.model_copy(update={"training": config.training.model_copy(update={"sharding": request.param})})
+    assert launch_two(sharded, folder, folder, "sound") == 0
     return folder
 
 
@@ -80,6 +82,14 @@ def test_two_processes_with_half_the_base_each_carry_on_bit_for_bit(two_processe
 def test_one_process_carries_on_from_what_two_wrote(one_process, two_processes, tmp_path):
     one = on_from_step_3(one_process[0], two_processes, tmp_path / "on")
     assert_same_numbers(numbers(one), numbers(two_processes / "whole")[3:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux which threads there are")
+def test_no_thread_of_the_exchange_is_left_at_the_end(two_processes):
+    """One that outlives the interpreter aborts it now and then, and the launcher would say that the run had failed."""
+    for rank in range(2):
+        assert (two_processes / f"threads-{rank}.txt").read_text() == ""
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

@@ -23,8 +23,11 @@ def server(tiny_folder, tmp_path):
 
 
 @pytest.mark.soak
-def test_halves_of_the_weights_are_pushed_as_a_whole(server, small_config, tmp_path):
-    sections = {"rollout": {"engine": "vllm", "vllm": {"url": server.url}}, "output": {"log_completions": 100}}
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+def test_halves_of_the_weights_are_pushed_as_a_whole(server, small_config, tmp_path, lora, ahead):
+    rollout = {"engine": "vllm", "vllm": {"url": server.url}, "ahead": ahead}
+    sections = {"rollout": rollout, "output": {"log_completions": 100}, "model": {"lora": lora}}
     one = tmp_path / "one"
     train(small_config(**sections), rewards={"letters": letters}, run_folder=one, console=Console(quiet=True))
     loads = server.service.backend.loads

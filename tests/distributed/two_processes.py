@@ -27,7 +27,7 @@ __all__ = [
 HERE = Path(__file__).parent
 
 
-def launch_two(config: Config, folder: Path, *arguments: Path, script: Path = HERE / "run_ranks.py") -> int:
+def launch_two(config: Config, folder: Path, *arguments: Path | str, script: Path = HERE / "run_ranks.py") -> int:
     """The exit code of ``script CONFIG.yaml ARGUMENTS``, by itself ``run_ranks.py CONFIG.yaml FOLDER``, in two processes at once."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -34,8 +34,6 @@ def hints(*words):
             ["training.sharding=fsdp2", ADAPTER, "model.quantization=4bit"],
             "sharding is fsdp2, which does not go with model.quantization=4bit",
         ),
-        (["training.sharding=zero2", "rollout.ahead=1"], "rollout.ahead is 1"),
-        (["training.sharding=fsdp2", "rollout.ahead=1"], "rollout.ahead is 1"),
     ],
 )
 def test_what_no_installation_could_run_is_not_planned(overrides, said):

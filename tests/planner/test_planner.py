@@ -373,6 +373,10 @@ def test_of_an_adapter_the_base_is_divided_alone_and_merged_for_sampling(mode):
     ends = 2 * (2 * shape.head + shape.width)  # embedding, an output head of its own, and the final norm
     assert of(few, "sampling", "gathered weights") == ends
     assert peak_phase(phases(few)).bytes < peak_phase(phases(whole)).bytes
+    ahead = few.changed(rollout__ahead=1)
+    assert of(ahead, "learning", "samplers' weights") == 2 * shape.parameters
+    assert of(ahead, "learning", "KV cache") == of(few, "sampling", "KV cache")
+    assert of(ahead, "learning", "merged weights") == 0
 
 
 def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():

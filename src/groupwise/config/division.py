@@ -18,11 +18,6 @@ def refuse_undividable(config: Config, way: str, architecture: str) -> None:
     """
     if way == "none":
         return
-    if config.rollout.ahead:
-        raise ConfigError(
-            f"rollout.ahead is {config.rollout.ahead}, which needs a whole copy of the weights on each process, but training.sharding "
-            f"({way}) is there because none has room for it: set rollout.ahead to 0, or training.sharding to none"
-        )
     whole = config.model.lora is None  # what learns; an adapter's states lie on each process as they do where nothing is divided
     own = _against_fsdp2(config) if way == "fsdp2" else _against_zero(config)
     for reason, remedy in (

@@ -7,7 +7,11 @@ it, chooses the backend and this process's device, and makes the process group.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import importlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,11 +99,24 @@ def _joined_to_the_end() -> None:
 
 
 def _leave() -> None:
-    """Take the process group down before the interpreter: gloo's threads, where they outlive it, abort a process that was done."""
+    """Take the process groups down before the interpreter: gloo's threads, where they outlive it, abort a process that was done.
+
+    They end with the last reference to their group, and what is left of a run has some, in circles.
+    """
     import torch.distributed as dist
 
     if _joined is not None and _joined.done and dist.is_initialized():
         dist.destroy_process_group()
+        _forget_operations()
+        gc.collect()
+
+
+def _forget_operations() -> None:
+    """What torch remembers of operations on divided tensors holds their groups too. How to make it forget is its own affair, which may
+    change with its version: where it cannot be made, a group stays, as it did before."""
+    if "torch.distributed.tensor" in sys.modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def _next_world(timeout_s: float) -> World:

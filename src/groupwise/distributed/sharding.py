@@ -36,7 +36,7 @@ class Sharding(Protocol):
         ...
 
     def whole(self) -> AbstractContextManager[None]:
-        """The policy's weights, as they are now, whole where the engine reads them: around sampling."""
+        """The policy's weights, as they are now, whole where an engine or a copy reads them. Not one inside another."""
         ...
 
     def evened(self, scorer: Any, passes: int) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""A copy of the policy that stays as it is while the policy learns: what sampling ahead samples from."""
+"""Copies of the policy that stay as they are while the policy learns: what sampling ahead samples from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from groupwise.models.adapters import is_adapted
+from groupwise.models.decoder import Decoder
+from groupwise.models.layer import Layer
 from groupwise.models.load import Policy
 
-__all__ = ["PolicyCopy"]
+__all__ = ["PolicyCopy", "WholeCopy"]
 
 
 class PolicyCopy:
@@ -47,3 +49,27 @@ class PolicyCopy:
     def _own(self) -> list[tuple[str, Any]]:
         originals = dict(self.original.named_parameters())
         return [(name, weight) for name, weight in self.policy.model.named_parameters() if weight is not originals[name]]
+
+
+class WholeCopy:
+    """A decoder with the whole weights of one whose own are divided among processes; with an adapter, the merged ones."""
+
+    def __init__(self, policy: Policy, decoder: Decoder) -> None:
+        """To be made, and to ``follow``, when the weights of ``decoder``, the policy's, are whole."""
+        self.original = decoder
+        self.policy = replace(policy, tokenizer=copy.deepcopy(policy.tokenizer))  # as above
+        self.decoder = decoder.standing_still()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The original's weights of this moment."""
+        for mine, theirs in zip(_tensors(self.decoder), _tensors(self.original), strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+
+
+def _tensors(decoder: Decoder) -> list[Tensor | None]:
+    """All that a decoder computes with, as it is now."""
+    head = [] if decoder.head is decoder.embedding else [decoder.head]
+    layers = [getattr(layer, name) for layer in decoder.layers for name in Layer.__slots__]
+    return [decoder.embedding, decoder.final_norm, *head, *layers]

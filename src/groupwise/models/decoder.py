@@ -157,6 +157,20 @@ class Decoder:
         twin._settle(self.blocks.without_weights(self.dtype))
         return twin
 
+    @torch.no_grad()
+    def standing_still(self) -> Decoder:
+        """A frozen decoder with the weights of this moment in memory of its own; for one with blocks, which are whole now."""
+
+        def own(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.detach().clone()
+
+        twin = copy.copy(self)
+        twin.blocks, twin.inside = None, None
+        twin.embedding, twin.final_norm = own(self.embedding), own(self.final_norm)
+        twin.head = twin.embedding if self.head is self.embedding else own(self.head)
+        twin.layers = [Layer(*(own(getattr(layer, name)) for name in Layer.__slots__)) for layer in self.layers]
+        return twin
+
     def _settle(self, blocks: Blocks) -> None:
         self.blocks, self.layers = blocks, list(blocks.layers)
         for name in ("embedding", "final_norm", "head"):

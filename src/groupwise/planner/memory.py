@@ -40,7 +40,7 @@ def phases(setup: Setup) -> list[Phase]:
         passing["evaluation"] = _sampling(setup, -(-(setup.config.evaluation.problems or 10**6) // setup.world_size), 1)
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)
-    beside = passing["sampling"] if setup.ahead else []  # the next batch is sampled while this one is learnt
+    beside = _beside(setup, passing["sampling"]) if setup.ahead else []
     moments = [[*items, *beside] for items in _learning(setup)]
     fullest = max(moments, key=lambda items: sum(item.bytes for item in items))
     if fullest is not moments[0]:
@@ -51,6 +51,13 @@ def phases(setup: Setup) -> list[Phase]:
     }
     found = [_phase(name, [*state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
     return [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
+
+
+def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:
+    """Of sampling, what is there while the passes run, since the next batch is sampled ahead. Divided weights are gathered for the copies
+    that it samples with, and not for longer."""
+    gathered = {"gathered weights", "merged weights"} if divided(setup, "weights") else set()
+    return [item for item in sampling if item.name not in gathered]
 
 
 def peak_phase(found: Sequence[Phase]) -> Phase:

@@ -180,7 +180,7 @@ class Setup:
     @property
     def copies(self) -> int:
         """Of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
-        own = self.merged_bytes > 0 or self.by_vllm
+        own = (self.merged_bytes > 0 and self.sharding == "none") or self.by_vllm
         return max(0, self.ahead - own)
 
     @property

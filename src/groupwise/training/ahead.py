@@ -22,10 +22,12 @@ from groupwise.engines.base import share_limit
 from groupwise.engines.beside import Order, SamplingThread
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
-from groupwise.models.copies import PolicyCopy
+from groupwise.models.copies import PolicyCopy, WholeCopy
+from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
 from groupwise.rollout import Sampled, deal_prompts, rollout_scope, rollout_settings
 from groupwise.training.learner import Learner
+from groupwise.training.sharding import Sharding
 from groupwise.types import Completion, Group, Prompt
 
 __all__ = ["Ahead"]
@@ -66,12 +68,14 @@ class _Place:
     """An engine with weights that stay as they are while it samples."""
 
     engine: Engine
-    copy: PolicyCopy | None
+    copy: PolicyCopy | WholeCopy | None
     """None where the engine has weights of its own anyway."""
 
-    def take_weights(self, version: int) -> None:
+    def take_weights(self, version: int, sharding: Sharding) -> None:
+        """For all processes at once."""
         if self.copy is not None:
-            self.copy.follow()
+            with sharding.whole():
+                self.copy.follow()
         self.engine.refresh(version)
 
 
@@ -104,8 +108,16 @@ class Ahead:
         """The run's engine with the weights as they are now, for other things than the steps' batches."""
 
     def _own_place(self, policy: Policy) -> _Place:
-        copied = PolicyCopy(policy)
-        engine = make_engine(copied.policy, self.config.rollout)
+        scorer, sharding, rollout = self.learner.scorer, self.learner.sharding, self.config.rollout
+        copied: PolicyCopy | WholeCopy
+        if sharding.divides_weights:
+            assert isinstance(scorer, Decoder)
+            with sharding.whole():
+                copied = WholeCopy(policy, scorer)
+            engine = make_engine(copied.policy, rollout, copied.decoder)
+        else:
+            copied = PolicyCopy(policy)
+            engine = make_engine(copied.policy, rollout)
         share_limit(self.engine, engine)
         return _Place(engine, copied)
 
@@ -175,7 +187,9 @@ class Ahead:
             return
         place = self._places[step % len(self._places)]
         version = self.learner.updates
-        place.take_weights(version)  # nobody samples here: the last batch that did was that of ``step``, at the latest
+        place.take_weights(
+            version, self.learner.sharding
+        )  # nobody samples here: the last batch that did was that of ``step``, at the latest
         for later in missing:
             self._batches[later] = self._order(later, step, version)
 
@@ -211,7 +225,7 @@ class Ahead:
                 tensors |= {f"batch.{batch.step}.{name}": tensor for name, tensor in _numbers(pairs).items()}
             else:
                 copied = self._places[batch.weights_of % len(self._places)].copy
-                assert copied is not None, "an engine with weights of its own was not settled"
+                assert isinstance(copied, PolicyCopy), "what cannot be sampled again from a checkpoint was not settled"
                 tensors |= {f"weights.{batch.weights_of}.{name}": tensor for name, tensor in copied.state().items()}
             rows.append(row)
         return tensors, {"ahead": self.steps, "batches": rows}
@@ -221,7 +235,8 @@ class Ahead:
         self._restored = (tensors, values) if values else None
 
     def _bring_back(self) -> None:
-        """What came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones."""
+        """What came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones, and
+        so are those of a run that did not divide its weights, where they are divided now."""
         if self._restored is None:
             return
         (tensors, values), self._restored = self._restored, None
@@ -230,9 +245,9 @@ class Ahead:
             step, weights_of = int(row["step"]), int(row["weights_of"])
             if "places" in row:
                 self._batches[step] = self._sampled_before(row, tensors)
-            elif values["ahead"] == self.steps and not self.borrows:
-                place = self._places[weights_of % len(self._places)]
-                assert place.copy is not None
+                continue
+            place = self._places[weights_of % len(self._places)]
+            if values["ahead"] == self.steps and isinstance(place.copy, PolicyCopy):
                 if weights_of not in loaded:
                     prefix = f"weights.{weights_of}."
                     place.copy.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
@@ -255,6 +270,8 @@ class Ahead:
 
 class _Patient:
     """Implements ``Engine`` over one that also samples ahead: it waits until that is done, and brings the newest weights."""
+
+    holds_weights = True
 
     def __init__(self, ahead: Ahead) -> None:
         self.ahead = ahead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from groupwise.training.notices import Notices
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
-from groupwise.training.sharding import Sharding
+from groupwise.training.sharding import Sharding, with_whole_weights
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -126,17 +126,13 @@ class Run:
     @property
     def sampler(self) -> Engine:
         """The engine with the weights of this moment."""
-        return self.engine if self.ahead is None else self.ahead.free_engine
-
-    def _weights_to_sample_from(self) -> AbstractContextManager[None]:
-        """Whole, where the engine reads the trainer's; one that has its own needs nothing of them but at `refresh`."""
-        return nullcontext() if getattr(self.engine, "holds_weights", False) else self.sharding.whole()
+        return with_whole_weights(self.engine if self.ahead is None else self.ahead.free_engine, self.sharding)
 
     def evaluate(self, stage: str) -> None:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        with self.stopping(), self._weights_to_sample_from(), self.signals.abandonable():
+        with self.stopping(), self.signals.abandonable():
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -252,7 +248,7 @@ class Run:
             bar.advance(0, completions=finished)
 
         try:
-            with self._weights_to_sample_from(), self.signals.abandonable():
+            with self.signals.abandonable():
                 ready = None if self.ahead is None else self.ahead.take(step, progress)
                 rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:

@@ -15,12 +15,13 @@ from groupwise.models.merged_decoder import MergedDecoder
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.adapted import AdapterOnDivided
 from groupwise.training.sharding.replicas import Replicas
+from groupwise.training.sharding.sampling import with_whole_weights
 
 if TYPE_CHECKING:
     from groupwise.training.sharding.fsdp2 import FSDP2
     from groupwise.training.sharding.zero import Zero
 
-__all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding"]
+__all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding", "with_whole_weights"]
 
 
 def check_sharding(config: Config, hf_config: Any, processes: int | None = None) -> None:

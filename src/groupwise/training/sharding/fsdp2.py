@@ -148,20 +148,23 @@ class FSDP2(Divided):
 
     def _gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first process's CPU; what is no piece of a parameter stays as it is. Nothing on the others."""
-        from torch.distributed.tensor import DTensor, Shard
-
         shapes, found = self._shapes(), {}
         for name, piece in pieces.items():
             shape = _of(shapes, name)
-            tensor = piece
-            if shape is not None and self._is_piece(piece, shape):
-                strides = torch.empty(shape, device="meta").stride()
-                with exchanging():
-                    divided = DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
-                    tensor = divided.full_tensor()
+            tensor = self._joined(piece, shape) if shape is not None and self._is_piece(piece, shape) else piece
             if self.world.is_first:
                 found[name] = tensor.detach().to("cpu", copy=True)
         return found
+
+    def _joined(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Each process's rows, one after the other; a message has equally many of each, and the last ones are filled up."""
+        share = -(-shape[0] // self.world.size)
+        everywhere = rows.new_empty(share * self.world.size, *shape[1:])
+        filled = everywhere.new_zeros(share, *shape[1:])
+        filled[: len(rows)] = rows
+        with exchanging():
+            torch.distributed.all_gather(list(everywhere.chunk(self.world.size)), filled, group=self.mesh.get_group())
+        return everywhere[: shape[0]]
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in self.blocks.named_parameters()}
