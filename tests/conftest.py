@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -94,4 +95,12 @@ def tiny_qwen3() -> Callable[..., PreTrainedModel]:
     """``tiny_qwen3(seed=0, **config)``: a random Qwen3 (normed q and k; heads wider than their share of the width)."""
     return lambda seed=0, **config: tiny_model(
         Qwen3Config(**{**TINY, "head_dim": 32, "tie_word_embeddings": False, **config}), seed
+    )
+
+
+@pytest.fixture
+def tiny_mistral() -> Callable[..., PreTrainedModel]:
+    """``tiny_mistral(seed=0, **config)``: a random Mistral (no sliding window; heads narrower than their share of the width)."""
+    return lambda seed=0, **config: tiny_model(
+        MistralConfig(**{**TINY, "head_dim": 8, "sliding_window": None, "tie_word_embeddings": False, **config}), seed
     )

@@ -61,6 +61,12 @@ def test_what_fsdp2_does_not_go_with_is_refused_in_a_sentence(small_config, sect
         check_fsdp2(small_config(**sections), SimpleNamespace(model_type=kind))
 
 
+def test_mistral_is_divided_but_for_the_first_with_their_sliding_windows(small_config):
+    check_fsdp2(small_config(), SimpleNamespace(model_type="mistral", sliding_window=None))
+    with pytest.raises(ConfigError, match="the architecture 'mistral with sliding windows'"):
+        check_fsdp2(small_config(), SimpleNamespace(model_type="mistral", sliding_window=4096))
+
+
 @pytest.mark.parametrize(
     "sections",
     [

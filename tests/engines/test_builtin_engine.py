@@ -23,8 +23,8 @@ ENDS = (2, 11, 60, 90)
 
 
 @pytest.fixture
-def family(request, tiny_llama, tiny_qwen2, tiny_qwen3):
-    return {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3}[request.param]
+def family(request, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral):
+    return {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "mistral": tiny_mistral}[request.param]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def scored(decoder, prompts, groups, temperature=1.0):
         return decoder.logprobs(batch, temperature)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"], indirect=True)
 def test_greedy_equals_the_librarys_generate(family, make_engine, make_prompts):
     model, prompts = family(), make_prompts(LENGTHS)
     groups = make_engine(family()).sample(prompts, 1, SamplingSettings(max_tokens=30, greedy=True), seed=0, scope="greedy")

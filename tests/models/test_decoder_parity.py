@@ -72,7 +72,7 @@ def check_parity(model: Any, temperature: float = 1.0, **options: Any) -> None:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.usefixtures("small_blocks")
 def test_packed_equals_one_completion_at_a_time(
     family: str, tied: bool, attention: str, gradient_checkpointing: bool, tiny: Callable[..., Any]
@@ -148,7 +148,7 @@ def test_without_gradients_the_logprobs_are_the_same(tiny_qwen3: Callable[..., A
         torch.testing.assert_close(decoder.logprobs(batch, 0.7), learning.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_module_sees_every_update_of_the_fused_tensors(family: str, tiny: Callable[..., Any]) -> None:
     decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_the_module_sees_every_update_of_the_fused_tensors(family: str, tiny: Ca
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_what_was_trained_is_what_is_saved(family: str, tiny: Callable[..., Any], tmp_path: Path) -> None:
     decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
     with torch.no_grad():
@@ -219,6 +219,11 @@ def test_variants_it_does_not_compute_are_told(config: dict[str, Any], reason: s
 def test_sliding_windows_are_told(tiny_qwen2: Callable[..., Any]) -> None:
     model = tiny_qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     assert "sliding-window" in (why_unsupported(model) or "")
+
+
+def test_sliding_windows_of_a_mistral_are_told(tiny_mistral: Callable[..., Any]) -> None:
+    assert why_unsupported(tiny_mistral()) is None
+    assert "sliding-window" in (why_unsupported(tiny_mistral(sliding_window=8)) or "")
 
 
 def test_scores_far_above_a_querys_own_keys_do_not_overflow() -> None:

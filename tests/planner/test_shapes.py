@@ -86,6 +86,8 @@ def test_other_architectures_have_the_weights_that_transformers_counts(family):
         ("tiny_llama", {}),
         ("tiny_qwen2", {}),
         ("tiny_qwen3", {}),
+        ("tiny_mistral", {}),
+        ("tiny_mistral", {"sliding_window": 8}),
         ("tiny_llama", {"hidden_act": "gelu"}),
         ("tiny_llama", {"mlp_bias": True}),
         ("tiny_llama", {"attention_dropout": 0.1}),

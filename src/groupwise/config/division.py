@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["DIVISIBLE", "refuse_undividable"]
+__all__ = ["DIVISIBLE", "kind_of", "refuse_undividable"]
 
-DIVISIBLE = ("llama", "qwen2", "qwen3")
+DIVISIBLE = ("llama", "qwen2", "qwen3", "mistral")
 """Architectures that can be divided: those of the lean decoder (``models/decoder.py``)."""
+
+
+def kind_of(hf_config: Any) -> str:
+    """The model's architecture, with its sliding windows where it has those of the first Mistral models, which the decoder has not."""
+    name = str(hf_config.model_type)
+    windows = name == "mistral" and getattr(hf_config, "sliding_window", None) is not None
+    return f"{name} with sliding windows" if windows else name
 
 
 def refuse_undividable(config: Config, way: str, architecture: str) -> None:
     """Raise ConfigError for settings that the trainer cannot divide in this way, whatever is installed.
 
-    ``way``: ``none``, which goes with everything, ``fsdp2``, ``zero2`` or ``zero3``. ``architecture``: the model's ``model_type``.
+    ``way``: ``none``, which goes with everything, ``fsdp2``, ``zero2`` or ``zero3``. ``architecture``: as ``kind_of`` has it.
     """
     if way == "none":
         return

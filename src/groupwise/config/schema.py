@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. 1 by default: then the distribution sampled is exactly the one scored."""
     engine: Literal["auto", "builtin", "transformers", "vllm"] = "auto"
-    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3). `transformers`: any causal model by its own
+    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral). `transformers`: any causal model by its own
     module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after every
     update; `algorithm.sampler_correction` is then `token` unless it is set."""
     vllm: VllmConfig = VllmConfig()

@@ -1,4 +1,4 @@
-"""A lean decoder over the parameters of a Llama, Qwen2, Qwen2.5 or Qwen3 model of the transformers library.
+"""A lean decoder over the parameters of a Llama, Qwen2, Qwen2.5, Qwen3 or Mistral model of the transformers library.
 
 It owns the trainable tensors: projections that read the same input are fused into one (query, key and value; gate and up), and the
 library's module is re-pointed at views of them. So the module, the sampler and the trainer hold the very same memory: an optimiser
@@ -26,7 +26,7 @@ from groupwise.models.ops import rms_norm
 
 __all__ = ["FAMILIES", "Decoder", "layer_sources", "why_unsupported"]
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -42,7 +42,10 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
         return f"activation {config.hidden_act!r} is not silu"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "some layers use sliding-window attention"
-    if getattr(config, "use_sliding_window", False) and not getattr(config, "layer_types", None):
+    windows = (
+        config.sliding_window is not None if config.model_type == "mistral" else getattr(config, "use_sliding_window", False)
+    )
+    if windows and not getattr(config, "layer_types", None):
         return "sliding-window attention is on"
     if getattr(config, "mlp_bias", False):
         return "feed-forward projections with biases"

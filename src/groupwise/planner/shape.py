@@ -13,10 +13,10 @@ from groupwise.models.folder import is_folder_name
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
-_LEAN = ("llama", "qwen2", "qwen3")
+_LEAN = ("llama", "qwen2", "qwen3", "mistral")
 """Architectures that the lean decoder covers (``models/decoder.py``)."""
 _COUNTED = (
-    *_LEAN, "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
+    *_LEAN, "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
     "cohere2", "glm", "glm4", "helium", "exaone4", "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
@@ -206,6 +206,7 @@ def _special(text: dict[str, Any]) -> bool:
         text.get("hidden_act", "silu") != "silu"
         or any(kind != "full_attention" for kind in kinds)
         or (bool(text.get("use_sliding_window")) and not kinds)
+        or (text.get("model_type") == "mistral" and text.get("sliding_window") is not None)
         or bool(text.get("mlp_bias") or text.get("attention_dropout"))
         or rope.get("rope_type", rope.get("type", "default")) not in _STATIC_ROPE
     )

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from groupwise.config.division import refuse_undividable
+from groupwise.config.division import kind_of, refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
@@ -34,7 +34,7 @@ __all__ = ["Zero", "check_zero"]
 
 def check_zero(config: Config, hf_config: Any, name: str) -> None:
     """Raise ConfigError for what ZeRO does not go with, and where DeepSpeed is not installed."""
-    refuse_undividable(config, name, hf_config.model_type)
+    refuse_undividable(config, name, kind_of(hf_config))
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
 
 
