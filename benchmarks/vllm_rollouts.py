@@ -79,7 +79,7 @@ def measure(
     engines: dict[str, Engine], prompts: Sequence[Prompt], max_tokens: int, repeats: int, *, wait: bool = False
 ) -> dict[str, list[float]]:
     """Tokens/s of each call of each engine by turns, and seconds of each ``push`` of the last one's weights between the turns."""
-    found: dict[str, list[float]] = {name: [] for name in engines} | {"push": []}
+    found: dict[str, list[float]] = {name: [] for name in (*engines, "push")}
     for repeat in range(-1, repeats):
         if repeat == 0 and wait:
             input("ready: ")
