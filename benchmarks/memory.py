@@ -1,14 +1,12 @@
 """Peak memory as `groupwise plan` predicts it, against what a process really took: short runs of the embedded model, one process each.
 
-Two steps of each setting are trained (the second has everything: moments, gradients, activations). The temperature is so high that
-completions are noise, which hardly ever ends by itself: they reach the limit, as a plan assumes; rewards are a hash of the text, so that
-every group has something to learn from.
+Two steps of each setting are trained, as ``groupwise bench`` does it (the second has everything: moments, gradients, activations):
+completions reach the limit, as a plan assumes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -23,12 +21,13 @@ from benchmarks.common import ROOT, Result, finish, parser, print_table
 from groupwise.config import load_config
 from groupwise.distributed.launch import launch
 from groupwise.planner import HARDWARE, make_plan
+from groupwise.training.trial import run_trial, trial_settings
 
 __all__ = ["CASES", "main", "run"]
 
 _SHARED = (
-    "model.device=cpu", "warm_start.steps=0", "data.holdout=0", "training.steps=2", "training.threads=1", "rollout.temperature=3",
-    "data.arithmetic.problems=200", "output.log_completions=0",
+    "model.device=cpu", "warm_start.steps=0", "data.holdout=0", "training.threads=1", "data.arithmetic.problems=200",
+    *trial_settings(steps=2),
 )  # fmt: skip
 _SMALL = ("rollout.prompts_per_step=4", "rollout.completions_per_prompt=4", "rollout.max_completion_tokens=96")
 CASES: dict[str, tuple[str, ...]] = {
@@ -64,6 +63,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, two processes, FSDP2": (*_SMALL, "training.sharding=fsdp2"),
     "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
     "the same, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
+    "4 x 4 x 96, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "2 x 2 x 1,024, recomputed": (
         "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2", "rollout.max_completion_tokens=1024",
         "model.gradient_checkpointing=true",
@@ -86,38 +86,21 @@ def options() -> argparse.ArgumentParser:
     return out
 
 
-def by_hash(completions: Sequence[Any], **_: Any) -> list[float]:
-    """0 or 1, as good as drawn."""
-    return [float(hashlib.md5(str(text).encode()).digest()[0] % 2) for text in completions]
-
-
 def work(settings: Sequence[str]) -> dict[str, Any]:
-    """One run in this process; peak bytes and the lengths there really were."""
+    """One run, of this process and those that were started with it; peak bytes of the fullest, and the lengths there really were."""
     from rich.console import Console
 
-    from groupwise.memory import peak_memory_bytes
-    from groupwise.training.loop import train
-
     recipe, *overrides = settings
-    lengths: list[tuple[int, int]] = []
-
-    def note(report: Any) -> None:
-        lengths.extend((len(g.prompt.token_ids), len(c.token_ids)) for g in report.groups for c in g.completions)
-
-    with tempfile.TemporaryDirectory() as folder:
-        train(
-            load_config(recipe, overrides), run_folder=Path(folder) / "run", rewards={"by_hash": by_hash},
-            console=Console(quiet=True), on_step=note,
-        )  # fmt: skip
+    found = run_trial(load_config(recipe, overrides), Console(quiet=True))
     return {
-        "peak_bytes": peak_memory_bytes(),
-        "prompt_tokens": max((prompt for prompt, _ in lengths), default=0),
-        "mean_completion_tokens": sum(completion for _, completion in lengths) / max(1, len(lengths)),
+        "peak_bytes": found.peak_bytes,
+        "prompt_tokens": found.prompt_tokens,
+        "mean_completion_tokens": found.completion_tokens,
     }
 
 
 def measured(args: argparse.Namespace, overrides: Sequence[str], processes: int) -> dict[str, Any]:
-    """Of a run in processes of their own: the largest peak among them, and the lengths that the first one saw."""
+    """Of a run in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.memory", "--into", folder, "--worker", args.recipe, *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -125,8 +108,7 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], processes: int)
             subprocess.run(command, cwd=ROOT, env=environment, check=True)
         elif launch(command, processes, environment):
             raise SystemExit(f"the run of {processes} processes failed")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
-    return {**found[0], "peak_bytes": max(one["peak_bytes"] for one in found)}
+        return dict(json.loads((Path(folder) / "0.json").read_text(encoding="utf-8")))
 
 
 def run(args: argparse.Namespace) -> Result:
