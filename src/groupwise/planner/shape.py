@@ -173,7 +173,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
     if experts > 1:
         raise ModelError(
             f"the model {name!r} (type {architecture!r}) is a mixture of {experts} experts, whose weights and passes plan does not count: "
-            "name a dense model, or try a few steps of it with training.steps=2"
+            "name a dense model, or try the run with `groupwise bench`"
         )
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
@@ -194,7 +194,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"the config of model {name!r} (type {architecture!r}) has no usable {error}, so that its memory cannot be planned: "
-            "plan covers Llama-like decoders; train with --dry-run checks any other model"
+            "plan covers Llama-like decoders; `groupwise bench` tries a run of any other"
         ) from error
 
 
