@@ -44,6 +44,32 @@ def test_the_allocator_is_left_alone_on_request(monkeypatch):
     assert freed_mib(monkeypatch, "0") == (False, pytest.approx(64, abs=4))
 
 
+IN_BETWEEN = """
+import psutil
+from groupwise.memory import growing_blocks, keep_freed_memory
+made, resident = keep_freed_memory(), psutil.Process().memory_info
+def given_back():
+    blocks = [bytearray(2**18) for _ in range(512)]
+    full = resident().rss
+    del blocks
+    return (full - resident().rss) // 2**20
+with growing_blocks():
+    between = given_back()
+print(made, between, given_back())
+"""
+
+
+@glibc
+def test_blocks_of_caches_that_grow_are_given_back_at_once_and_others_are_kept(monkeypatch):
+    monkeypatch.setenv("GROUPWISE_KEEP_MEMORY", "1")
+    out = subprocess.run([sys.executable, "-c", IN_BETWEEN], capture_output=True, text=True, check=True, timeout=60)
+    made, between, after = out.stdout.split()
+    if made != "True":
+        pytest.skip("this C library has no mallopt")
+    assert int(between) > 128 - 64 - 8, "of 128 MiB; what the heap has room for, 64 MiB at most, is taken from there"
+    assert int(after) < 4
+
+
 HOLES = """
 import psutil
 from groupwise.memory import give_back_freed_memory

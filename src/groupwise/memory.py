@@ -8,6 +8,8 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -26,6 +28,8 @@ DEVICE_WIDE = threading.RLock()
 """Held by whoever captures a CUDA graph, and by whoever does what CUDA allows to nobody while another thread captures one: a second
 capture, a wait for the whole device, giving memory back."""
 
+_kept = False
+"""Whether freed memory is kept now."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
 
@@ -36,7 +40,9 @@ def keep_freed_memory() -> bool:
     page, which on many servers costs more than the arithmetic done in it. The process's size then stays at its peak.
     ``GROUPWISE_KEEP_MEMORY=0`` leaves the allocator alone. Returns whether the setting was made (glibc on Linux only).
     """
-    return _set((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
+    global _kept
+    _kept = _set((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
+    return _kept
 
 
 def give_back_freed_memory() -> bool:
@@ -45,7 +51,27 @@ def give_back_freed_memory() -> bool:
     Where weights are divided among processes, layers come and go between what stays, and blocks that are kept leave holes: together as
     large as what dividing saves. Returns as ``keep_freed_memory``.
     """
+    global _kept
+    _kept = False
     return _set((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**22), (_M_TOP_PAD, 2**20))
+
+
+@contextmanager
+def growing_blocks() -> Iterator[None]:
+    """While blocks are replaced by slightly larger ones again and again, as a cache's are that grows with each token: give back those of
+    128 KiB and more as soon as they are freed, also where freed memory is kept otherwise.
+
+    None of them fits into the hole that the last one left, so that kept holes would add up to all sizes there ever were: for a cache of T
+    tokens T/2 times its own.
+    """
+    if not _kept:
+        yield
+        return
+    _set((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**17))
+    try:
+        yield
+    finally:
+        keep_freed_memory()
 
 
 def _set(*settings: tuple[int, int]) -> bool:

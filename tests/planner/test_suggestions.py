@@ -47,7 +47,7 @@ def drawn(rng):
     return recipe, overrides, HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 126])
 def test_every_suggestion_fits_as_it_says_when_it_is_done(seed):
     rng = random.Random(seed)
     recipe, overrides, card, processes = drawn(rng)

@@ -110,9 +110,9 @@ def _plain(value: Any) -> Any:
 
 def _on_more_devices(setup: Setup, hardware: Hardware, limit: int, enough: list[dict[str, Any]]) -> list[Suggestion]:
     """The smallest number of processes, a power of two, over which the run fits with the same numbers, and how it does soonest; each has
-    at least one prompt. ``enough``: settings that need no more processes."""
+    at least one prompt. ``enough``: settings that need no more processes. More on a CPU would only share its memory."""
     processes = 2
-    while processes <= setup.config.rollout.prompts_per_step:
+    while setup.device == "cuda" and processes <= setup.config.rollout.prompts_per_step:
         if processes > setup.world_size:
             wider = replace(setup, world_size=processes)
             found = [
