@@ -18,6 +18,7 @@ __all__ = [
     "DEVICE_WIDE",
     "available_memory_bytes",
     "give_back_freed_memory",
+    "growing_blocks",
     "keep_freed_memory",
     "peak_memory_bytes",
     "reclaim_memory",
