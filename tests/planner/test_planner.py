@@ -198,7 +198,10 @@ def test_processes_on_cpus_share_the_memory_and_readers_of_weights_too():
     assert not eight.fits
     assert "each has 1/8 of it" in " ".join(eight.assumptions)
     divided = make_plan(load_config("gsm8k-7b-8gpu"), HARDWARE["a100-80gb"], world_size=8)
-    assert "8 x 14.2 GiB on one machine" in " ".join(divided.assumptions)
+    assert "memory, 14.2 GiB, and hands it out" in " ".join(divided.assumptions)
+    adapted = load_config("gsm8k-7b-8gpu", ["model.lora={rank: 16, alpha: 32}"])
+    said = make_plan(adapted, HARDWARE["a100-80gb"], world_size=8).assumptions
+    assert "8 x 14.2 GiB on one machine" in " ".join(said)
 
 
 def plan_command(*words):
