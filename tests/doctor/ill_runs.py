@@ -136,7 +136,7 @@ WRITING = (
         optimizer={"learning_rate": 1e-2}),
     ill("a tokenizer that names the wrong end", "goes-on", model="endless", data="sevens", training=steps(6),
         rollout={**FORM, "max_completion_tokens": 80}, rewards=functions("correctness", "format"), quick=True),
-    ill("worked examples without their end (pad = eos masked)", "goes-on truncated", model="smollm2", defect=no_end_token,
+    ill("worked examples without their end (pad = eos masked)", "goes-on", model="smollm2", defect=no_end_token,
         warm_start={"steps": 12}, training=steps(12), rollout={"max_completion_tokens": 64}),
     ill("the same, tiny", "goes-on never-stops", data="sevens", defect=no_end_token, training=steps(12), optimizer=GENTLE,
         warm_start={"steps": 120, "learning_rate": 1e-2}, rollout={**FORM, "max_completion_tokens": 80}, model="start",

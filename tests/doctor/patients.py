@@ -74,7 +74,7 @@ class Clinic:
 
     @cached_property
     def schooled_endless(self) -> Path:
-        return self.made("schooled-endless", lambda path: other_end(shutil.copytree(self.schooled, path)))
+        return self.made("schooled-endless", lambda path: other_end(shutil.copytree(self.schooled, path), "<|endoftext|>"))
 
     @cached_property
     def schooled_a_little(self) -> Path:
@@ -133,11 +133,11 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def other_end(folder: Path) -> None:
-    """Name the token that begins a turn as the one that ends it, in every file that says so, and let the template say nothing else."""
+def other_end(folder: Path, end: str = "<|im_start|>") -> None:
+    """Name another token than the one that ends a turn, in every file that says so, and let the template say nothing else."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<|im_start|>", pad_token="<|im_start|>")
+    tokenizer = AutoTokenizer.from_pretrained(folder, eos_token=end, pad_token=end)
     assistant_last = "{{ m['content'] }}{% if m['role'] != 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
     tokenizer.chat_template = TEMPLATE.partition("{{ m['content'] }}")[0] + assistant_last + TEMPLATE.partition("{% endfor %}")[2]
     tokenizer.save_pretrained(folder)

@@ -189,6 +189,15 @@ def test_by_keyboard_one_goes_on_at_the_group_that_was_opened(page):
     assert browser.run("document.querySelector('#group details').open"), "a short prompt is there to be read"
 
 
+def test_rows_and_group_say_what_was_asked(page):
+    browser = page(Story(prompts=lambda step, group: f"<|user|>\nAnn has {step} and {group}. How many?<|end|>\n<|assistant|>\n"))
+    ready(browser)
+    assert texts(browser, ".row .asked")[0] == "Ann has 1 and 0. How many?"
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.querySelector('#group .question')")
+    assert texts(browser, "#group .question") == ["Ann has 1 and 0. How many?"]
+
+
 def test_before_and_after_opens_on_a_problem_of_which_something_became(page):
     browser = page(Story())
     ready(browser)
@@ -233,6 +242,7 @@ def test_what_a_model_wrote_is_shown_and_never_run(page):
     browser.until("document.querySelector('#group h4')")
     assert ATTACK + "0" in texts(browser, "#group pre")
     assert ATTACK in texts(browser, ".question")
+    assert any("window.hacked" in text for text in texts(browser, ".asked"))
     assert browser.run("window.hacked") is None
     assert browser.run("document.querySelectorAll('img, #page script, #page style').length") == 0
     assert browser.problems == []

@@ -18,7 +18,7 @@ from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import bands, quantile, thin
 from groupwise.report.packing import pack_columns, script_json
 from groupwise.report.page import SCRIPTS, content_policy, script, style
-from groupwise.report.transcripts import COLUMNS
+from groupwise.report.transcripts import COLUMNS, around_questions
 from groupwise.tracking.reading import read_run
 
 HOSTILE = (
@@ -220,6 +220,18 @@ def test_settings_that_differ_are_found_and_equal_ones_are_not(tmp_path):
     assert rows == {"algorithm.beta": ["0.0", "0.1"]}
     assert differences([{"a": "1"}, {}]) == [{"path": "a", "values": ["1", None]}]
     assert flat({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}]}) == {"a.b.c": "1", "l": '[1, {"x": 2}]'}
+
+
+def test_the_question_is_what_differs_between_prompts_whatever_the_template(tmp_path):
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    before, after = around_questions([chat.format(q) for q in ("How many are 2 😀?", "How many are 3?", "How old?")])
+    assert chat.format("How many are 9?")[len(before) : -len(after)] == "How many are 9?"
+    assert around_questions(["Q: 1 + 1 =", "Q: 2 + 2 ="]) == ("", ""), "no mark tells where the template ends"
+    assert around_questions(["the same", "the same"]) == around_questions([]) == ("", "")
+    run = parts(
+        write_report([write_run(tmp_path / "run", Story(prompts=lambda step, group: chat.format(f"😀 {step} + {group}?")))]).path
+    )[0]
+    assert run["runs"][0]["transcripts"]["around"] == [len(before), len(after)]
 
 
 def test_settings_that_are_not_the_defaults_are_named(tmp_path):

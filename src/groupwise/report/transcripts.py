@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from groupwise.report.packing import pack_columns, pack_json
 from groupwise.report.pieces import TokenPieces
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
-__all__ = ["COLUMNS", "Portions", "transcripts"]
+__all__ = ["COLUMNS", "Portions", "around_questions", "transcripts"]
 
 PORTION = 150_000
 """Characters of text after which a portion is closed: small enough to unpack in a few milliseconds."""
@@ -44,8 +44,32 @@ def transcripts(run: RunRecord) -> tuple[dict[str, Any], Portions]:
         "components": names,
         "columns": pack_columns(columns),
         "starts": starts,
+        "around": [utf16_length(part) for part in around_questions([group[0].prompt for group in groups])],
     }
     return table, portions
+
+
+def around_questions(prompts: Sequence[str]) -> tuple[str, str]:
+    """What all prompts begin and end with: the template, the system prompt, worked examples. Between them stands the question,
+    whatever the template. Cut at the ends of lines and at marks, so that words which questions share stay with them.
+
+    >>> around_questions(["<user>\\nWhat is 1 + 1?</user>", "<user>\\nWhat is 2 + 2?</user>"])
+    ('<user>\\n', '</user>')
+    """
+    different = set(prompts)
+    if len(different) < 2:
+        return "", ""
+    before = common_beginning(different)
+    after = common_beginning({prompt[::-1] for prompt in different})[::-1]
+    before = before[: before.rfind("\n") + 1]
+    starts = [at for mark in "<[\n" if (at := after.find(mark)) >= 0]
+    return before, after[min(starts) :] if starts else ""
+
+
+def common_beginning(texts: Collection[str]) -> str:
+    """Of all of them: what the first and the last in order share."""
+    first, last = min(texts), max(texts)
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))]
 
 
 def fill_columns(groups: Sequence[Sequence[CompletionRecord]], problems: dict[str, int]) -> list[array[Any]]:

@@ -21,6 +21,12 @@ function withGroups(table) {
   return table;
 }
 
+// What is asked, without the template, the system prompt and whatever else all prompts of the run share.
+function questionOf(table, group) {
+  const [before, after] = table.around;
+  return group.prompt.slice(before, group.prompt.length - after).trim();
+}
+
 async function groupAt(table, group) {
   const portion = lastNotAbove(table.starts, group);
   return (await unpackBlock('c-' + table.index + '-' + portion))[group - table.starts[portion]];
@@ -129,7 +135,7 @@ async function rowsOf(table, rows, open) {
     made.push(el('button', { type: 'button', class: 'row', click: chosen },
       el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
         'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
-      el('span', { class: 'excerpt', dir: 'auto' }, excerpt)));
+      el('span', {}, el('span', { class: 'asked', dir: 'auto' }, shortened(questionOf(table, group), 160, 40)), el('span', { class: 'excerpt', dir: 'auto' }, excerpt))));
   }
   return el('div', { class: 'rows' }, made);
 }

@@ -12,6 +12,7 @@ async function showGroup(place, table, row) {
   const chosen = rows[row - first];
   replaceChildren(place,
     el('h3', { tabindex: -1 }, 'Step ' + group.step + ', problem ' + group.problem),
+    el('p', { class: 'question', dir: 'auto' }, questionOf(table, group)),
     el('details', { open: group.prompt.length <= SHORT_PROMPT }, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
     scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
     howAdvantages(run, rows), otherSteps(place, table, row),
