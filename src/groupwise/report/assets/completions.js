@@ -123,8 +123,9 @@ function pager(count, page, go) {
 
 async function rowsOf(table, rows, open) {
   const made = [];
-  for (const i of rows) {
+  for (const [place, i] of rows.entries()) {
     const group = await groupAt(table, table.group[i]);
+    const asked = place === 0 || table.group[rows[place - 1]] !== table.group[i];  // said once for neighbours
     const text = group.rows[i - table.firstRow[table.group[i]]].t;
     const excerpt = shortened(text, 140, 70);
     const chosen = (event) => {
@@ -135,7 +136,7 @@ async function rowsOf(table, rows, open) {
     made.push(el('button', { type: 'button', class: 'row', click: chosen },
       el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
         'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
-      el('span', {}, el('span', { class: 'asked', dir: 'auto' }, shortened(questionOf(table, group), 160, 40)), el('span', { class: 'excerpt', dir: 'auto' }, excerpt))));
+      el('span', {}, asked && el('span', { class: 'asked', dir: 'auto' }, shortened(questionOf(table, group), 160, 40)), el('span', { class: 'excerpt', dir: 'auto' }, excerpt))));
   }
   return el('div', { class: 'rows' }, made);
 }

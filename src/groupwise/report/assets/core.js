@@ -19,7 +19,7 @@ function furnish(node, attributes, children) {
     else node.setAttribute(name, value === true ? '' : String(value));
   }
   for (const child of children.flat(Infinity)) {
-    if (child === null || child === undefined) continue;
+    if (child === null || child === undefined || child === false) continue;
     node.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
   }
   return node;
