@@ -84,6 +84,7 @@ class Browser:
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         self.look(width, height, dark)
+        self.run("delete document.documentElement.dataset.ready")  # the page before may still answer for a moment
         self.ask("Page.navigate", url=path.absolute().as_uri())
         self.until("document.documentElement?.dataset.ready === 'true'")
 
