@@ -64,7 +64,7 @@ def draw_all(browser):
     """Charts draw themselves when they come near the window."""
     browser.run("document.querySelectorAll('#curves details').forEach((d) => d.open = true)")
     undrawn = "document.querySelector('#curves .place:empty')"
-    browser.until(f"!{undrawn} || {undrawn}.scrollIntoView()")
+    browser.until(f"!{undrawn} || ({undrawn}.scrollIntoView(), false)")  # it gives a promise in newer browsers
 
 
 def count(browser, expected):
