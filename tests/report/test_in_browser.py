@@ -192,7 +192,9 @@ def test_by_keyboard_one_goes_on_at_the_group_that_was_opened(page):
 def test_rows_and_group_say_what_was_asked(page):
     browser = page(Story(prompts=lambda step, group: f"<|user|>\nAnn has {step} and {group}. How many?<|end|>\n<|assistant|>\n"))
     ready(browser)
-    assert texts(browser, ".row .asked") == [f"Ann has 1 and {group}. How many?" for group in range(3)], "once for each group of a page"
+    assert texts(browser, ".row .asked") == [f"Ann has 1 and {group}. How many?" for group in range(3)], (
+        "once for each group of a page"
+    )
     browser.run("document.querySelectorAll('.row')[0].click()")
     browser.until("document.querySelector('#group .question')")
     assert texts(browser, "#group .question") == ["Ann has 1 and 0. How many?"]
