@@ -31,7 +31,8 @@ def test_steps_are_measured_beside_the_plan_and_nothing_is_left(groupwise, small
     assert measured["learnt_tokens_per_s"] > 0, "groups of noise have something to learn from"
     memory = sides["peak memory, GiB"]
     assert memory["measured"] == measured["peak_bytes"] / 2**30
-    assert memory["planned"] == planned["peak_bytes"] / 2**30
+    steps = [phase["bytes"] for phase in planned["phases"] if phase["name"] != "evaluation"]  # a trial judges nothing
+    assert memory["planned"] == max(steps) / 2**30
     assert memory["ratio"] == pytest.approx(memory["planned"] / memory["measured"])
     assert sides["communication, s"]["planned"] == 0
     assert sides["communication, s"]["ratio"] is None
