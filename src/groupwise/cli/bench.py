@@ -9,7 +9,7 @@ import typer
 from groupwise.cli.options import NumProcesses, Overrides, ProgressAside, start_processes
 
 if TYPE_CHECKING:
-    from groupwise.planner import Plan
+    from groupwise.planner import Phase, Plan
     from groupwise.training.trial import Trial
 
 __all__ = ["bench"]
@@ -70,12 +70,16 @@ def bench(
         _show(planned, found, rows)
 
 
+def _fullest(planned: Plan) -> Phase:
+    """Of what a trial does, which judges nothing."""
+    return max((phase for phase in planned.phases if phase.name != "evaluation"), key=lambda phase: phase.bytes)
+
+
 def _side_by_side(planned: Plan, found: Trial) -> list[tuple[str, float, float]]:
     """What, as planned, as measured."""
     cost = planned.cost
-    of_steps = max(phase.bytes for phase in planned.phases if phase.name != "evaluation")  # a trial judges nothing
     return [
-        ("peak memory, GiB", of_steps / _GIB, found.peak_bytes / _GIB),
+        ("peak memory, GiB", _fullest(planned).bytes / _GIB, found.peak_bytes / _GIB),
         ("sampling, s", cost.sampling_s, found.sampling_s),
         ("learning, s", cost.learning_s, found.learning_s),
         ("optimiser, s", cost.optimizer_s, found.optimizer_s),
@@ -98,7 +102,7 @@ def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]]) -> 
     lines = [
         f"{_counted(found.steps, 'step', 'steps')}, {_processes(found)}; prompts of at most {found.prompt_tokens} tokens, completions of "
         f"{found.completion_tokens:.0f}; {found.sampled_tokens_per_s:,.0f} tokens/s sampled, {found.learnt_tokens_per_s:,.0f} learnt",
-        f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {planned.peak.name}",
+        f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {_fullest(planned).name}",
     ]
     if found.scoring_s > 0.1 * found.step_s:
         lines.append(f"the reward functions took {found.scoring_s:.1f} s of a step")
