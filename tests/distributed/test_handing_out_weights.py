@@ -1,5 +1,7 @@
 """One process reads the weights; the others have shapes until they are handed theirs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.training.sharding import loading_device
 from groupwise.training.sharding.handing import place, read_by_one
+from tests.distributed.two_processes import launch_two
 from tests.tiny import write_tiny_llama, write_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -93,3 +96,20 @@ def test_the_first_process_reads_for_all_but_where_there_is_an_adapter(small_con
     assert devices(training={"sharding": "zero3"}) == ["cpu", "meta"]
     assert devices(training={"sharding": "zero2"}) == ["None", "None"], "there each holds the weights whole"
     assert devices(training={"sharding": "none"}) == ["None", "None"]
+
+
+@pytest.mark.soak
+def test_only_the_first_of_two_real_processes_ever_holds_the_whole_model(small_config, tmp_path):
+    """Weights of 272 MiB: the second process holds its half, and the largest module while that is divided."""
+    model = write_tiny_llama(
+        tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=20_000, tie_word_embeddings=False,
+    )  # fmt: skip
+    whole = (model / "model.safetensors").stat().st_size
+    config = small_config(model={"name": str(model)}, training={"sharding": "fsdp2"})
+    assert launch_two(config, tmp_path, tmp_path, script=Path(__file__).with_name("run_loading.py")) == 0
+    first, second = (int((tmp_path / f"peak-{rank}").read_text()) / whole for rank in range(2))
+    print(f"of the weights' size: the first process {first:.2f}, the second {second:.2f}")
+    assert first > 1.2
+    assert second < 1.4
+    assert second < first - 0.4

@@ -11,6 +11,7 @@ from groupwise.distributed.shards import read_rows, rows_of
 from groupwise.errors import ConfigError
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
+from groupwise.training.sharding import check_sharding
 from groupwise.training.sharding.fsdp2 import check_fsdp2
 from tests.distributed.conftest import small_config
 
@@ -59,6 +60,13 @@ def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment,
 def test_what_fsdp2_does_not_go_with_is_refused_in_a_sentence(small_config, sections, kind, said):
     with pytest.raises(ConfigError, match=said):
         check_fsdp2(small_config(**sections), SimpleNamespace(model_type=kind))
+
+
+def test_one_gpu_for_several_processes_is_refused(small_config):
+    config = small_config(model={"device": "cuda:1"})
+    check_sharding(config, LLAMA, 1)
+    with pytest.raises(ConfigError, match=r"model\.device is 'cuda:1', but each of the 2 processes needs a GPU of its own"):
+        check_sharding(config, LLAMA, 2)
 
 
 def test_mistral_is_divided_but_for_the_first_with_their_sliding_windows(small_config):

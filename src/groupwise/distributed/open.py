@@ -142,7 +142,7 @@ def _check(on_cpu: bool) -> None:
     if not on_cpu and here > torch.cuda.device_count():
         raise ConfigError(
             f"{here} processes were started on this machine, which has {torch.cuda.device_count()} CUDA devices, and each needs one: "
-            "start fewer"
+            "start fewer, or let each see all of them (Slurm: srun --gpu-bind=none)"
         )
 
 

@@ -10,6 +10,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import Sharding, chosen_sharding
+from groupwise.errors import ConfigError
 from groupwise.models.load import resolve_device
 from groupwise.models.merged_decoder import MergedDecoder
 from groupwise.models.scorer import Scorer
@@ -29,7 +30,13 @@ def check_sharding(config: Config, hf_config: Any, processes: int | None = None)
 
     ``processes``: how many the run would have, where they have not been started; by itself as many as the launcher started.
     """
-    chosen = chosen_sharding(config.training.sharding, processes or world_size())
+    count = processes or world_size()
+    if count > 1 and config.model.device.startswith("cuda:"):
+        raise ConfigError(
+            f"model.device is {config.model.device!r}, but each of the {count} processes needs a GPU of its own: use auto, and choose GPUs "
+            "by CUDA_VISIBLE_DEVICES"
+        )
+    chosen = chosen_sharding(config.training.sharding, count)
     if chosen == "fsdp2":
         from groupwise.training.sharding.fsdp2 import check_fsdp2
 
