@@ -11,68 +11,23 @@ them (a small disk needs the right to mount one); what is injected says so.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tests.survival.door import Ended, Going
+from tests.survival import faults_of_ends  # noqa: F401 - its faults are in the table
 from tests.survival.page import stamp, write_section
 from tests.survival.place import Place, small_disk
+from tests.survival.trying import FAULTS, Outcome, begun_and_held, digest, fault, goes_on, stopped, told
 
-__all__ = ["FAULTS", "Outcome", "main", "try_fault"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A row of the table."""
-
-    happened: str
-    exit_code: int
-    kept: str
-
-
-FAULTS: dict[str, Callable[[Place], Outcome]] = {}
-
-
-def fault(name: str) -> Callable[[Callable[[Place], Outcome]], Callable[[Place], Outcome]]:
-    def enter(function: Callable[[Place], Outcome]) -> Callable[[Place], Outcome]:
-        FAULTS[name] = function
-        return function
-
-    return enter
-
-
-def told(ended: Ended, place: Place, *signs: str) -> str:
-    """The sentence that the command ended with, without this machine's folders. It has the signs, and there is no traceback."""
-    said = " ".join(ended.said.split())
-    assert "Traceback" not in said, ended.said
-    for sign in signs:
-        assert sign in said, (sign, ended.said)
-    sentence = next((line for line in reversed(ended.said.splitlines()) if line.startswith("groupwise:")), "")
-    return shortened(sentence.removeprefix("groupwise: ").replace("`", "'"), place)
-
-
-def shortened(sentence: str, place: Place) -> str:
-    return " ".join(sentence.replace(f"{place.folder.parent}/", "").replace(f"{place.path}/", "").split())
-
-
-def goes_on(place: Place) -> None:
-    """`--resume` brings the run to its end, every step once."""
-    ended = place.run("--resume")
-    assert ended.exit_code == 0, ended.said
-    assert place.done
-    assert place.steps() == [1, 2, 3, 4, 5]
+__all__ = ["FAULTS", "main", "try_fault"]
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -249,24 +204,6 @@ def read_only(place: Place) -> Outcome:
 # --- checkpoints, folders and data --------------------------------------------------------------------------------------
 
 
-def begun_and_held(place: Place) -> Going:
-    """A run that is in its third step, with two saved, until `Place.let_go` or a signal that it does not outlive."""
-    place.write("held")
-    going = place.begin()
-    going.wait_for(lambda: (place.folder / "checkpoints" / "step-2").is_dir())
-    return going
-
-
-def stopped(place: Place) -> Ended:
-    """A run that SIGTERM stopped in its third step."""
-    going = begun_and_held(place)
-    os.kill(going.process, signal.SIGTERM)
-    place.let_go()
-    ended = going.wait()
-    assert ended.exit_code == 128 + signal.SIGTERM, ended.said
-    return ended
-
-
 def newest(place: Place) -> Path:
     found = (place.folder / "checkpoints").glob("step-*")
     return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
@@ -351,11 +288,6 @@ def occupied(place: Place) -> Outcome:
     assert ended.exit_code == 2
     assert digest(place.folder) == before
     return Outcome(said, 2, "everything as it was")
-
-
-def digest(folder: Path) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
 
 
 # --- what is around a run -----------------------------------------------------------------------------------------------
@@ -444,59 +376,6 @@ def secrets(place: Place) -> Outcome:
     found = [path for path in files for value in [*values.values(), named, typed, in_url] if value.encode() in path.read_bytes()]
     assert found == [], found
     return Outcome(f"none of them stands in any of the {len(files)} files of the run's folder", 0, "everything")
-
-
-# --- signals ------------------------------------------------------------------------------------------------------------
-
-
-@fault("SIGTERM")
-def terminated(place: Place) -> Outcome:
-    said = told(stopped(place), place, "stopped by SIGTERM", "--resume")
-    goes_on(place)
-    return Outcome(re.sub(r"step(.)\d", r"step\1N", said), 143, "everything; `--resume` went on to the end")
-
-
-@fault("Ctrl-C, and again while it saves (a slow disk, injected)")
-def interrupted_twice(place: Place) -> Outcome:
-    def patch() -> None:
-        from groupwise.training import checkpoint
-
-        write = checkpoint._write
-
-        def slow(aside: Path, snapshot: checkpoint.Snapshot) -> None:
-            write(aside, snapshot)
-            time.sleep(600)
-
-        checkpoint._write = slow
-
-    place.write("held", output={"checkpoint_every": 0})
-    going = place.begin(before=patch)
-    going.wait_for(lambda: going.log.is_file() and "step 2/5" in going.log.read_text(errors="replace"))
-    os.kill(going.process, signal.SIGINT)
-    place.let_go()
-    going.wait_for(lambda: any(place.folder.glob("checkpoints/.step-*.partial/manifest.json")))
-    os.kill(going.process, signal.SIGINT)
-    ended = going.wait(300)  # of the 600 that the disk would take
-    assert ended.exit_code == 130
-    assert "Traceback" not in ended.said, ended.said
-    assert not list(place.folder.glob("checkpoints/step-*"))
-    goes_on(place)
-    assert not list(place.folder.glob("checkpoints/.*"))
-    return Outcome(
-        "the process ended at once; what was half written is no checkpoint",
-        130,
-        "what was saved before; `--resume` went on to the end",
-    )
-
-
-@fault("SIGKILL")
-def killed(place: Place) -> Outcome:
-    going = begun_and_held(place)
-    os.kill(going.process, signal.SIGKILL)
-    assert going.wait().exit_code == -signal.SIGKILL
-    place.let_go()
-    goes_on(place)
-    return Outcome("the process was gone", 137, "every checkpoint; `--resume` went on to the end")
 
 
 def try_fault(name: str, path: Path) -> Outcome:

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from groupwise.cli import algorithms, bench, configuration, data, doctor, evaluate, generate, merge, plan, report, train
 from groupwise.errors import GroupwiseError
+from groupwise.streams import make_output_last
 
 __all__ = ["app", "main"]
 
@@ -96,4 +97,5 @@ def main() -> None:
         # A terminal in a narrow encoding shows a replacement instead of stopping a run over one character.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    make_output_last()  # `groupwise train ... | head` trains to the end
     app()

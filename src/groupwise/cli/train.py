@@ -72,8 +72,9 @@ def train(
       groupwise train mine.yaml --run-folder runs/first-try --resume
       groupwise train gsm8k-0.5b --num-processes 8
 
-    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on; 130 and 143 that
-    Ctrl-C or SIGTERM stopped it, after the step was finished or abandoned, and saved. A second Ctrl-C ends it at once.
+    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on; 130, 143 and 129
+    that Ctrl-C, SIGTERM or a closed terminal (SIGHUP; not under nohup) stopped it, after the step was finished or abandoned, and
+    saved. A second Ctrl-C ends it at once.
     """
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config

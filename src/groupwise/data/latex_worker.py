@@ -45,7 +45,7 @@ def equal(answer: str, reference: str, in_text: bool) -> bool:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not end up among the replies
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(number, signal.SIG_IGN)  # for the parent, which closes our input when it ends
     limit_memory()
     import math_verify  # noqa: F401

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from groupwise.distributed.signals import stop_signals
+
 __all__ = ["LAUNCHER", "cores_per_process", "launch"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
@@ -40,14 +42,14 @@ def launch(command: Sequence[str], processes: int, environment: Mapping[str, str
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         for rank in range(processes):
-            # Each in a session of its own: a Ctrl-C reaches them once, through here.
+            # Each in a session of its own: a Ctrl-C, or the terminal's end, reaches it once, through here.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             children.append(subprocess.Popen(command, env=own, start_new_session=True))
-            if received:  # while they were being started
-                forward(received[-1], None)
+            if received:  # while they were being started; the others have had it
+                children[-1].send_signal(received[-1])
         return _wait(children)
     finally:
         for child in children:

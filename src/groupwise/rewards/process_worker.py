@@ -75,7 +75,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a function that asks for input must not get our requests
     os.dup2(2, 1)  # what it prints must not end up among the replies
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(number, signal.SIG_IGN)  # for the parent, which finishes its step and closes our input when it ends
     path, entries = read_message(requests)
     sys.path[:] = path

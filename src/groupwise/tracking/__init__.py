@@ -120,7 +120,7 @@ class Trackers:
             return
         try:
             action(sink)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # rich answers a closed pipe by leaving
             self.sinks.remove(sink)
             with contextlib.suppress(Exception):
                 sink.close()

@@ -17,6 +17,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import open_world
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
+from groupwise.streams import lasting_output
 from groupwise.training.place import nothing_to_carry_on
 from groupwise.training.run import StepReport
 from groupwise.training.short_memory import explain_short_memory
@@ -33,6 +34,7 @@ class RunResult:
     summary: dict[str, Any]
 
 
+@lasting_output()
 def train(
     config: Config,
     *,
@@ -63,7 +65,7 @@ def train(
     first one writes, shows and calls ``on_step``, and what it returns is everybody's.
 
     Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
-    ``StoppedError`` when SIGTERM or Ctrl-C ended it, after saving.
+    ``StoppedError`` when SIGTERM, SIGHUP or Ctrl-C ended it, after saving.
     """
     on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
     with open_world(on_cpu, config.training.process_timeout_s) as world:

@@ -1,6 +1,8 @@
-"""SIGTERM and Ctrl-C: the step is finished, or abandoned where nothing has been learnt from it yet; then the run saves itself.
+"""SIGTERM, Ctrl-C and SIGHUP: the step is finished, or abandoned where nothing has been learnt from it yet; then the run saves itself.
 
-A second signal ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run carries on.
+A second SIGTERM or Ctrl-C ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run
+carries on. SIGHUP, which says that the terminal is gone, comes from shell and system both, and often beside a SIGTERM: it is no
+second signal, and none comes second to it. Where it is ignored, as under nohup, it stays so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from groupwise.distributed.signals import HANGUP, stop_signals
+
 __all__ = ["AbandonStep", "StopSignals"]
 
 
@@ -21,7 +25,7 @@ class AbandonStep(BaseException):
 
 
 class StopSignals:
-    """While entered, SIGTERM and SIGINT are noted instead of ending the process. Outside the main thread it does nothing."""
+    """While entered, such signals are noted instead of ending the process. Outside the main thread it does nothing."""
 
     def __init__(self, at_once: bool = True) -> None:
         """``at_once``: nothing is abandoned and no batch left half learnt where it is False: several processes stop together."""
@@ -29,11 +33,13 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self.may_abandon = False
         """Whether the step has changed nothing yet, so that it can be dropped on the spot."""
+        self._asked = 0
+        """How often somebody asked, SIGHUP apart."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {number: signal.signal(number, self._note) for number in stop_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,8 +61,11 @@ class StopSignals:
         return self.at_once and self.received is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        self._asked += number != HANGUP
+        if self._asked > 1:
             os._exit(128 + number)
+        if self.received is not None:
+            return
         self.received = signal.Signals(number)
         if self.may_abandon:
             self.may_abandon = False

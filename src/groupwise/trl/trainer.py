@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Metric, merge
+from groupwise.streams import lasting_output
 from groupwise.training.learner import Learner, MicroBatch, Share
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.callbacks import callback_handler
@@ -130,6 +131,7 @@ class GRPOTrainer(Outputs):
 
     # Training.
 
+    @lasting_output()
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
 

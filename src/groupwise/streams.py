@@ -1,0 +1,86 @@
+"""Standard output and error that outlive whoever reads them: a closed pipe or terminal ends no run, and no command with a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["lasting_output", "make_output_last"]
+
+logger = logging.getLogger("groupwise")
+
+GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
+"""What the system says of a pipe without a reader, and of a terminal that was closed. (A full disk may have room again.)"""
+NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class Lasting:
+    """A text stream like the one that it is made of, but that what cannot be written is dropped instead of raising."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self.stream, self.name = stream, name
+        self.lost = False
+        self.tells = False
+        """Whether its loss is worth a word: in a run, and not of a command that prints a table."""
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self.stream.write(text))
+        except OSError as error:
+            self.lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.lose(error)
+
+    def lose(self, error: OSError) -> None:
+        if error.errno in GONE:  # what is buffered goes where everything goes from now on, libraries' own writing included
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
+        if not self.lost:
+            self.lost = True
+            if self.tells:
+                reason = error.strerror or error
+                logger.warning(
+                    "%s cannot be written (%s): the run goes on, and its folder has every number", NAMES[self.name], reason
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def make_output_last() -> None:
+    """For this process to its end: `print`, and whatever else writes to ``sys.stdout`` or ``sys.stderr``, never fails."""
+    for name in NAMES:
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Lasting):
+            setattr(sys, name, Lasting(stream, name))
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """The same for a while, in which a loss is told once, where there is still a place to tell it."""
+    before = {name: getattr(sys, name) for name in NAMES}
+    make_output_last()
+    made = {name: stream for name in NAMES if isinstance(stream := getattr(sys, name), Lasting)}
+    told = {name: stream.tells for name, stream in made.items()}
+    for stream in made.values():
+        stream.tells = True
+    try:
+        yield
+    finally:
+        for name, stream in made.items():
+            stream.flush()
+            stream.tells = told[name]
+            if getattr(sys, name) is stream:
+                setattr(sys, name, before[name])

@@ -1,0 +1,120 @@
+"""Output whose reader goes away: a run goes on, and a command ends without a word."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from groupwise.streams import lasting_output
+from groupwise.tracking import ConsoleTracker, Trackers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Gone(io.StringIO):
+    """A pipe without a reader."""
+
+    def write(self, text=""):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = write
+
+
+def test_what_cannot_be_written_is_dropped_and_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stdout", Gone())
+    gone = sys.stdout
+    with lasting_output():
+        print("one")
+        print("two", flush=True)
+        Console().print("three")
+    assert sys.stdout is gone
+    (record,) = caplog.records
+    assert (
+        record.getMessage() == "standard output cannot be written (Broken pipe): the run goes on, and its folder has every number"
+    )
+
+
+def test_other_mistakes_are_not_swallowed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with lasting_output(), pytest.raises(TypeError):
+        sys.stdout.write(b"bytes")
+
+
+def test_a_console_of_one_s_own_that_lost_its_pipe_is_done_without(caplog):
+    """rich answers a closed pipe with SystemExit, after which nothing would have been saved."""
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w")
+    trackers = Trackers([ConsoleTracker(Console(file=stream), live=False)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)  # which rich points at nothing
+        trackers.say("anything")
+    assert trackers.sinks == []
+    trackers.say("more")
+
+
+@pytest.mark.parametrize("words", [["config"], ["recipes"], ["algorithms"], ["--help"], ["train", "no-such-recipe"]])
+def test_short_commands_end_quietly(words):
+    """Standard output and error go into a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "groupwise", *words]
+    try:
+        alone = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+        both = subprocess.run(command, stdout=write, stderr=write, env=environment)
+    finally:
+        os.close(write)
+    expected = 2 if words[0] == "train" else 0
+    assert (alone.returncode, both.returncode) == (expected, expected)
+    assert "Exception ignored" not in alone.stderr
+    assert "Traceback" not in alone.stderr
+    assert (alone.stderr == "") == (expected == 0)
+
+
+def test_a_closed_terminal_is_not_a_second_signal():
+    """Shell and system both send SIGHUP, and an end of the session SIGTERM beside it: none of it cuts the saving short."""
+    from groupwise.training.stopping import StopSignals
+
+    signals = StopSignals()
+    with signals:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert signals.received is signal.SIGHUP
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_an_ignored_hangup_stays_ignored():
+    from groupwise.training.stopping import StopSignals
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_launcher_hands_a_hangup_on():
+    """Each process says what it got; the launcher's exit code is theirs."""
+    program = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(129))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    launcher = (
+        f"import sys\nfrom groupwise.distributed.launch import launch\nsys.exit(launch([sys.executable, '-c', {program!r}], 2))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(300) == 129
