@@ -199,6 +199,7 @@ BEFORE = (
         rewards=functions("correctness"), warm_start={"steps": 10}),
     ill("no problems held out", "reward-hacking-unseen", before=True, change=lambda clinic: {"data": {"holdout": 0}, "rewards":
         functions("correctness")}),
+    ill("200 steps and no checkpoint", "no-checkpoints", before=True, rewards=functions("correctness"), training={"steps": 200}),
     ill("judged at 4 tokens", "evaluation-cut-shorter", before=True, rewards=functions("correctness"),
         evaluation={"max_completion_tokens": 4}),
     ill("a temperature of 0.1", "too-cold", before=True, rewards=functions("correctness"), rollout={"temperature": 0.1}),

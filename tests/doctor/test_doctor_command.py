@@ -29,6 +29,18 @@ def test_a_healthy_run_exits_with_0_and_says_so(tmp_path):
     assert "Nothing ails it" in result.stdout
 
 
+def test_a_run_without_steps_is_not_called_healthy(tmp_path):
+    folder = write_run(tmp_path / "run", Story(finished=False))
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        (folder / name).unlink()
+    result = doctor(folder)
+    assert result.exit_code == 0
+    assert "0 steps, not finished" in result.stdout
+    assert "Nothing to judge yet: 0 steps." in result.stdout
+    assert "Nothing ails it" not in result.stdout
+    assert json.loads(doctor(folder, "--json").stdout)["verdict"] == "Nothing to judge yet: 0 steps"
+
+
 def test_an_ill_run_exits_with_1_and_shows_disease_meaning_remedy_and_example(tmp_path):
     story = Story(
         metrics=lambda step, p: {"policy/ratio_deviation": 0.3, "completions/stop_rate": 0.0, "completions/truncated": 1.0}
@@ -42,7 +54,7 @@ def test_an_ill_run_exits_with_1_and_shows_disease_meaning_remedy_and_example(tm
 
 def test_json_has_every_finding_whole(tmp_path):
     made = json.loads(doctor(write_run(tmp_path / "run", Story(version=lambda step: 0)), "--json").stdout)
-    assert made["steps"] == 60
+    assert (made["steps"], made["verdict"]) == (60, "It ails")
     (stale,) = [finding for finding in made["findings"] if finding["rule"] == "sampler-stale"]
     assert set(stale) == {"rule", "title", "severity", "summary", "meaning", "remedy", "steps", "numbers", "examples"}
     assert len(stale["examples"]) == 3

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from groupwise.config import load_config, recipes
+from groupwise.config.notes import notes
 from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, diagnose_prepared
@@ -51,6 +52,7 @@ SETTINGS = {
     "rate-too-low": ["optimizer.precision=pure", "optimizer.learning_rate=1e-6"],
     "rate-too-high": ["optimizer.learning_rate=1e-3"],
     "reward-hacking-unseen": ["data.holdout=0"],
+    "no-checkpoints": ["training.steps=101"],
     "evaluation-cut-shorter": ["evaluation.max_completion_tokens=20"],
     "too-cold": ["rollout.temperature=0.1"],
     "sampled-distribution-cut": ["rollout.top_p=0.9"],
@@ -89,8 +91,23 @@ def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names()
 
 
 def test_long_runs_without_evaluation_are_noted_and_short_ones_are_not():
-    assert settings_findings(load_config("quickstart", ["training.steps=1000"])) == {"reward-hacking-unseen"}
-    assert settings_findings(load_config("quickstart", ["training.steps=1000", "evaluation.every=100"])) == set()
+    saved = ["training.steps=1000", "checkpoint_every=100"]
+    assert settings_findings(load_config("quickstart", saved)) == {"reward-hacking-unseen"}
+    assert settings_findings(load_config("quickstart", [*saved, "evaluation.every=100"])) == set()
+
+
+def test_many_tokens_count_as_many_steps_do_and_a_checkpoint_silences_it():
+    large = ["training.steps=60", "rollout.max_completion_tokens=2000"]  # 60 x 64 x 2000 tokens
+    assert settings_findings(load_config("quickstart", large)) == {"no-checkpoints"}
+    assert settings_findings(load_config("quickstart", [*large, "checkpoint_every=20"])) == set()
+    assert settings_findings(load_config("quickstart", ["training.steps=100"])) == set()
+    (said,) = [note for note in notes(load_config("quickstart", large)) if "checkpoint_every" in note]
+    assert said.startswith("output.checkpoint_every is 0 in a run of 60 steps, which may sample 7.68 million tokens")
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])
+def test_shipped_recipes_save_themselves_where_they_are_long(recipe):
+    assert "no-checkpoints" not in settings_findings(load_config(recipe))
 
 
 def test_repeats_contradictions_and_leaks_are_told_apart():

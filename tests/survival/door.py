@@ -53,10 +53,10 @@ class Going:
     def wait_for(self, there: Callable[[], bool], limit_s: float = 900.0) -> None:
         """Until ``there()``, or the command has ended."""
         until = time.monotonic() + limit_s
-        while not there() and time.monotonic() < until and self._alive():
+        while not there() and time.monotonic() < until and self.is_alive():
             time.sleep(0.01)
 
-    def _alive(self) -> bool:
+    def is_alive(self) -> bool:
         return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def terminal_closed(place: Place) -> Outcome:
     place.write("held")
     going = place.begin(before=onto_terminal, environment={"TERM": "xterm"})
     os.close(slave)
-    drained(master, lambda: (place.folder / "checkpoints" / "step-2").is_dir())
+    shown = drained(master, lambda: (place.folder / "checkpoints" / "step-2").is_dir() or not going.is_alive())
+    assert going.is_alive(), shown
     os.close(master)  # the system sends SIGHUP, and nothing can be written any more
     place.let_go()
     ended = going.wait()
@@ -93,15 +95,16 @@ def terminal_closed(place: Place) -> Outcome:
                    "everything; `--resume` went on to the end")  # fmt: skip
 
 
-def drained(terminal: int, enough: Any) -> None:
-    """Read what a run shows until ``enough()``: a terminal that nobody reads holds up whoever writes to it."""
+def drained(terminal: int, enough: Callable[[], bool]) -> str:
+    """What a run shows until ``enough()``, read: a terminal that nobody reads holds up whoever writes to it."""
     os.set_blocking(terminal, False)
-    until = time.monotonic() + 900
-    while not enough() and time.monotonic() < until:
+    shown = b""
+    while not enough():
         try:
-            os.read(terminal, 65536)
-        except (BlockingIOError, OSError):
+            shown += os.read(terminal, 65536)
+        except OSError:  # nothing there at the moment, or nobody
             time.sleep(0.01)
+    return shown.decode(errors="replace")
 
 
 @fault("output: nobody reads it any more (`| head -3`)")

@@ -66,8 +66,14 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
             )
         run = read_run(target)
         state = "finished" if run.summary else "not finished"
-        about = {"run": str(run.path), "steps": run.last_step, "state": state, "unreadable": dict(run.unreadable)}
-        return diagnose_run(run), about
+        findings = diagnose_run(run)
+        verdict = (
+            "Nothing to judge yet: 0 steps" if not run.last_step else "Nothing ails it" if not _ailing(findings) else "It ails"
+        )
+        about = {
+            "run": str(run.path), "steps": run.last_step, "state": state, "verdict": verdict, "unreadable": dict(run.unreadable),
+        }  # fmt: skip
+        return findings, about
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
     from groupwise.doctor import diagnose_settings
@@ -75,6 +81,10 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
     config = load_config(target, overrides)
     fetch_model(config)
     return diagnose_settings(config), {"settings": target}
+
+
+def _ailing(findings: Sequence[Finding]) -> bool:
+    return any(finding.severity in ("critical", "warning") for finding in findings)
 
 
 def _print(findings: Sequence[Finding], about: dict[str, object], examples: int) -> None:
@@ -90,8 +100,9 @@ def _print(findings: Sequence[Finding], about: dict[str, object], examples: int)
             out.print(harmless(f"could not be read and left out: {left_out}", "yellow"), soft_wrap=True)
     for finding in findings:
         _print_finding(finding, examples, out)
-    ailing = [finding for finding in findings if finding.severity in ("critical", "warning")]
-    if not ailing:
+    if "run" in about and not about["steps"]:
+        out.print(harmless(f"{about['verdict']}.", "cyan"), soft_wrap=True)
+    elif not _ailing(findings):
         out.print(harmless("Nothing ails it, as far as can be seen.", "green"), soft_wrap=True)
 
 

@@ -9,10 +9,25 @@ from pydantic import BaseModel
 from groupwise.config.problems import shown
 from groupwise.config.schema import Config
 
-__all__ = ["note_on_processes", "notes"]
+__all__ = ["note_on_processes", "notes", "unsaved_work"]
 
 _LORA_RATE = 1e-5
 """Below it an adapter hardly learns."""
+_MANY_STEPS = 100
+_MANY_TOKENS = 5_000_000
+"""Sampled in a run: an hour or more on a small GPU or a CPU."""
+
+
+def unsaved_work(config: Config) -> str | None:
+    """How much a run would lose to a kill or a crash, in words; None where it saves itself, or is over soon."""
+    steps, rollout = config.training.steps, config.rollout
+    tokens = steps * config.completions_per_step * rollout.max_completion_tokens
+    if config.output.checkpoint_every or (steps <= _MANY_STEPS and tokens <= _MANY_TOKENS):
+        return None
+    return (
+        f"output.checkpoint_every is 0 in a run of {steps} steps, which may sample {tokens / 1e6:.3g} million tokens: a kill, a crash "
+        "or a power cut takes all of it"
+    )
 
 
 def notes(config: Config) -> list[str]:
@@ -202,6 +217,8 @@ def _output(config: Config) -> Iterator[str]:
     if output.log_tokens > output.log_completions:
         for name in _chosen(output, "log_tokens"):
             yield _without_effect(f"output.{name}", output.log_tokens, f"output.log_completions is {output.log_completions}")
+    if unsaved := unsaved_work(config):
+        yield f"{unsaved}. Set output.checkpoint_every."
     if output.checkpoint_every == 0:
         for name in _chosen(output, "keep_checkpoints"):
             yield _without_effect(f"output.{name}", output.keep_checkpoints, "output.checkpoint_every is 0")

@@ -56,6 +56,12 @@ RULES: tuple[Rule, ...] = (
         "Keep some problems out (data.holdout, or data.eval_source), and set evaluation.every to about a tenth of the steps.",
     ),
     Rule(
+        "no-checkpoints", "settings", "A long run that saves nothing before its end", "note", settings.no_checkpoints,
+        "SIGTERM, Ctrl-C and a closed terminal are answered with a checkpoint; SIGKILL, the system's out-of-memory killer, a crash and "
+        "a power cut are not, and --resume then starts from the beginning.",
+        "Set output.checkpoint_every to a tenth of the steps or so; output.keep_checkpoints bounds the disk space.",
+    ),
+    Rule(
         "evaluation-cut-shorter", "settings", "Judged with less room than trained", "warning", settings.evaluation_cut_shorter,
         "Answers that need the room are cut before they are given, and count as wrong.",
         "Remove evaluation.max_completion_tokens, or make it at least rollout.max_completion_tokens.",

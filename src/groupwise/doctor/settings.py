@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from groupwise.config import Config
+from groupwise.config.notes import unsaved_work
 from groupwise.doctor.findings import Evidence
 
 __all__ = [
     "cannot_see_hacking",
     "evaluation_cut_shorter",
     "hardly_any_chance",
+    "no_checkpoints",
     "rate_too_high",
     "rate_too_low",
     "truncated_distribution",
@@ -65,6 +67,11 @@ def evaluation_cut_shorter(config: Config) -> Evidence | None:
         "when it is judged",
         numbers={"evaluation": limit, "rollout": trained},
     )
+
+
+def no_checkpoints(config: Config) -> Evidence | None:
+    unsaved = unsaved_work(config)
+    return Evidence(unsaved, numbers={"steps": config.training.steps}) if unsaved else None
 
 
 def hardly_any_chance(config: Config) -> Evidence | None:

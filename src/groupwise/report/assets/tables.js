@@ -85,7 +85,7 @@ function findingsSection() {
   const parts = state.data.runs.map((run) => {
     const ailing = run.findings.some((one) => one.severity !== 'normal');
     return el('div', {}, state.data.runs.length > 1 ? el('h3', {}, run.name) : null,
-      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'There are no steps yet to judge.'), run.findings.map(finding));
+      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'Nothing to judge yet: 0 steps.'), run.findings.map(finding));
   });
   return section('findings', 'What the doctor finds', null, parts);
 }
