@@ -168,9 +168,9 @@ ADAPTER = "model.lora={rank: 8}"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["training.sharding=zero3", ADAPTER], "training.sharding is zero3, which does not go with model.lora"),
-        (["training.sharding=fsdp2", ADAPTER], "training.sharding is fsdp2, which does not go with model.lora"),
-        (["training.sharding=fsdp2", "rollout.ahead=1"], "rollout.ahead is 1"),
+        (["training.sharding=zero2", ADAPTER], "training.sharding is zero2, which does not go with model.lora"),
+        (["training.sharding=fsdp2", "optimizer.offload=true"], "which does not go with optimizer.offload"),
+        (["training.sharding=fsdp2", "training.offload_reference=true"], "which does not go with training.offload_reference"),
     ],
 )
 def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwise, small, no_weights, overrides, said):
