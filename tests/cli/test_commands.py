@@ -17,7 +17,20 @@ COMMANDS += [["report"], ["doctor"], ["plan"], ["bench"]]
 @pytest.mark.parametrize("command", [[], ["data"]])
 def test_help_without_a_command_lists_the_commands(groupwise, command):
     shown = groupwise(*command, "--help").stdout
-    listed = ["train", "eval", "generate", "merge", "report", "doctor", "plan", "bench", "data", "recipes", "algorithms", "config"]
+    listed = [
+        "train",
+        "eval",
+        "generate",
+        "merge",
+        "report",
+        "doctor",
+        "plan",
+        "bench",
+        "data",
+        "recipes",
+        "algorithms",
+        "config",
+    ]
     expected = ["inspect", "prepare"] if command else listed
     assert re.findall(r"^  (\w+)  +[A-Z]", shown.partition("Commands:")[2], flags=re.MULTILINE) == sorted(
         expected, key=lambda name: shown.index(f"\n  {name} ")
