@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,8 @@ from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
+from groupwise.training import ending, writer
+from groupwise.training.checkpoint import latest_checkpoint
 from groupwise.training.run import Run
 from tests.survival.kills import differences
 from tests.survival.test_carrying_on import steps_in
@@ -231,3 +234,22 @@ def ends_in(monkeypatch, stage, what):
         return evaluate_stage(*words, **named)
 
     monkeypatch.setattr("groupwise.training.run.evaluate_stage", evaluate)
+
+
+def test_the_model_counts_as_trained_when_the_last_checkpoint_is_whole(small_config, letters, quiet, tmp_path, monkeypatch):
+    """Whoever is killed while judging goes on with the judgement alone, and writes no checkpoint any more."""
+    write, note, found = writer.write_snapshot, ending.write_json, []
+
+    def slowly(*given, **named):
+        time.sleep(0.5)
+        return write(*given, **named)
+
+    def look(path, about):
+        found.append(latest_checkpoint(path.parent / "checkpoints"))
+        note(path, about)
+
+    monkeypatch.setattr(writer, "write_snapshot", slowly)
+    monkeypatch.setattr(ending, "write_json", look)
+    config = small_config(output={**CHECKPOINTS, "checkpoint_in_background": True})
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    assert found == [folder / "checkpoints" / "step-2"]

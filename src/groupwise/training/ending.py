@@ -33,6 +33,7 @@ def write_model(run: Run, policy: Policy) -> None:
             folder.put_new_model()
         else:
             save_model(policy, folder.final_model)
+        run.writer.finish()  # a run that carries on with the judgement alone writes no checkpoint any more
         write_json(folder.trained, about)
     except OSError as error:
         raise TrainingError(f"{folder.lost(folder.final_model, error)}; {run.saved()}") from error
