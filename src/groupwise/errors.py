@@ -51,7 +51,8 @@ class CheckpointError(GroupwiseError):
 
 
 class TrainingError(GroupwiseError):
-    """Training cannot go on: for example, the loss or the gradient is not finite several steps in a row."""
+    """Training (or judging, or answering) cannot go on: for example, the gradient is not finite several steps in a row, or memory ran
+    out."""
 
     exit_code = 1
 

@@ -54,6 +54,38 @@ def test_a_question_longer_than_the_context_is_one_sentence(groupwise, tiny_mode
     assert "the context of" in result.stderr
 
 
+@pytest.fixture
+def no_room(monkeypatch):
+    """No sequence finds room for its keys and values."""
+    import torch
+
+    from groupwise.engines.builtin.cache import Cache
+
+    def fail(self, sequences, positions):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Cache, "_pair", fail)
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["generate", "MODEL", "Hello?"], "lower --max-tokens"),
+        (
+            ["eval", "MODEL", "data.source=PROBLEMS", "data.holdout=4", "evaluation.problems=2"],
+            "evaluation.max_completion_tokens",
+        ),
+    ],
+)
+def test_without_room_for_one_sequence_it_is_one_sentence(groupwise, tiny_model, problems, no_room, words, remedy):
+    result = groupwise(*(word.replace("MODEL", str(tiny_model)).replace("PROBLEMS", str(problems)) for word in words))
+    assert result.exit_code == 1
+    (said,) = [line for line in result.stderr.splitlines() if line.startswith("groupwise: ")]
+    assert said.startswith("groupwise: memory ran out (CUDA out of memory. Tried to allocate 2.00 GiB): ")
+    assert remedy in said
+    assert "Traceback" not in result.output
+
+
 def test_an_unknown_model_is_one_sentence(groupwise, tmp_path):
     result = groupwise("generate", tmp_path / "nothing", "Hello?")
     assert result.exit_code == 2

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
+SHORT_OF_MEMORY = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
+
 Words = Annotated[
     list[str],
     typer.Argument(
@@ -150,6 +152,7 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
     from groupwise.tracking.judged import short_name
     from groupwise.tracking.text import harmless
+    from groupwise.training.short_memory import explain_short_memory
 
     fetch_model(config.model_copy(update={"model": config.model.model_copy(update={"name": name})}))
     if title:
@@ -159,7 +162,8 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
     )
     trackers = make_trackers(config, None, terminal) if world.is_first else Trackers()
     try:
-        return evaluate_model(name, config, further=True, trackers=trackers, world=world)
+        with explain_short_memory(remedy=SHORT_OF_MEMORY):
+            return evaluate_model(name, config, further=True, trackers=trackers, world=world)
     finally:
         trackers.close()
 

@@ -11,6 +11,8 @@ from groupwise.cli.options import DeviceMap, Model, NumProcesses, check_device_m
 
 __all__ = ["generate"]
 
+SHORT_OF_MEMORY = "lower --max-tokens, ask a shorter question, or take a smaller model"
+
 
 def generate(
     model: Model,
@@ -50,6 +52,7 @@ def generate(
     start_processes(num_processes)
     from groupwise.cli.chat import answer_dealt_lines, answer_lines, converse, make_speaker
     from groupwise.cli.models import fetch_model, settings_for_model
+    from groupwise.training.short_memory import explain_short_memory
 
     config, run_config = settings_for_model(model, [f"model.device_map={device_map}"] if device_map else [])
     if system is not None:
@@ -57,17 +60,19 @@ def generate(
     elif run_config is None:
         config.prompt.system = "none"
     fetch_model(config)
+    short = explain_short_memory(remedy=SHORT_OF_MEMORY)
     if many:
         from groupwise.models.load import resolve_device
 
-        with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world:
+        with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world, short:
             lines = world.first_does(lambda: [line for line in sys.stdin if line.strip()])
             answer_dealt_lines(make_speaker(config, max_tokens, temperature, greedy, seed), lines, sys.stdout, world)
         return
-    speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
-    if prompt is not None:
-        speaker.answer(prompt, sys.stdout)
-    elif sys.stdin.isatty():
-        converse(speaker, sys.stdout)
-    else:
-        answer_lines(speaker, sys.stdin, sys.stdout)
+    with short:
+        speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
+        if prompt is not None:
+            speaker.answer(prompt, sys.stdout)
+        elif sys.stdin.isatty():
+            converse(speaker, sys.stdout)
+        else:
+            answer_lines(speaker, sys.stdin, sys.stdout)

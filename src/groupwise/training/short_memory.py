@@ -59,18 +59,20 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
 
 
 @contextmanager
-def explain_short_memory(saved: Callable[[], str]) -> Iterator[None]:
-    """Turn a failed allocation in here into a TrainingError. ``saved``: what to say about checkpoints.
+def explain_short_memory(saved: Callable[[], str] = str, remedy: str = _REMEDY) -> Iterator[None]:
+    """Turn a failed allocation in here into a TrainingError.
 
-    The kernel may also end the process without a word (SIGKILL, exit code 137): then ``--resume`` is all there is.
+    ``saved``: what to say about checkpoints, if anything. ``remedy``: where the error brings none of its own. The kernel may also end
+    the process without a word (SIGKILL, exit code 137): then ``--resume`` is all there is.
     """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
         if not _is_shortage(error):
             raise
-        remedy = next(iter(getattr(error, "__notes__", ())), _REMEDY)  # where it was raised, more was known
-        raise TrainingError(f"memory ran out ({_first_line(error)}): {remedy}; {saved()}") from error
+        remedy = next(iter(getattr(error, "__notes__", ())), remedy)  # where it was raised, more was known
+        about = "; ".join(part for part in (remedy, saved()) if part)
+        raise TrainingError(f"memory ran out ({_first_line(error)}): {about}") from error
 
 
 def _is_shortage(error: BaseException) -> bool:
