@@ -102,7 +102,7 @@ def test_many_tokens_count_as_many_steps_do_and_a_checkpoint_silences_it():
     assert settings_findings(load_config("quickstart", [*large, "checkpoint_every=20"])) == set()
     assert settings_findings(load_config("quickstart", ["training.steps=100"])) == set()
     (said,) = [note for note in notes(load_config("quickstart", large)) if "checkpoint_every" in note]
-    assert said.startswith("output.checkpoint_every is 0 in a run of 60 steps, which may sample 7.68 million tokens")
+    assert said.startswith("output.checkpoint_every is 0 in a run of 60 steps, which may sample 7,680,000 tokens")
 
 
 @pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])

@@ -4,9 +4,10 @@ import pytest
 
 from groupwise import train
 from groupwise.doctor import RULES, Watch
-from tests.doctor.diseases import ailing, find
+from tests.doctor.diseases import PAGE, ailing, cause, find
 from tests.doctor.ill_runs import DISEASES, HEALTHY
 from tests.doctor.patients import Clinic
+from tests.survival.page import section
 
 OF_SETTINGS = {rule.name for rule in RULES if rule.subject == "settings"}
 """They speak of settings alone, and have no completions to show."""
@@ -74,3 +75,9 @@ def test_a_watch_that_cannot_look_says_so_once_and_ends_nothing(tmp_path):
         watch(tmp_path / "nowhere", step)
     assert len(said) == 1
     assert "is not a folder" in said[0]
+
+
+def test_the_page_has_a_row_of_each_run_of_the_tiny_model():
+    rows = [line.split(" | ")[:2] for line in section("diseases", PAGE.read_text(encoding="utf-8")).splitlines()]
+    made = [[f"| `{rule}`", cause(one)] for one in DISEASES if not one.small for rule in one.rules]
+    assert [row for row in made if row not in rows] == []

@@ -25,7 +25,7 @@ def unsaved_work(config: Config) -> str | None:
     if config.output.checkpoint_every or (steps <= _MANY_STEPS and tokens <= _MANY_TOKENS):
         return None
     return (
-        f"output.checkpoint_every is 0 in a run of {steps} steps, which may sample {tokens / 1e6:.3g} million tokens: a kill, a crash "
+        f"output.checkpoint_every is 0 in a run of {steps} steps, which may sample {tokens:,} tokens: a kill, a crash "
         "or a power cut takes all of it"
     )
 
