@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from groupwise.cli import app
@@ -42,6 +43,32 @@ def test_what_no_installation_could_run_is_not_planned(overrides, said):
     assert refused.exit_code == 2, refused.output
     assert said in refused.stderr
     assert "fits" in plan(*words), "one process divides nothing"
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "the architecture 'mistral with sliding windows'"),
+        ({"sliding_window": 64}, "the architecture 'mistral with sliding windows'"),
+        ({"sliding_window": None, "hidden_act": "gelu"}, "'mistral with settings that the lean decoder does not have'"),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_a_model_that_the_run_cannot_divide_is_not_planned_divided(tmp_path, tiny_mistral, way, changed, said):
+    """As the run does; a config.json that does not speak of windows means transformers' default, which has them."""
+    written = tiny_mistral().config.to_dict()
+    del written["sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps({**written, **changed}))
+    assert (AutoConfig.from_pretrained(tmp_path).sliding_window is None) == (
+        "sliding_window" in changed and changed["sliding_window"] is None
+    )
+    words = ["plan", "quickstart", f"model.name={tmp_path}", "--hardware", "rtx-4090", f"training.sharding={way}", "--world-size"]
+    assert CliRunner().invoke(app, [*words, "1"]).exit_code == 0, "one process divides nothing"
+    two = CliRunner().invoke(app, [*words, "2"])
+    assert two.exit_code == (2 if said else 0), two.output
+    assert said is None or f"training.sharding is {way}, which does not go with" in two.stderr
+    assert said is None or said in two.stderr
 
 
 def test_what_only_lacks_a_package_here_is_planned(monkeypatch):

@@ -14,7 +14,10 @@ DIVISIBLE = ("llama", "qwen2", "qwen3", "mistral")
 
 
 def kind_of(hf_config: Any) -> str:
-    """The model's architecture, with its sliding windows where it has those of the first Mistral models, which the decoder has not."""
+    """The model's architecture, with its sliding windows where it has those of the first Mistral models, which the decoder has not.
+
+    ``hf_config``: a model's config, or whatever else has its ``model_type`` and ``sliding_window``.
+    """
     name = str(hf_config.model_type)
     windows = name == "mistral" and getattr(hf_config, "sliding_window", None) is not None
     return f"{name} with sliding windows" if windows else name

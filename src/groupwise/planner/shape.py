@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.division import kind_of
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models.folder import is_folder_name
@@ -22,6 +23,7 @@ _COUNTED = (
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the sequence's length."""
+_MISTRAL_WINDOW = 4096
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -44,6 +46,19 @@ class ModelShape:
     architecture: str = "qwen2"
     special: bool = False
     """Whether its config asks for something that the lean decoder does not do, such as a sliding window."""
+    sliding_window: int | None = None
+    """Of a Mistral: positions that one attends to, where it has such a limit."""
+
+    @property
+    def model_type(self) -> str:
+        """The architecture, by transformers' name."""
+        return self.architecture
+
+    @property
+    def kind(self) -> str:
+        """The architecture, as the rules for dividing a model have it."""
+        kind = kind_of(self)
+        return f"{kind} with settings that the lean decoder does not have" if kind in _LEAN and self.special else kind
 
     @property
     def lean(self) -> bool:
@@ -190,6 +205,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             head_norm=architecture == "qwen3",
             architecture=architecture,
             special=_special(text),
+            sliding_window=_window(text),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -206,7 +222,12 @@ def _special(text: dict[str, Any]) -> bool:
         text.get("hidden_act", "silu") != "silu"
         or any(kind != "full_attention" for kind in kinds)
         or (bool(text.get("use_sliding_window")) and not kinds)
-        or (text.get("model_type") == "mistral" and text.get("sliding_window") is not None)
+        or _window(text) is not None
         or bool(text.get("mlp_bias") or text.get("attention_dropout"))
         or rope.get("rope_type", rope.get("type", "default")) not in _STATIC_ROPE
     )
+
+
+def _window(text: dict[str, Any]) -> int | None:
+    """Of a Mistral, whose first models had windows: a config.json that does not say means them."""
+    return text.get("sliding_window", _MISTRAL_WINDOW) if text.get("model_type") == "mistral" else None
