@@ -31,7 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 RUN = (
     "model.dtype=float32", "model.device=cpu", "warm_start.steps=0", "training.threads=1", "training.steps=8", "rollout.prompts_per_step=2",
-    "rollout.completions_per_prompt=4", "rollout.max_completion_tokens=12", "optimizer.learning_rate=1e-6",
+    "rollout.completions_per_prompt=4", "rollout.max_completion_tokens=12", "optimizer.learning_rate=3e-6",
+    "algorithm.updates_per_batch=2",  # on-policy the loss of a first update is 0 to rounding: nothing to draw
     "rewards.functions=[{function: letters}]", "evaluation.problems=1", "evaluation.modes=[greedy]", "evaluation.at_start=false",
     "evaluation.show=0", "evaluation.max_completion_tokens=1", "output.log_completions=100", "output.keep_best=false",
 )  # fmt: skip
@@ -168,7 +169,8 @@ def report(numbers: Mapping[str, Any]) -> str:
             markdown_table(["against the first", "completions", *CURVES.values(), "final weights"], rows),
             f"{given['training.steps']} steps of {given['rollout.prompts_per_step']} prompts x "
             f"{given['rollout.completions_per_prompt']} completions of up to {given['rollout.max_completion_tokens']} tokens in "
-            f"{given['model.dtype']}, learning rate {given['optimizer.learning_rate']}, reward the share of lower-case letters. Largest "
+            f"{given['model.dtype']}, {given['algorithm.updates_per_batch']} updates of each batch, "
+            f"learning rate {given['optimizer.learning_rate']}, reward the share of lower-case letters. Largest "
             f"differences over all steps; the first setting's own numbers: {spans}.",
             describe(numbers),
         ]

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from experiments.common import environment
-from experiments.curve import CURVES, SETTINGS, differences, draw, measure, report
+from experiments.common import environment, read_block, read_numbers
+from experiments.curve import CURVES, EXPERIMENT, SETTINGS, differences, draw, measure, report
 
 
 @pytest.mark.slow
@@ -26,3 +26,15 @@ def test_no_setting_changes_the_curve(tmp_path, tiny_folder, sums):
     draw(shown, tmp_path / "curve.svg")
     assert "<svg" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
     assert "36 of 36 the same" in report(shown)
+
+
+def test_the_page_shows_the_curves_that_are_committed():
+    numbers = read_numbers("curve")
+    assert read_block(EXPERIMENT.page, "curve") == report(numbers)
+    assert list(numbers["lines"]) == list(SETTINGS)
+    first, *others = numbers["lines"].values()
+    assert all(other["completions"] == first["completions"] for other in others)
+    for found in differences(numbers).values():
+        assert found["reward/mean"] == 0
+        assert found["policy/loss"] < 1e-5
+        assert found["optimizer/grad_norm"] < 1e-3
