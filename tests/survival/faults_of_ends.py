@@ -75,6 +75,7 @@ def terminal_closed(place: Place) -> Outcome:
         import termios
 
         os.close(master)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the faults themselves are tried under nohup
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         for number in (0, 1, 2):
