@@ -23,6 +23,8 @@ _GRACE_S = 20.0
 """How long the main thread may take to come out by itself once another process has failed."""
 _WAIT_FOR_WORD_S = 5.0
 """How long to look for the other's error after a connection broke."""
+_LAST_LOOK_S = 60.0
+"""How long the board may take to answer what it was asked last; only a machine that is gone without a word takes longer."""
 
 
 class LostTouch(RuntimeError):
@@ -139,11 +141,17 @@ class Watch(threading.Thread):
             os._exit(failure.exit_code)
 
     def finish(self) -> None:
-        """No more interruptions of the main thread, one that is under way included."""
+        """No more interruptions of the main thread, one that is under way included; and the thread is over.
+
+        It is waited for: torch's call for the board, coming back while the interpreter is being taken down, aborts a process that was
+        done. The process that keeps the board may be slow to answer, while this one is on its way out.
+        """
         try:
             self._finish()
         except RankLost:
             self._finish()
+        if self.is_alive():
+            self.join(_LAST_LOOK_S)
 
     def _finish(self) -> None:
         with self._lock:
