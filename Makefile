@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install  ## train the embedded model on arithmetic: base -> warm start -> GRPO
 	$(BIN)/groupwise train quickstart
 
-test: install  ## the fast suite, under 10 minutes on two cores
+test: install  ## the fast suite, about ten minutes on two cores
 	$(BIN)/python -m pytest --timeout 300
 
 lint: install  ## style, types and the direction of imports
