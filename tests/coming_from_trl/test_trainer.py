@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
 from groupwise.trl import GRPOConfig, GRPOTrainer
+from groupwise.trl.outputs import summary_in
 
 NAMES = {
     "loss", "grad_norm", "learning_rate", "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
@@ -202,6 +203,47 @@ def test_the_newest_checkpoint_is_found_and_none_is_said(tiny_folder, prompts, l
     again.train(resume_from_checkpoint=True)
     assert [row["step"] for row in again.state.log_history if "loss" in row] == [1, 2, 3]
     assert same(weights(trainer), weights(trainer))
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kept", [None, 1])
+def test_a_finished_run_that_is_resumed_keeps_its_results(tiny_folder, prompts, letters, settings, kept):
+    """By a script as people write them, started a second time."""
+
+    def script(**changes):
+        args = settings(save_strategy="steps", save_steps=1, save_total_limit=kept, **changes)
+        trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+        result = trainer.train(resume_from_checkpoint=Path(args.output_dir).exists() or None)
+        trainer.save_metrics("train", result.metrics)
+        trainer.save_state()
+        trainer.save_model()
+        return trainer, result, contents(Path(args.output_dir))
+
+    first, result, before = script()
+    again, same_result, after = script()
+    assert after == before
+    assert same_result == result
+    assert same_result.training_loss != 0
+    assert same(weights(first), weights(again))
+    longer, _, _ = script(max_steps=3)
+    assert [row["step"] for row in longer.state.log_history if "loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in longer.state.log_history if "train_runtime" in row] == [3]
+
+
+def test_a_run_that_was_killed_before_its_summary_has_the_loss_that_it_logged():
+    rows = [{"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 9.0}, {"step": 3, "loss": 4.0}]
+    assert summary_in(rows) == {"train_loss": pytest.approx((2 * 1.0 + 4.0) / 3)}
+    assert math.isnan(summary_in([])["train_loss"])
+
+
+def test_the_checkpoint_just_written_is_kept_where_an_earlier_run_came_further(tiny_folder, prompts, letters, settings):
+    for steps, left in ((3, ["checkpoint-3"]), (2, ["checkpoint-2"])):
+        args = settings(save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=steps)
+        GRPOTrainer(str(tiny_folder), letters, args, prompts).train()
+        assert sorted(path.name for path in Path(args.output_dir).iterdir()) == left
 
 
 def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, letters, settings):

@@ -18,7 +18,7 @@ from groupwise.models.load import Policy, save_model
 from groupwise.training.learner import Learner
 from groupwise.trl.entropy import EntropyControl
 
-__all__ = ["find", "restore", "save", "save_policy"]
+__all__ = ["find", "renew_state", "restore", "save", "save_policy"]
 
 _ENTROPY = "entropy_ctrl_state.json"
 _OPTIMIZER, _REFERENCE, _SCHEDULER, _STATE = (
@@ -71,9 +71,21 @@ def save(
         aside.rename(target)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {target} cannot be written ({error}): free space or make it writable") from error
-    for old in _all(output)[: -limit if limit else None] if limit else []:
+    # By time, since an earlier run may have come further.
+    others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
+    for old in others[: 1 - limit or None] if limit else []:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def renew_state(output: Path, state: TrainerState) -> None:
+    """Put what was logged since into the checkpoint of this step."""
+    target, aside = (output / f"checkpoint-{state.global_step}" / name for name in (_STATE, f".{_STATE}.partial"))
+    try:
+        state.save_to_json(str(aside))
+        aside.replace(target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written ({error}): free space or make it writable") from error
 
 
 def find(output: Path, wanted: str | bool | None) -> Path | None:

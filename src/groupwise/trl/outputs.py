@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import ConfigError
 from groupwise.models.load import Policy
 from groupwise.trl import checkpoint as checkpoints
 
-__all__ = ["Outputs", "drain"]
+__all__ = ["Outputs", "drain", "summary_in"]
+
+logger = logging.getLogger("groupwise")
 
 
 class Outputs:
@@ -31,7 +36,21 @@ class Outputs:
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+        self.control = self.callback_handler.on_log(
+            self.args, self.state, self.control, dict(logs)
+        )  # some take out what they do not show
+
+    def _finished_before(self, checkpoint: Path) -> TrainOutput:
+        """What a run came to that has nothing left to do; nothing is logged that it has not logged itself."""
+        logger.warning("%s is of a run that made all its steps: nothing to carry on", checkpoint)
+        self.control = self._event("on_train_begin")
+        metrics = summary_in(self.state.log_history)
+        self.control = self._event("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _event(self, name: str) -> TrainerControl:
+        event: Callable[..., TrainerControl] = getattr(self.callback_handler, name)
+        return event(self.args, self.state, self.control)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (with an adapter, the adapter alone) and the tokenizer to ``output_dir``, by default the run's."""
@@ -90,3 +109,15 @@ def drain(numbers: dict[str, list[float]], prefix: str = "") -> dict[str, float 
         out[prefix + name] = statistics.fmean(known) if known else None
     numbers.clear()
     return out
+
+
+def summary_in(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a run logged at its end. Where it did not come to that, the mean loss of the steps whose loss it logged (NaN: of none)."""
+    for row in reversed(history):
+        if "train_runtime" in row:
+            return {name: value for name, value in row.items() if name != "step"}
+    total, last = 0.0, 0
+    for row in history:
+        if "loss" in row:
+            total, last = total + row["loss"] * (row["step"] - last), row["step"]
+    return {"train_loss": total / last if last else math.nan}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import set_seed
 
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import Engine, make_engine
@@ -19,7 +20,19 @@ from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.translate import model_config
 
-__all__ = ["make_parts", "make_policy"]
+__all__ = ["make_parts", "make_policy", "seed_everything"]
+
+
+def seed_everything(args: Any) -> None:
+    """Random numbers, and what else of ``args`` makes a run repeatable or not."""
+    if args.full_determinism:
+        from transformers import enable_full_determinism
+
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
 
 
 def make_policy(model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any) -> tuple[Policy, ModelConfig]:

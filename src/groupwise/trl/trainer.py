@@ -6,12 +6,11 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
@@ -28,7 +27,7 @@ from groupwise.trl.generation import Generation, PromptSet, generate
 from groupwise.trl.numbers import generation_numbers, sweep_numbers, whole_loss
 from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
 from groupwise.trl.outputs import Outputs, drain
-from groupwise.trl.policy import make_parts, make_policy
+from groupwise.trl.policy import make_parts, make_policy, seed_everything
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.schedule import Schedule, deal, epoch_order, flat_index, unit_counts
 from groupwise.trl.translate import to_config
@@ -100,7 +99,7 @@ class GRPOTrainer(Outputs):
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
         self.args: Any = args
-        _seed(args)
+        seed_everything(args)
         self.policy, model_config = make_policy(model, args, processing_class, peft_config)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
@@ -135,12 +134,16 @@ class GRPOTrainer(Outputs):
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
 
-        ``resume_from_checkpoint``: a folder ``checkpoint-N``, or True for the newest one in ``output_dir``.
+        ``resume_from_checkpoint``: a folder ``checkpoint-N``, or True for the newest one in ``output_dir``. Of a run that has made all
+        its steps the results come back as they were.
         """
         if trial is not None or any(value is not None for value in others.values()):
             raise ConfigError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
-        self._begin(checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint), updates)
+        checkpoint = checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint)
+        self._begin(checkpoint, updates)
+        if checkpoint is not None and self.state.global_step >= updates:
+            return self._finished_before(checkpoint)
         started, done_before = time.perf_counter(), self.state.global_step
         self.control = self._event("on_train_begin")
         if self.args.eval_on_start:
@@ -151,6 +154,8 @@ class GRPOTrainer(Outputs):
             epoch, first = epoch + 1, 0
         metrics = self._summary(time.perf_counter() - started, self.state.global_step - done_before)
         self.log(metrics)
+        if self._saved == self.state.global_step:
+            checkpoints.renew_state(Path(self.args.output_dir), self.state)
         self.control = self._event("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -159,6 +164,8 @@ class GRPOTrainer(Outputs):
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
         if checkpoint is not None:
             self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy)
+            if self.state.global_step < updates:
+                self.state.log_history = [row for row in self.state.log_history if "train_runtime" not in row]
         self.engine.refresh(self.learner.updates)
         self.state.max_steps = updates
         self.state.num_train_epochs = math.ceil(updates / self.schedule.updates)
@@ -166,6 +173,7 @@ class GRPOTrainer(Outputs):
         self.state.compute_steps(self.args, updates)
         self._loss, self._total_loss, self._last_logged = 0.0, 0.0, self.state.global_step
         self._first_step = self.state.global_step
+        self._saved: int | None = None
 
     def _epoch(self, epoch: int, first: int) -> None:
         """The optimiser steps of one epoch from ``first`` on, until a callback ends it."""
@@ -382,18 +390,4 @@ class GRPOTrainer(Outputs):
             Path(self.args.output_dir), self.policy, self.learner, self.lr_scheduler, self.state,
             only_model=self.args.save_only_model, limit=self.args.save_total_limit, entropy=self.entropy,
         )  # fmt: skip
-
-    def _event(self, name: str) -> TrainerControl:
-        event: Callable[..., TrainerControl] = getattr(self.callback_handler, name)
-        return event(self.args, self.state, self.control)
-
-
-def _seed(args: Any) -> None:
-    if args.full_determinism:
-        from transformers import enable_full_determinism
-
-        enable_full_determinism(args.seed)
-    else:
-        set_seed(args.seed)
-    if args.tf32 is not None:
-        torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        self._saved = self.state.global_step
