@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from groupwise.distributed.signals import stop_signals
@@ -27,10 +28,14 @@ _LOOK_EVERY_S = 0.2
 
 def launch(command: Sequence[str], processes: int, environment: Mapping[str, str] | None = None) -> int:
     """Run ``command`` as ``processes`` processes and wait. Returns 0, or the exit code of the first that failed."""
-    shared = dict(os.environ if environment is None else environment)
-    shared |= {
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
-        LAUNCHER: str(os.getpid()),
+    with _held_port() as port:
+        return _launch(command, processes, os.environ if environment is None else environment, port)
+
+
+def _launch(command: Sequence[str], processes: int, environment: Mapping[str, str], port: int) -> int:
+    shared = {
+        **environment, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), LAUNCHER: str(os.getpid()),
     }  # fmt: skip
     shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
     children: list[subprocess.Popen[bytes]] = []
@@ -87,7 +92,17 @@ def cores_per_process(processes: int) -> int:
     return max(1, cores // processes)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that is given to nobody else until the first process, which asks for it by its number, listens there.
+
+    It takes that one seconds, and any other program may ask the system for some free port meanwhile. On Linux a socket that is bound and
+    does not listen keeps the port, and lets those have it who, as torch does, reuse addresses. Elsewhere it is only free at first.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if not sys.platform.startswith("linux"):
+            holder.close()
+        yield port
