@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from groupwise.models.embedded import ensure_embedded_model
 # The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
 settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("certain")
+
+# Under nohup and in some build services a hangup is ignored, and every child inherits that; tests of signals mean a plain terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TINY = {
