@@ -105,9 +105,9 @@ def test_an_ignored_hangup_stays_ignored():
 def test_the_launcher_hands_a_hangup_on():
     """Each process says what it got; the launcher's exit code is theirs."""
     program = (
-        "import signal, sys\n"
+        "import os, signal, sys\n"
         "signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(129))\n"
-        "print('ready', flush=True)\n"
+        "os.write(1, b'ready\\n')\n"  # at once: the two share the pipe
         "signal.pause()\n"
     )
     launcher = (
@@ -115,6 +115,9 @@ def test_the_launcher_hands_a_hangup_on():
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
-        process.send_signal(signal.SIGHUP)
-        assert process.wait(300) == 129
+        try:
+            assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
+            process.send_signal(signal.SIGHUP)
+            assert process.wait(300) == 129
+        finally:
+            process.kill()
