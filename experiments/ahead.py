@@ -43,7 +43,9 @@ SHOWN = {
     "correction cut": "policy/correction_cut",
     "clip share": "policy/clip_share",
 }
-COMPARISON = Comparison("ahead", __doc__ or "", variants, "variants", ROOT / "docs" / "asynchronous.md", timed=False, shown=SHOWN)
+COMPARISON = Comparison(
+    "ahead", __doc__ or "", variants, "variants", ROOT / "docs" / "how-to" / "asynchronous.md", timed=False, shown=SHOWN
+)
 
 if __name__ == "__main__":
     compare(COMPARISON)

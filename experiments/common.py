@@ -37,7 +37,7 @@ class Experiment:
     """Writes the figure of the numbers to a path."""
     report: Callable[[Mapping[str, Any]], str]
     """The numbers as Markdown, for the page."""
-    page: Path = ROOT / "docs" / "questions.md"
+    page: Path = ROOT / "docs" / "explanation" / "questions.md"
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> dict[str, Any]:

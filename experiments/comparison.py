@@ -155,7 +155,7 @@ def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Map
     took = f" All runs together took {total / 60:.0f} minutes of process time." if timed else ""
     return "\n\n".join(
         [
-            f"![A panel per run: accuracy by completions, in training and held out](figures/{name}.svg)",
+            f"![A panel per run: accuracy by completions, in training and held out](../figures/{name}.svg)",
             "Lines: share of a step's own completions that are right, averaged over three steps; mean and range over the seeds. "
             f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems, mean and range.",
             markdown_table(header, rows),

@@ -165,7 +165,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     given = dict(word.split("=", 1) for word in numbers["settings"])
     return "\n\n".join(
         [
-            "![Reward, loss and gradient norm of eight steps at four settings, over each other](figures/curve.svg)",
+            "![Reward, loss and gradient norm of eight steps at four settings, over each other](../figures/curve.svg)",
             markdown_table(["against the first", "completions", *CURVES.values(), "final weights"], rows),
             f"{given['training.steps']} steps of {given['rollout.prompts_per_step']} prompts x "
             f"{given['rollout.completions_per_prompt']} completions of up to {given['rollout.max_completion_tokens']} tokens in "
@@ -177,7 +177,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
 
 
-EXPERIMENT = Experiment("curve", measure, draw, report, ROOT / "docs" / "distributed.md")
+EXPERIMENT = Experiment("curve", measure, draw, report, ROOT / "docs" / "how-to" / "distributed.md")
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--carry-out"]:

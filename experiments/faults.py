@@ -41,7 +41,9 @@ def variants(names: Sequence[str]) -> list[Variant]:
     return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
 
 
-COMPARISON = Comparison("faults", __doc__ or "", variants, "variants", ROOT / "docs" / "questions.md", timed=False)
+COMPARISON = Comparison(
+    "faults", __doc__ or "", variants, "variants", ROOT / "docs" / "explanation" / "questions.md", timed=False
+)
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -124,7 +124,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         [[str(x["limit"]), f"{x['cut']:.0%}", f"{x['tokens']:.0f}"] for x in numbers["limits"]],
     )
     return (
-        f"![Groups that vary by accuracy; gradient noise by G and by length](figures/group_size.svg)\n\nShare of groups that vary, "
+        f"![Groups that vary by accuracy; gradient noise by G and by length](../figures/group_size.svg)\n\nShare of groups that vary, "
         f"1 - p^G - (1 - p)^G:\n\n{shares}\n\n{noise}\n\n{lengths}\n\n{limits}\n\nToy: {numbers['batches']} batches each. Real: "
         f"{numbers['limits'][0]['n']} completions of quickstart problems at temperature 1, before any training. {describe(numbers)}"
     )

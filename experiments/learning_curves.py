@@ -34,7 +34,9 @@ def _variant(name: str) -> Variant:
     return Variant(name, (f"algorithm.preset={name}", f"algorithm.beta={beta}"))
 
 
-COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "learning-curves.md", timed=False)
+COMPARISON = Comparison(
+    "learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "explanation" / "learning-curves.md", timed=False
+)
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -135,7 +135,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         [[k, *(f"{x:.4g}" for x in values)] for k, values in numbers["estimates"].items()],
     )
     return (
-        f"![k1, k2 and k3 of one token, and k3 of batches](figures/loss_spikes.svg)\n\n{estimates}\n\n{family}\n\n"
+        f"![k1, k2 and k3 of one token, and k3 of batches](../figures/loss_spikes.svg)\n\n{estimates}\n\n{family}\n\n"
         f"{_formats(numbers)} {describe(numbers)}"
     )
 

@@ -23,7 +23,7 @@ from groupwise.tracking.environment import installed_version
 
 __all__ = ["MODES", "Mode", "main", "report"]
 
-PAGE = ROOT / "docs" / "adapters.md"
+PAGE = ROOT / "docs" / "how-to" / "adapters.md"
 NAME = "memory_modes"
 ADAPTER = ("model.lora={rank: 16, alpha: 32}", "optimizer.learning_rate=2e-4", "warm_start.learning_rate=5e-4")
 """An adapter, and the rates it wants here: ten times those of the quickstart."""

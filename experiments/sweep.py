@@ -141,7 +141,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
     return "\n\n".join(
         [
-            "![Seconds of an update and peak memory against the token budget](figures/sweep.svg)",
+            "![Seconds of an update and peak memory against the token budget](../figures/sweep.svg)",
             markdown_table(["", *(f"{budget:,} tokens" for budget in budgets)], rows),
             f"One update on {sizes['groups']} prompts x {sizes['completions']} completions, {numbers['completion_tokens']:,} completion "
             f"tokens, bfloat16 weights with fp32 masters, no reference; median of {sizes['repeats']}; {numbers['cores']} threads in all. "
@@ -153,7 +153,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
 
 
-EXPERIMENT = Experiment("sweep", measure, draw, report, ROOT / "docs" / "distributed.md")
+EXPERIMENT = Experiment("sweep", measure, draw, report, ROOT / "docs" / "how-to" / "distributed.md")
 
 if __name__ == "__main__":
     main(EXPERIMENT)

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the schema: ``python scripts/write_config_docs.py``. A test says when that is due."""
+"""Writes docs/reference/configuration.md from the schema: ``python scripts/write_config_docs.py``. A test says when that is due."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.config.problems import shown
 
 __all__ = ["PAGE", "render"]
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """\
 <!-- Written by scripts/write_config_docs.py from the docstrings in src/groupwise/config/: change them there, then run it. -->
 

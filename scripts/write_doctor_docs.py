@@ -1,4 +1,4 @@
-"""Write the table of docs/doctor.md from the doctor's rules; a test checks that the page is current."""
+"""Write the table of docs/reference/doctor.md from the doctor's rules; a test checks that the page is current."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from groupwise.doctor import RULES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "doctor.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "doctor.md"
 BEGIN, END = "<!-- rules -->", "<!-- /rules -->"
 SUBJECTS = {
     "settings": "From the settings alone (before a run, and about its settings afterwards)",

@@ -1,5 +1,6 @@
-"""Writes docs/plans.md: what `groupwise plan` says of the set-ups people ask about. `python scripts/write_plan_docs.py`; a test says
-when that is due."""
+"""Writes docs/reference/plans.md, what `groupwise plan` says of each recipe: `python scripts/write_plan_docs.py`.
+
+A test says when that is due."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from groupwise.planner import Plan
 
 __all__ = ["PAGE", "SETUPS", "SetUp", "made", "render"]
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "plans.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "plans.md"
 WIDTH = 118
 
 
@@ -74,7 +75,7 @@ INTRODUCTION = """\
 # Plans of the recipes
 
 What `groupwise plan` says of each [recipe](recipes.md) on the machines it is for, before any weights are loaded. How the figures come
-about, and how they compare with measured peaks: [planning.md](planning.md). **Times and GPU memory are estimates from data sheets;
+about, and how they compare with measured peaks: [planning](../how-to/planning.md). **Times and GPU memory are estimates from data sheets;
 none of these runs has been made here on a GPU.**
 """
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/scale.md from the planner: `python scripts/write_scale_docs.py`; a test says when that is due."""
+"""Writes the tables of docs/explanation/scale.md from the planner: `python scripts/write_scale_docs.py`; a test says when that is due."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.planner.scale import Work, scaled
 
 __all__ = ["PAGE", "render"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "scale.md"
 SIZES = ("7B", "14B", "32B", "72B")
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 CARD = HARDWARE["h100"]

@@ -1,4 +1,6 @@
-"""Write the table of TRL's arguments into docs/coming-from-trl.md: ``python scripts/write_trl_docs.py``. A test holds the two equal."""
+"""Write the table of TRL's arguments into docs/how-to/coming-from-trl.md: ``python scripts/write_trl_docs.py``.
+
+A test holds the two equal."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 from groupwise.trl.arguments import render_table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from-trl.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "coming-from-trl.md"
 MARK = "<!-- The rest is written by scripts/write_trl_docs.py. -->"
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RENAMED: Mapping[str, str] = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 """Pages of the site that stand outside docs/ under another name; others keep theirs."""
+FOLDERS: Mapping[str, str] = {
+    "tutorials": "Tutorials", "how-to": "How-to guides", "reference": "Reference", "explanation": "Explanation",
+}  # fmt: skip
+"""Folders of docs/ and the sections of the navigation."""
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 MATH_FENCE = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -31,18 +35,19 @@ INLINE_MATH = re.compile(r"(?<![\w$\\])\$([^\s$](?:[^$\n]*[^\s$])?)\$(?![\w$])")
 
 
 def on_config(config: Any) -> Any:
-    """The navigation gets a page for each notebook, algorithm and room of the package, and those pages of docs/ that it does not name."""
+    """The navigation gets each notebook, algorithm and module, and the pages of docs/ that it does not name, by their folders."""
     named = set(re.findall(r"[\w./+-]+\.md", str(config["nav"])))
-    for section in config["nav"]:
-        if "How to" in section:
-            section["How to"] += sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
-        if "Notebooks" in section:
-            notebooks = sorted(file for file in linked_files() if file.endswith(".ipynb"))
-            section["Notebooks"] += [site_uri(file) for file in notebooks]
-        if "Algorithms" in section:
-            section["Algorithms"] += [f"algorithms/{path.name}" for path in sorted((ROOT / "docs" / "algorithms").glob("*.md"))]
-        if "Reference" in section:
-            section["Reference"] += [{room: f"reference/{room}.md"} for room in modules_with_words()]
+    pages = (path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+    further = [page for page in pages if page not in named]
+    sections = {title: entries for section in config["nav"] for title, entries in section.items()}
+    sections["Tutorials"] += [site_uri(file) for file in sorted(linked_files()) if file.endswith(".ipynb")]
+    for folder, title in FOLDERS.items():
+        sections[title] += [page for page in further if page.startswith(f"{folder}/") and page.count("/") == 1]
+    sections["Explanation"] += [page for page in further if "/" not in page]
+    sections["Reference"] += [
+        {"Algorithms": [page for page in further if page.startswith("reference/algorithms/")]},
+        {"Modules": [{room: f"modules/{room}.md"} for room in modules_with_words()]},
+    ]
     return config
 
 
@@ -58,13 +63,13 @@ def on_files(files: Any, config: Any) -> Any:
         else:
             files.append(File.generated(config, site_uri(source), abs_src_path=str(ROOT / source)))
     for room, modules in modules_with_words().items():
-        files.append(File.generated(config, f"reference/{room}.md", content=reference_page(room, modules)))
+        files.append(File.generated(config, f"modules/{room}.md", content=module_page(room, modules)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
-    if uri.startswith("reference/"):
+    if uri.startswith("modules/"):
         return markdown
     notebook = uri.removesuffix(".md") + ".ipynb"
     if notebook in linked_files():
@@ -171,5 +176,5 @@ def notebook_page(source: str) -> str:
     )
 
 
-def reference_page(room: str, modules: list[str]) -> str:
+def module_page(room: str, modules: list[str]) -> str:
     return "\n".join([f"# groupwise.{room}", "", *(f"::: {module}\n" for module in modules)])

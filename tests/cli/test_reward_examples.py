@@ -1,4 +1,4 @@
-"""The complete examples of docs/rewards.md are the files of examples/rewards, and run: here on tiny models, for a step or two."""
+"""The complete examples of docs/how-to/rewards.md are the files of examples/rewards, and run: here on tiny models, for a step or two."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def overrides(small, problems):
 
 
 def test_the_page_shows_every_example_whole():
-    shown = FENCE.findall((ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"))
+    shown = FENCE.findall((ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8"))
     assert FILES == ["equations.py", "from_python.py", "mixed.yaml", "own_function.yaml", "reward_model.yaml"]
     for name in FILES:
         assert (EXAMPLES / name).read_text(encoding="utf-8") in shown, name
@@ -68,7 +68,11 @@ def test_trying_a_judge_without_a_run(judge):
 
     space = {}
     exec(
-        next(text for text in FENCE.findall((ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")) if "def compare" in text),
+        next(
+            text
+            for text in FENCE.findall((ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8"))
+            if "def compare" in text
+        ),
         space,
     )
     found = space["compare"](str(judge), "How are you?", "fine", "not so well")

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
 from groupwise.trl.arguments import ARGUMENTS, render_table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-trl.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from-trl.md"
 REFUSED = [row for row in ARGUMENTS.values() if row.fate == "refused"]
 
 

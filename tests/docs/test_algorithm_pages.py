@@ -12,7 +12,7 @@ from groupwise.config.presets import PRESETS
 from groupwise.config.problems import shown
 from groupwise.tracking import METRICS
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference" / "algorithms"
 HEADINGS = ["Formula", "What is particular", "Settings", "What the numbers say", "When to take it"]
 
 

@@ -118,7 +118,7 @@ def snippet_functions(name):
 
 def test_reward_functions_of_the_pages_work_and_assertions_hold():
     chat = [[{"role": "assistant", "content": "please " * 100}], [{"role": "assistant", "content": ""}]]
-    assert snippet_functions("docs/rewards.md")["polite"](prompts=["?", "?"], completions=chat) == [0.5, 0.0]
+    assert snippet_functions("docs/how-to/rewards.md")["polite"](prompts=["?", "?"], completions=chat) == [0.5, 0.0]
     assert snippet_functions("README.md")["brief"](completions=chat) == [-0.7, 0.0]
 
 
@@ -164,11 +164,11 @@ def test_make_targets_and_recipes_that_pages_name_exist():
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= targets, path.name
-    assert set(TABLE_NAME.findall(page("docs/recipes.md"))) == {recipe.name for recipe in recipes()}
+    assert set(TABLE_NAME.findall(page("docs/reference/recipes.md"))) == {recipe.name for recipe in recipes()}
 
 
 def test_the_table_of_recipes_has_their_batches():
-    for name, batch in re.findall(r"^\| `([^`]+)` \|.*\| (\d+ x \d+) \|", page("docs/recipes.md"), flags=re.MULTILINE):
+    for name, batch in re.findall(r"^\| `([^`]+)` \|.*\| (\d+ x \d+) \|", page("docs/reference/recipes.md"), flags=re.MULTILINE):
         rollout = load_config(name).rollout
         assert batch == f"{rollout.prompts_per_step} x {rollout.completions_per_prompt}", name
 
@@ -193,7 +193,7 @@ def test_the_quickstart_is_what_the_readme_says():
 
 
 def test_every_metric_is_explained_as_the_table_has_it():
-    section = section_of(page("docs/algorithms.md"), "Metrics")
+    section = section_of(page("docs/reference/algorithms.md"), "Metrics")
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, flags=re.MULTILINE))
     assert rows == {name: f"{unit} | {meaning.replace('|', chr(92) + '|')}" for name, (unit, meaning) in METRICS.items()}
 
@@ -207,20 +207,22 @@ def test_metrics_that_pages_name_exist():
 
 
 def test_presets_are_those_of_the_config():
-    rows = re.findall(r"^\| \[`([^`]+)`\]\(algorithms/(.+)\.md\) \| (.*) \|$", page("docs/algorithms.md"), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[`([^`]+)`\]\(algorithms/(.+)\.md\) \| (.*) \|$", page("docs/reference/algorithms.md"), flags=re.MULTILINE
+    )
     words = {name: [preset.paper, *in_words(AlgorithmConfig(preset=name)).values()] for name, preset in PRESETS.items()}
     assert [(name, file, cells.split(" | ")) for name, file, cells in rows] == [(name, name, row) for name, row in words.items()]
 
 
 def test_rewards_and_their_keywords_are_those_of_the_code():
-    text = page("docs/rewards.md")
+    text = page("docs/how-to/rewards.md")
     assert set(TABLE_NAME.findall(section_of(text, "Built in"))) == set(builtin_rewards())
     assert set(TABLE_NAME.findall(section_of(text, "Your own"))) == set(OFFERED)
 
 
 def test_words_of_the_architecture_are_settings():
     leaves = {doc.leaf for doc in explain()}
-    words = section_of(page("docs/architecture.md"), "Words")
+    words = section_of(page("docs/explanation/architecture.md"), "Words")
     named = [word for cell in re.findall(r"^\| (`.*?) \|", words, flags=re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)]
     assert set(named) <= leaves
     assert len(named) >= 7
@@ -236,12 +238,12 @@ def script_of(name):
 
 def test_the_page_of_plans_is_current_and_has_every_recipe():
     script = script_of("write_plan_docs")
-    assert page("docs/plans.md") == script.render(), "run python scripts/write_plan_docs.py"
+    assert page("docs/reference/plans.md") == script.render(), "run python scripts/write_plan_docs.py"
     assert {setup.words.split()[0] for setup in script.SETUPS} == {recipe.name for recipe in recipes()}
 
 
 def test_the_tables_of_scale_are_the_planner_s():
-    assert page("docs/scale.md") == script_of("write_scale_docs").render(page("docs/scale.md")), (
+    assert page("docs/explanation/scale.md") == script_of("write_scale_docs").render(page("docs/explanation/scale.md")), (
         "run python scripts/write_scale_docs.py"
     )
 
@@ -260,7 +262,7 @@ def test_a_recipe_says_for_whom_it_is_how_to_start_it_and_what_to_expect(recipe)
 
 def test_the_page_of_settings_is_current():
     script = script_of("write_config_docs")
-    assert page("docs/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
+    assert page("docs/reference/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
     for doc in explain():
         assert f"| `{doc.leaf}` |" in script.render()
 
@@ -268,6 +270,6 @@ def test_the_page_of_settings_is_current():
 def test_the_table_of_named_data_sets_is_that_of_the_code():
     from groupwise.data.named import NAMED
 
-    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (\w+) \| ([\d,]+) \| (.*) \|$", page("docs/data.md"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (\w+) \| ([\d,]+) \| (.*) \|$", page("docs/how-to/data.md"), flags=re.MULTILINE)
     known = [(name, one.hub, one.eval_split, f"{one.rows:,}", one.about) for name, one in NAMED.items()]
     assert rows == known

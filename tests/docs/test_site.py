@@ -41,20 +41,22 @@ def test_the_navigation_has_every_page_and_only_pages_that_exist(hooks, site):
     assert len(shown) == len(set(shown))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     pages |= {hooks.site_uri(file) for file in hooks.linked_files() if file.endswith((".md", ".ipynb"))}
-    assert {page for page in shown if not page.startswith("reference/")} == pages
-    assert {"reference/training.md", "reference/algorithm.md", "reference/evaluation.md"} <= set(shown)
+    assert {page for page in shown if not page.startswith("modules/")} == pages
+    assert {"modules/training.md", "modules/algorithm.md", "modules/evaluation.md"} <= set(shown)
 
 
 def test_links_are_as_the_site_has_them(hooks):
-    page = "[types](../src/groupwise/types.py), [`code`](../README.md#start), ![a](figures/a.svg) `[no](link)` [up](algorithms.md#kl)"
-    assert hooks.rewritten("docs/questions.md", "questions.md", page) == (
-        "[types](src/groupwise/types.py), [`code`](index.md#start), ![a](figures/a.svg) `[no](link)` [up](algorithms.md#kl)"
+    page = "[types](../../src/groupwise/types.py), [`a`](../../README.md#start), ![a](../figures/a.svg) `[no](link)` [up](scale.md#kl)"
+    assert hooks.rewritten("docs/explanation/questions.md", "explanation/questions.md", page) == (
+        "[types](../src/groupwise/types.py), [`a`](../index.md#start), ![a](../figures/a.svg) `[no](link)` [up](scale.md#kl)"
     )
-    readme = "[a](docs/data.md#columns) [b](CONTRIBUTING.md) [c](LICENSE) [d](https://example.org/x.md) [e](#start)"
+    readme = "[a](docs/how-to/data.md#columns) [b](CONTRIBUTING.md) [c](LICENSE) [d](https://example.org/x.md) [e](#start)"
     assert hooks.rewritten("README.md", "index.md", readme) == (
-        "[a](data.md#columns) [b](contributing.md) [c](LICENSE) [d](https://example.org/x.md) [e](#start)"
+        "[a](how-to/data.md#columns) [b](contributing.md) [c](LICENSE) [d](https://example.org/x.md) [e](#start)"
     )
-    assert hooks.rewritten("docs/algorithms/ppo.md", "algorithms/ppo.md", "[x](../data.md)") == "[x](../data.md)"
+    assert (
+        hooks.rewritten("docs/reference/algorithms/ppo.md", "reference/algorithms/ppo.md", "[x](../data.md)") == "[x](../data.md)"
+    )
 
 
 def test_files_that_pages_link_to_come_along(hooks):
@@ -87,7 +89,7 @@ def test_the_reference_has_the_modules_with_public_names(hooks):
     assert "groupwise.training.loop" in rooms["training"]
     assert "groupwise.algorithm.advantages" in rooms["algorithm"]
     assert "cli" not in rooms
-    assert ":::" in hooks.reference_page("training", rooms["training"])
+    assert ":::" in hooks.module_page("training", rooms["training"])
 
 
 def test_formulas_in_pages_are_closed():

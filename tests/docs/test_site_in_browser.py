@@ -46,7 +46,7 @@ def test_the_search_finds_pages_without_a_server_or_another_host(page):
 
 def test_subscripts_stand_below_the_line(page):
     """Only where some font with a table for mathematics is there; without one browsers guess."""
-    shown = page("how-grpo-works.html")
+    shown = page("explanation/how-grpo-works.html")
     fonts = ("Cambria Math", "STIX Two Math", "Latin Modern Math", "DejaVu Math TeX Gyre")
     if not any(shown.run(f"document.fonts.check('16px \"{font}\"') && {_draws_otherwise(font)}") for font in fonts):
         pytest.skip("needs a font for mathematics (such as Debian's package fonts-dejavu-extra)")
@@ -66,7 +66,7 @@ def _draws_otherwise(font):
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_names_of_settings_are_whole_and_the_page_does_not_scroll_sideways(page, width):
-    shown = page("configuration.html", width)
+    shown = page("reference/configuration.html", width)
     broken = shown.run(
         "[...document.querySelectorAll('td:first-child code')].filter(name => name.getClientRects().length > 1)"
         ".map(name => name.textContent)"

@@ -3,7 +3,7 @@
     python -m tests.doctor.diseases                          # those of tiny models, a few minutes of one core
     python -m tests.doctor.diseases --only length stop       # those whose name has one of the words
     python -m tests.doctor.diseases --small                  # those of the quickstart's model of 135M, about half an hour
-    python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/doctor.md
+    python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/reference/doctor.md
 
 Each is a real run (or settings before a run) with the disease caused in it; a defect of the program itself is put in, and the table
 says so. No run is made up. Rules fire on what was meant to have them and are silent on the healthy runs, or the command fails.
@@ -33,7 +33,7 @@ from tests.survival.page import slug, stamp, write_section
 __all__ = ["ailing", "find", "main", "table"]
 
 Found = Mapping[str, Finding]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "doctor.md"
 
 
 def find(disease: Disease, clinic: Clinic, kept: Path) -> Found:
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs whose name has one of the words")
     made.add_argument("--small", action="store_true", help="those of the quickstart's model of 135M instead")
     made.add_argument("--kept", type=Path, metavar="FOLDER", help="where runs are kept, and not made again")
-    made.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
+    made.add_argument("--write", action="store_true", help="put the table into docs/reference/doctor.md")
     return made
 
 

@@ -1,4 +1,4 @@
-"""The answers of docs/questions.md: each experiment's core in miniature, and the page held to the numbers that are committed."""
+"""The answers of docs/explanation/questions.md: each experiment's core in miniature, and the page held to the committed numbers."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ from groupwise.metrics import wilson_interval
 
 MODULES = [loss_at_zero, ratio, accumulation, loss_spikes, bf16_weights, stop_token, group_size]
 EXPERIMENTS = [module.EXPERIMENT for module in MODULES]
-PAGE = ROOT / "docs" / "questions.md"
+PAGE = ROOT / "docs" / "explanation" / "questions.md"
 
 
 @pytest.fixture

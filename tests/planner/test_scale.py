@@ -1,4 +1,4 @@
-"""Many GPUs, against the formulas of docs/scale.md worked by hand."""
+"""Many GPUs, against the formulas of docs/explanation/scale.md worked by hand."""
 
 import dataclasses
 

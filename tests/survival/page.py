@@ -1,4 +1,4 @@
-"""Tables that commands write into docs/surviving.md and docs/doctor.md, between a pair of comments."""
+"""Tables that commands write into docs/how-to/resuming.md and docs/reference/doctor.md, between a pair of comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["PAGE", "section", "slug", "stamp", "write_section"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "surviving.md"
+PAGE = ROOT / "docs" / "how-to" / "resuming.md"
 
 
 def marks(name: str) -> tuple[str, str]:

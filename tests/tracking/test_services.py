@@ -186,7 +186,7 @@ def test_evaluations_have_a_step_and_names_that_the_table_knows():
 def test_the_page_about_following_a_run_has_every_evaluation_metric():
     from pathlib import Path
 
-    page = (Path(__file__).resolve().parents[2] / "docs" / "following.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "following.md").read_text(encoding="utf-8")
     for name, (unit, meaning) in EVALUATION_METRICS.items():
         assert f"| `{name}` | {unit} | {meaning} |" in page
     assert all(f"| `{name}` |" in page for name in services.SERVICES)

@@ -1,5 +1,5 @@
 """Every argument of TRL's ``GRPOConfig`` (1.16), with its default and what becomes of it here: one table, from which the config
-class, its checks and the page ``docs/coming-from-trl.md`` are made. A test compares it with TRL's own fields.
+class, its checks and the page ``docs/how-to/coming-from-trl.md`` are made. A test compares it with TRL's own fields.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, Fa
 
 
 def render_table() -> str:
-    """The table as Markdown, for ``docs/coming-from-trl.md``."""
+    """The table as Markdown, for ``docs/how-to/coming-from-trl.md``."""
     lines = []
     titles = {
         "honoured": "Honoured: they do what TRL's documentation says",

@@ -46,7 +46,7 @@ _Fields: Any = dataclasses.make_dataclass("_Fields", [_field(row) for row in ARG
 
 
 class GRPOConfig(_Fields):
-    """TRL's ``GRPOConfig`` as far as it is honoured here: ``docs/coming-from-trl.md`` has every argument.
+    """TRL's ``GRPOConfig`` as far as it is honoured here: ``docs/how-to/coming-from-trl.md`` has every argument.
 
     Raises ConfigError for an argument that is not honoured (unless it is at TRL's default), for one that does not exist, and for
     batch sizes that do not divide.
@@ -56,7 +56,7 @@ class GRPOConfig(_Fields):
         for name in named:
             if name not in ARGUMENTS:
                 near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.6)
-                hint = f"did you mean {near[0]}?" if near else "docs/coming-from-trl.md lists every argument"
+                hint = f"did you mean {near[0]}?" if near else "docs/how-to/coming-from-trl.md lists every argument"
                 raise ConfigError(f"GRPOConfig has no argument {name!r}: {hint}")
         super().__init__(*arguments, **named)
         for name, row in ARGUMENTS.items():

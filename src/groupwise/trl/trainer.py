@@ -52,7 +52,7 @@ _MOST_DROPPED = 5
 
 
 class GRPOTrainer(Outputs):
-    """TRL's ``GRPOTrainer``, as far as ``docs/coming-from-trl.md`` says. One process.
+    """TRL's ``GRPOTrainer``, as far as ``docs/how-to/coming-from-trl.md`` says. One process.
 
     Args are TRL's. Raises ``GroupwiseError`` (one sentence: value, rule, remedy) for whatever is not honoured.
     """
