@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from groupwise.models.ops import head_norm, rms_norm, rope_rotate, swiglu
+from groupwise.models.projections import plain_product, rearranged_product, rearranging_helps
 
 EPSILON = 1e-3  # large, so that leaving it out shows
 
@@ -92,3 +93,12 @@ def test_the_inverse_rotation_is_the_transpose():
     rope_rotate(x, cos, sin, forward)
     rope_rotate(y, cos, sin, backward, inverse=True)
     torch.testing.assert_close((forward * y).sum(), (x * backward).sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it():
+    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
+    weight, x = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(4, 16, dtype=torch.bfloat16)
+    if rearranging_helps(weight):
+        torch.testing.assert_close(rearranged_product(weight)(x), plain_product(weight)(x))
+    else:
+        assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()

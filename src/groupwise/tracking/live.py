@@ -39,13 +39,20 @@ class Phase:
     """What was done before, such as the steps of a run that is carried on: it says nothing about the pace."""
     numbers: dict[str, float] = field(default_factory=dict)
     started_s: float = field(default_factory=lambda: time.monotonic())
+    done_s: float = field(init=False)
+    """When the last unit was done."""
+    last_units: float = 1
+    """How many units were done together then."""
 
     def __post_init__(self) -> None:
         self.done = max(self.done, self.begun_at)
+        self.done_s = self.started_s
 
     def advance(self, n: float = 1, **numbers: float) -> None:
         """``n`` more units are done; ``numbers`` are shown beside the bar, the latest value of each name."""
         self.done += n
+        if n > 0:
+            self.done_s, self.last_units = time.monotonic(), n
         self.numbers.update(numbers)
         self.changed(self)
 
@@ -55,11 +62,16 @@ class Phase:
 
     @property
     def left_s(self) -> float | None:
-        """Time left if the rest goes at the phase's mean pace; ``None`` before anything is done or where no total is known."""
+        """Time left if the rest goes at the mean pace of what is done; ``None`` before anything is done or where no total is known.
+
+        Within a unit, such as a step, it only falls: to what the units after it take, where this one takes longer than usual.
+        """
         gone = self.done - self.begun_at
         if not self.total or gone <= 0:
             return None
-        return max(0.0, self.elapsed_s / gone * (self.total - self.done))
+        pace, rest = (self.done_s - self.started_s) / gone, self.total - self.done
+        since = time.monotonic() - self.done_s
+        return max(0.0, pace * (rest - self.last_units), pace * rest - since)
 
     @property
     def count(self) -> str:
