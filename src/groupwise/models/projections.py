@@ -33,11 +33,12 @@ class plain_product:  # used as a function
 
 
 def rearranging_helps(weight: Tensor) -> bool:
-    """Whether ``rearranged_product`` is there for this weight: bf16 on a CPU whose library has the blocked kernels."""
+    """Whether ``rearranged_product`` is there for this weight: bf16 on a CPU that has the library's blocked kernels (AVX-512 at least)."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     operations = torch.ops.mkldnn
-    return hasattr(operations, "_linear_pointwise") and hasattr(operations, "_reorder_linear_weight")
+    needed = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+    return all(hasattr(operations, name) for name in needed) and bool(operations._is_mkldnn_bf16_supported())
 
 
 def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32) -> Product:
