@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from groupwise.config.schema import ModelConfig
+from groupwise.models import projections
 from groupwise.models.ops import head_norm, rms_norm, rope_rotate, swiglu
 from groupwise.models.projections import plain_product, rearranged_product, rearranging_helps
 
@@ -102,3 +104,18 @@ def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it():
         torch.testing.assert_close(rearranged_product(weight)(x), plain_product(weight)(x))
     else:
         assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize(
+    ("computes", "device", "asked", "taken"),
+    [
+        (True, "cpu", "auto", "bfloat16"),
+        (False, "cpu", "auto", "float32"),
+        (False, "cpu", "bfloat16", "bfloat16"),
+        (False, "cuda", "auto", "bfloat16"),
+    ],
+)
+def test_auto_takes_bf16_only_where_the_processor_computes_in_it(monkeypatch, computes, device, asked, taken):
+    monkeypatch.setattr(projections, "computes_bf16", lambda: computes)
+    config = ModelConfig(device=device, dtype=asked)
+    assert projections.with_dtype(config).dtype == taken

@@ -93,6 +93,10 @@ def plan_of(
     config = load_config(source, overrides or ())
     limit = parse_bytes(gpu_memory) if gpu_memory else None
     device = _measured(config, hardware) if measure else choose_hardware(config.model.device, hardware, limit)
+    if device.name == "cpu" and hardware is None:  # this machine's
+        from groupwise.models.projections import with_dtype
+
+        config = config.model_copy(update={"model": with_dtype(config.model)})
     made = make_plan(
         config,
         device,

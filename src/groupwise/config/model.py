@@ -31,9 +31,11 @@ class ModelConfig(Section):
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; set it to make a run repeatable."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Numbers of the weights that sample and compute. bfloat16 is 2 to 5 times faster than float32; what learns is chosen by
-    `optimizer.precision`. float16 is for GPUs without bfloat16: its loss is scaled, and updates that overflow are left out."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Numbers of the weights that sample and compute; what learns is chosen by `optimizer.precision`. `auto` is bfloat16, but float32
+    on a CPU without instructions for bfloat16 (most laptops: x86 without AVX-512), where bfloat16 would be slower. The run's
+    `config.yaml` has the one that was taken. float16 is for GPUs without bfloat16: its loss is scaled, and updates that overflow
+    are left out."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
     kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` is plain products. `flash_attention_2` needs the package flash-attn and acts in

@@ -30,7 +30,7 @@ TURN_MARKS = (
     "[INST]", "</s>", "<|user|>", "<|assistant|>", "<|end|>", "\nUser:", "\nHuman:", "\nuser\n", "\nassistant\n",
 )  # fmt: skip
 """What begins or ends a turn in the usual chat templates: in a completion it means that the end was not taken for one."""
-ROUNDING = {"float32": 2e-3, "bfloat16": 0.1}
+ROUNDING = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.1, "auto": 0.1}
 """Largest mean |log-probability when sampled - when trained|, in nats, that different kernels explain. The quickstart in bfloat16
 measures up to 0.02."""
 LATE_ENOUGH = 10

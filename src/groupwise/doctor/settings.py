@@ -25,7 +25,7 @@ BF16_BITS = 8
 def rate_too_low(config: Config) -> Evidence | None:
     """An update below half the distance to the next bfloat16 is rounded away, every time."""
     rate, least = config.optimizer.learning_rate, TYPICAL_WEIGHT * 2.0**-BF16_BITS / 2
-    if config.model.dtype != "bfloat16" or config.optimizer.precision != "pure" or rate >= least:
+    if config.model.dtype not in ("bfloat16", "auto") or config.optimizer.precision != "pure" or rate >= least:
         return None
     moving = rate * 2.0 ** (BF16_BITS + 1)
     return Evidence(

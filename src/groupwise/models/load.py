@@ -26,6 +26,7 @@ from groupwise.models.adapters import attach, is_adapted, merged, peft_config_of
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
+from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
 from groupwise.models.quiet import quiet
 from groupwise.models.spread import check_spread, input_device, placement, remove_with
@@ -72,6 +73,7 @@ class Policy:
 def check_model(config: ModelConfig) -> None:
     """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most."""
     resolve_device(config.device)
+    config = with_dtype(config)
     _check_attention(config)
     quantisation_settings(config)
     check_spread(config)
@@ -110,6 +112,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
     sampled must be the distribution that is scored.
     """
     target = torch.device(device) if device is not None else resolve_device(config.device)
+    config = with_dtype(config)
     check_model(config)
     hf_config, tokenizer = load_model_config(config), load_tokenizer(config)
     end_ids = end_token_ids(tokenizer, hf_config, _generation_config(config))

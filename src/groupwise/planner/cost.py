@@ -100,7 +100,9 @@ def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, de
 def _arithmetic(setup: Setup, hardware: Hardware) -> float:
     """Operations a second that are reached."""
     reached = hardware.flops_per_s * hardware.arithmetic_share
-    if setup.weight_bytes == 4:
+    if setup.weight_bytes == 4 and hardware.fp32_flops_per_s is not None:
+        reached = hardware.fp32_flops_per_s * hardware.arithmetic_share
+    elif setup.weight_bytes == 4:
         reached /= 2 if setup.device == "cpu" else 8  # fp32 products (tensor cores of GPUs: TF32, off by default)
     return reached
 

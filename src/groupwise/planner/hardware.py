@@ -42,6 +42,8 @@ class Hardware:
     bandwidth_share: float = 0.6
     """Share of the peak bandwidth that decoding reaches."""
     source: str = "data sheet"
+    fp32_flops_per_s: float | None = None
+    """Of fp32 products, where it was measured."""
 
 
 HARDWARE: dict[str, Hardware] = {
@@ -108,12 +110,12 @@ def present_gpu() -> tuple[str, int] | None:
 
 
 def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, threads: int | None = None) -> Hardware:
-    """This machine's own rates: the widest product of a layer over 1,024 rows (8,192 on a GPU) in bf16, and a copy. Imports torch.
+    """This machine's own rates: the widest product of a layer over 1,024 rows (8,192 on a GPU) in bf16 and fp32, and a copy.
 
     The fastest of what a second holds counts, so that a moment in which the machine was busy does not. ``device``: ``cpu``, ``cuda``,
     or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's.
 
-    Raises ConfigError where a GPU is to be measured and there is none.
+    Imports torch. Raises ConfigError where a GPU is to be measured and there is none.
     """
     import psutil
     import torch
@@ -131,13 +133,16 @@ def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, t
     target = torch.empty_like(source)
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     product = _fastest(lambda: torch.mm(inputs, weight.t()), wait)
+    inputs, weight = inputs.float(), weight.float()
+    in_fp32 = _fastest(lambda: torch.mm(inputs, weight.t()), wait)
+    operations = 2.0 * rows * width * 2 * feed_forward
     copy = _fastest(lambda: target.copy_(source), wait)
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
     memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
     return Hardware(
-        name, memory, 2.0 * rows * width * 2 * feed_forward / product, 2.0 * source.nbytes / copy,
+        name, memory, operations / product, 2.0 * source.nbytes / copy,
         HARDWARE["a100-80gb" if on_gpu else "cpu"].link_bytes_per_s, 0.6, 0.8,
-        "measured here" if on_gpu else f"measured here, threads: {torch.get_num_threads()}",
+        "measured here" if on_gpu else f"measured here, threads: {torch.get_num_threads()}", operations / in_fp32,
     )  # fmt: skip  # attention, norms and launches are not products: what learning reaches of the measured rate
 
 

@@ -135,12 +135,14 @@ class Setup:
     @property
     def in_fp32(self) -> bool:
         """Whether what learns is fp32 anyway: fp32 weights, or an adapter, which peft keeps in fp32."""
-        return self.adapted or self.config.model.dtype == "float32"
+        return self.adapted or self.weight_bytes == 4
 
     @property
     def weight_bytes(self) -> int:
         """s, bytes of a weight."""
-        return 4 if self.config.model.dtype == "float32" else 2
+        return (
+            4 if self.config.model.dtype == "float32" else 2
+        )  # auto is planned as bfloat16; with_dtype settles it for this machine
 
     @property
     def trained(self) -> int:

@@ -14,6 +14,7 @@ from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
 from groupwise.memory import available_memory_bytes
+from groupwise.models.projections import with_dtype
 from groupwise.planner import Setup, peak_phase, phases
 from groupwise.planner.shape import find_shape
 
@@ -40,6 +41,7 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
         shape = find_shape(config.model)
     except ModelError:
         return None
+    config = config.model_copy(update={"model": with_dtype(config.model)})
     setup = Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
         training__sharding=chosen_sharding(config.training.sharding, size)
     )

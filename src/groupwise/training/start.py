@@ -16,6 +16,7 @@ from groupwise.engines import make_engine
 from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy, resolve_device
+from groupwise.models.projections import with_dtype
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.tracking import RunFolder, Trackers, make_trackers
@@ -45,6 +46,7 @@ def start(
 ) -> Run:
     """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
     world = world or World()
+    config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
     checkpoint = world.first_does(lambda: find_checkpoint(resume_from, said.append)) if resume_from else None
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
