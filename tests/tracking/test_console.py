@@ -2,13 +2,15 @@
 
 import io
 import re
+import sys
+import types
 
 import pytest
 from rich.console import Console
 
 from groupwise.config.schema import Config
 from groupwise.evaluation import build_summary, evaluate_stage
-from groupwise.tracking import ConsoleTracker, Trackers
+from groupwise.tracking import ConsoleTracker, Phase, Trackers
 from groupwise.tracking.numbers import averaged, clock, number, sparkline
 from groupwise.tracking.tables import summary_table
 from groupwise.tracking.text import harmless, visible
@@ -304,3 +306,112 @@ def test_the_modes_of_one_evaluation_are_told_apart():
     rows = [re.split(r"\s{2,}", line.strip())[0] for line in written().splitlines()]
     assert rows[0] == "Held-out problems, temperature 1, with 95% intervals"
     assert rows[3:] == ["this model", "greedy"]
+
+
+def test_within_a_long_step_the_time_left_only_falls(now):
+    """The mean pace counts finished steps alone: the time that the step under way has taken so far makes nothing slower."""
+    phase = Phase("GRPO", 10, "steps", lambda changed: None)
+    for _ in range(2):
+        now[0] += 60
+        phase.advance(1)
+    seen = []
+    for _ in range(20):  # a third step of ten minutes
+        now[0] += 30
+        phase.advance(0, completions=1)
+        seen.append(phase.left_s)
+    assert seen[0] == 8 * 60 - 30
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == 7 * 60, "what the seven steps after it take"
+    phase.advance(1)
+    assert phase.left_s == pytest.approx(7 * 720 / 3)
+
+
+def test_a_log_has_one_line_a_step_and_one_a_minute_within_a_long_one(now):
+    console, written = terminal(live=False)
+    trackers = Trackers([ConsoleTracker(console)])
+    with trackers.phase("GRPO", 7, "steps") as bar:
+        for step in range(1, 8):
+            for second in range(125 if step == 3 else 20):
+                now[0] += 1
+                bar.advance(0, completions=second)
+            bar.advance(1)
+            trackers.step(step, METRICS)
+    lines = written().splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [f"step {i}/7" for i in range(1, 8)]
+    between = [line for line in lines if not line.startswith("step ")]
+    assert between == [
+        "GRPO: 0/7 steps",
+        "GRPO: 2/7 steps, 1:20 left, completions 59",
+        "GRPO: 2/7 steps, 1:20 left, completions 119",
+        "GRPO: done, 7/7 steps in 4:05, completions 19",
+    ]
+
+
+def test_a_step_that_has_a_line_of_its_own_gets_no_second_one(now):
+    console, written = terminal(live=False)
+    trackers = Trackers([ConsoleTracker(console)])
+    with trackers.phase("GRPO", 3, "steps") as bar:
+        for step in range(1, 4):
+            now[0] += 90
+            bar.advance(1)
+            trackers.step(step, METRICS)
+    first, *rest = [line.split("  ")[0] for line in written().splitlines()[1:-1]]
+    assert first == "GRPO: 1/3 steps, 3:00 left", "that a line follows each step is known from the first one on"
+    assert rest == ["step 1/3", "step 2/3", "step 3/3"]
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """IPython as a kernel has it: the outputs of a cell, each a list of the pages that it showed."""
+    outputs = []
+
+    class Output(list):
+        update = list.append
+
+    def display(page, *, display_id=False):
+        outputs.append(Output([page]))
+        return outputs[-1] if display_id else None
+
+    module = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, display
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return outputs
+
+
+def test_a_notebook_gets_one_output_that_is_written_anew(notebook, now):
+    whole_run(Console(force_jupyter=True, width=110))
+    (pages,) = notebook
+    assert len(pages) > 10
+    assert "0/2 steps" in "".join(pages[:-1]), "the bar, while it lasts"
+    assert "0/2 steps" not in pages[-1]
+    text = re.sub(r"<[^>]+>", "", pages[-1])
+    for said in (
+        "after GRPO",
+        "3 fixed, 0 broken",
+        "Everything lies in  runs/x",
+        "evaluation, base (sampled): done, 3/3 problems",
+    ):
+        assert said in text
+    assert "\x1b" not in pages[-1]
+
+
+def test_what_a_model_wrote_is_text_in_a_notebook(notebook):
+    whole_run(Console(force_jupyter=True, width=200), answers=("<script>alert(1)</script>", "<img src=x onerror=alert(1)>"))
+    (pages,) = notebook
+    assert not any("<script" in page or "<img" in page for page in pages)
+    assert "&lt;script&gt;" in pages[-1]
+
+
+def test_a_quiet_console_shows_nothing_in_a_notebook_either(notebook):
+    whole_run(Console(force_jupyter=True, quiet=True))
+    assert notebook == []
+
+
+def test_a_notebook_is_not_written_anew_more_than_twice_a_second_by_progress(notebook, now):
+    tracker = ConsoleTracker(Console(force_jupyter=True))
+    with tracker.phase("evaluation", 10_000, "problems") as bar:
+        for _ in range(10_000):
+            now[0] += 0.001
+            bar.advance(1)
+    assert len(notebook[0]) <= 10 / 0.5 + 4

@@ -26,9 +26,9 @@ ASCII = str.maketrans({"±": "+-", "→": "->", "▁": " "})
 class ConsoleTracker:
     """Follows a run on ``console``.
 
-    ``live`` redraws in place; by default only where the output is a terminal that can. Otherwise there is one line a step, and
-    for other phases one every ``every_s`` seconds, without control codes. ``show`` examples follow each evaluation. ``judged``: the model
-    that `groupwise eval` judges, where there are several.
+    ``live`` redraws in place; by default only where the output is a terminal that can, or a notebook. Otherwise there is one line a
+    step, and one after ``every_s`` seconds without any, without control codes. ``show`` examples follow each evaluation. ``judged``: the
+    model that `groupwise eval` judges, where there are several.
     """
 
     def __init__(
@@ -37,16 +37,19 @@ class ConsoleTracker:
         *,
         show: int = 2,
         live: bool | None = None,
-        every_s: float = 5.0,
+        every_s: float = 60.0,
         judged: str | None = None,
     ) -> None:
         self.console = console or Console()
         self.show, self.judged = show, judged
-        self.live = (self.console.is_terminal and not self.console.is_dumb_terminal) if live is None else live
-        self.every_s = every_s
         self.display = LiveDisplay(self.console, self.text)
+        redraws = self.display.notebook is not None or (self.console.is_terminal and not self.console.is_dumb_terminal)
+        self.live = redraws if live is None else live
+        self.every_s = every_s
         self.phases: list[Phase] = []
         self.last_line_s = time.monotonic()
+        self.stepped: tuple[Phase, float] | None = None
+        """The phase whose units have a line of their own, and how many had one."""
         self.seen: dict[tuple[str, str], EvaluationResult] = {}
 
     def label(self, stage: str) -> str:
@@ -65,7 +68,10 @@ class ConsoleTracker:
         """A string stays on one line unless ``wrap``: logs are searched by line, and paths and commands are copied."""
         one_line = isinstance(content, str) and not wrap
         renderable = self.text(content, style) if isinstance(content, str) else content
-        self.console.print(renderable, soft_wrap=one_line, highlight=False)
+        if self.display.notebook is not None:
+            self.display.notebook.print(renderable, soft_wrap=one_line)
+        else:
+            self.console.print(renderable, soft_wrap=one_line, highlight=False)
         self.last_line_s = time.monotonic()
 
     @contextmanager
@@ -101,8 +107,12 @@ class ConsoleTracker:
         self.print(", ".join([f"{phase.name}: {word}, {phase.count} in {clock(phase.elapsed_s)}", *phrases(phase.numbers)]))
 
     def phase_changed(self, phase: Phase) -> None:
+        if self.live:
+            self.display.refresh()
         if self.live or time.monotonic() - self.last_line_s < self.every_s:
             return
+        if self.stepped is not None and self.stepped[0] is phase and phase.done > self.stepped[1]:
+            return  # its line comes in a moment
         left = phase.left_s
         time_left = f"{clock(left)} left" if left is not None else f"{clock(phase.elapsed_s)} gone"
         self.print(", ".join([f"{phase.name}: {phase.count}", time_left, *phrases(phase.numbers)]))
@@ -112,6 +122,7 @@ class ConsoleTracker:
             self.display.step(metrics)
             return
         phase = self.phases[-1] if self.phases else None
+        self.stepped = None if phase is None else (phase, phase.done)
         label = f"step {step}" if phase is None or phase.total is None else f"step {step}/{phase.total:g}"
         left = [f"{clock(phase.left_s)} left"] if phase and phase.left_s is not None else []
         self.print("  ".join([label, *left, *(f"{name} {value}" for name, value in headline(metrics))]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from groupwise.tracking.numbers import averaged, clock, fields, sections, sparkline
 
-__all__ = ["LiveDisplay", "Phase"]
+__all__ = ["LiveDisplay", "NotebookDisplay", "Phase"]
 
 TREND_WIDTHS = (8, 16)
 """Blocks of a sparkline in a narrow and in a wide terminal."""
@@ -79,6 +81,50 @@ class Phase:
         return f"{self.done:,.0f}{total}" + (f" {self.unit}" if self.unit else "")
 
 
+class NotebookDisplay:
+    """One output of a notebook's cell, written anew as things happen: the sentences so far and, under them, what is going on.
+
+    It needs neither ipywidgets nor a terminal's control codes. ``live``: what is going on, and None while nothing is.
+    """
+
+    EVERY_S = 0.5
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.said: list[str] = []
+        self.live: RenderableType | None = None
+        self.output: Any = None
+        self.written_s = -self.EVERY_S
+
+    def print(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
+        self.said.append(self.as_html(what, soft_wrap=soft_wrap))
+        self.write()
+
+    def refresh(self) -> None:
+        """Write anew what is going on, unless that was done a moment ago."""
+        if time.monotonic() - self.written_s >= self.EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        from IPython.display import HTML, display
+
+        self.written_s = time.monotonic()
+        now = "" if self.live is None else self.as_html(self.live)
+        page = HTML(f'<pre style="line-height: 1.25; white-space: pre-wrap">{"".join(self.said)}{now}</pre>')
+        if self.output is None:
+            self.output = display(page, display_id=True)
+        else:
+            self.output.update(page)
+
+    def as_html(self, what: RenderableType, *, soft_wrap: bool = False) -> str:
+        paper = Console(
+            file=io.StringIO(), record=True, width=self.width, force_jupyter=False, force_terminal=True, color_system="truecolor",
+            legacy_windows=False, highlight=False, _environ={},
+        )  # fmt: skip
+        paper.print(what, soft_wrap=soft_wrap)
+        return paper.export_html(inline_styles=True, code_format="{code}")
+
+
 class LiveDisplay:
     """Running phases, outermost first, redrawn twice a second while there is one. ``text`` makes text fit the terminal."""
 
@@ -89,11 +135,15 @@ class LiveDisplay:
         self.metrics: Mapping[str, float] = {}
         self.history: dict[str, list[float]] = {}
         self.live: Live | None = None
+        self.notebook = NotebookDisplay(console.width) if console.is_jupyter and not console.quiet else None
         self.fitted_to, self.columns = 0, MOST_COLUMNS
 
     def begin(self, phase: Phase) -> None:
         self.phases.append(phase)
-        if self.live is None:
+        if self.notebook is not None:
+            self.notebook.live = self
+            self.notebook.write()
+        elif self.live is None:
             live = Live(self, console=self.console, refresh_per_second=2, transient=True)
             live.start()
             self.live = live
@@ -111,12 +161,21 @@ class LiveDisplay:
         self.history.clear()
         if live is not None:
             live.stop()
+        if self.notebook is not None and self.notebook.live is not None:
+            self.notebook.live = None
+            self.notebook.write()
+
+    def refresh(self) -> None:
+        """A terminal is redrawn by a thread; a notebook when something happens."""
+        if self.notebook is not None and self.notebook.live is not None:
+            self.notebook.refresh()
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self.metrics = metrics
         for name in TRENDS.values():
             if name in metrics:
                 self.history.setdefault(name, []).append(metrics[name])
+        self.refresh()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.bars()
