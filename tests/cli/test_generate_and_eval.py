@@ -184,6 +184,66 @@ def test_a_model_whose_run_was_sampled_by_vllm_needs_no_server(run_folder):
     assert settings_for_model(str(run_folder), ["rollout.engine=vllm"])[0].rollout.engine == "vllm"
 
 
+def plant(folder, ran):
+    """A model folder with Python code of its own, which tells in ``ran`` that it ran, and loads nothing."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
+
+
+@pytest.fixture
+def planted(run_folder, tmp_path, monkeypatch):
+    """A run's folder whose settings claim that its code is trusted, and which names a reward file too."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plant(run_folder / "final_model", tmp_path / "ran")
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = yaml.safe_load((run_folder / "config.yaml").read_text())
+    settings["model"]["trust_remote_code"] = True
+    settings["rewards"]["functions"] = [{"function": f"{tmp_path / 'theirs.py'}:score"}]
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return run_folder
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "report", "doctor"])
+def test_a_run_s_folder_cannot_grant_its_own_code_the_right_to_run(groupwise, planted, command, problems, tmp_path):
+    words = {"generate": ["Hello?"], "eval": ["--data", problems]}.get(command, [])
+    result = groupwise(command, planted, *words)
+    assert not (tmp_path / "ran").exists()
+    if words:
+        assert result.exit_code == 2
+        assert "add model.trust_remote_code=true to the command (--trust-remote-code" in result.stderr
+
+
+def test_who_asks_for_it_on_the_command_line_runs_the_code(groupwise, planted, tmp_path):
+    result = groupwise("generate", planted, "Hello?", "--trust-remote-code")
+    assert (tmp_path / "ran").exists()
+    assert "has no attribute 'Config'" in result.stderr
+
+
+def test_a_base_that_an_adapter_s_run_trusted_is_not_trusted_by_merge(groupwise, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    plant(base, tmp_path / "ran")
+    adapter = tmp_path / "run" / "final_model" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": {"name": str(base), "trust_remote_code": True}}))
+    result = groupwise("merge", tmp_path / "run", tmp_path / "merged")
+    assert (result.exit_code, (tmp_path / "ran").exists()) == (2, False)
+    assert "--trust-remote-code" in result.stderr
+    groupwise("merge", tmp_path / "run", tmp_path / "merged", "--trust-remote-code")
+    assert (tmp_path / "ran").exists()
+
+
+def test_settings_that_trust_code_are_refused_by_train_before_anything_is_read(groupwise, planted, tmp_path):
+    result = groupwise("train", planted / "config.yaml", "--dry-run")
+    assert result.exit_code == 2
+    assert "add model.trust_remote_code=true to the command" in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_another_model_is_used_with_the_defaults(tiny_model):
     config, source = settings_for_model(str(tiny_model), ["evaluation.problems=3"])
     assert source is None

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from groupwise.config import Config, build_config, build_known, dump_config, load_config, recipes
+from groupwise.config.load import load_run_config
 from groupwise.errors import ConfigError
 
 RECIPES = [
@@ -334,3 +335,84 @@ def test_settings_of_another_version_keep_what_this_one_knows():
 
 def test_settings_that_do_not_fit_together_in_any_way_are_no_config():
     assert build_known({"rewards": {"functions": []}, "training": 7, "optimizer": {"warmup_steps": 10**6}})[0] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "allowed"),
+    [
+        ("model: {trust_remote_code: true}\n", "model.trust_remote_code", "model.trust_remote_code=true"),
+        ("model: {trust_remote_code: 'yes'}\n", "model.trust_remote_code", "model.trust_remote_code=false"),
+        (
+            "rewards: {functions: [{model: {name: judge, trust_remote_code: on}}]}\n",
+            "rewards.functions[0].model.trust_remote_code",
+            "rewards.functions[0].model.trust_remote_code=true",
+        ),
+    ],
+)
+def test_a_file_cannot_grant_trust_in_code_and_the_command_line_can(text, path, allowed, tmp_path):
+    source = written(tmp_path, text)
+    said = refusal(source=source)
+    assert f"sets {path}" in said
+    assert f"{path}=true" in said
+    assert path in refusal("training.steps=3", source=source)
+    load_config(source, [allowed])
+
+
+def test_settings_of_a_run_are_read_without_the_trust_that_they_claim(tmp_path):
+    judge = {"model": {"name": "judge", "trust_remote_code": True}}
+    path = written(tmp_path, yaml.safe_dump({"model": {"trust_remote_code": True}, "rewards": {"functions": [judge]}}))
+    config = load_run_config(path, ["training.steps=3"])
+    assert not config.model.trust_remote_code
+    assert config.rewards.functions[0].model is not None
+    assert not config.rewards.functions[0].model.trust_remote_code
+    assert load_run_config(path, ["model.trust_remote_code=true"]).model.trust_remote_code
+    known, left_out = build_known(yaml.safe_load(path.read_text()))
+    assert known is not None
+    assert not known.model.trust_remote_code
+    assert left_out == []
+
+
+BOMB = "a0: &a0 [0, 0]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+MERGING_BOMB = "a0: &a0 {k: 0}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 30))
+NONSENSE = {
+    "a bomb of aliases": (BOMB, "would grow"),
+    "a bomb of merged mappings": (MERGING_BOMB, "would grow"),
+    "a list that contains itself": ("model: &m [*m]\n", "contains itself"),
+    "brackets without end": ("model: " + "[" * 50_000 + "]" * 50_000, "nested too deeply"),
+    "blocks without end": ("\n".join(" " * i + "a:" for i in range(3000)), "nested too deeply"),
+    "a number of 5,000 digits": (f"training: {{steps: {'9' * 5000}}}\n", "is not valid YAML"),
+    "a month that no year has": ("training: {steps: 2026-13-45}\n", "is not valid YAML"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), NONSENSE.values(), ids=NONSENSE)
+def test_yaml_that_grows_or_never_ends_gets_one_sentence(text, said, tmp_path):
+    assert said in refusal(source=written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.steps=" + "9" * 5000, "is not valid YAML"),
+        ("training.steps=" + "[" * 50_000, "nested too deeply"),
+        ("rewards.functions=&a [*a]", "contains itself"),
+        ("rewards.functions=[&a [0, 0], " + ", ".join(f"&a{i} [*a, *a]" for i in range(3)) + "]", "must be"),
+    ],
+)
+def test_the_same_in_an_override_is_cut_short(override, said):
+    message = refusal(override)
+    assert said in message
+    assert len(message) < 500
+
+
+def test_a_value_used_twice_by_an_alias_is_no_bomb(tmp_path):
+    text = "rewards: {functions: [{function: correctness, arguments: &a {exact: 1.0}}, {function: format, arguments: *a}]}\n"
+    first, second = load_config(written(tmp_path, text)).rewards.functions
+    assert first.arguments == second.arguments == {"exact": 1.0}
+
+
+def test_settings_from_python_that_contain_themselves_get_one_sentence():
+    endless: dict[str, object] = {}
+    endless["a"] = endless
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        build_config({"rewards": {"functions": [{"function": "correctness", "arguments": endless}]}})

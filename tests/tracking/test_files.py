@@ -7,8 +7,19 @@ import stat
 
 import pytest
 
+from groupwise.config import load_config
+from groupwise.data.prepared import is_prepared
+from groupwise.data.sources import load_problems
+from groupwise.errors import CheckpointError, DataError, ModelError
+from groupwise.evaluation.records import read_records
+from groupwise.models.folder import check_folder
+from groupwise.planner import find_shape
 from groupwise.tracking.files import json_line, write_json, write_json_lines, write_text
+from groupwise.tracking.journal import ending_of, last_step, steps_in_settings
+from groupwise.tracking.reading import read_run
+from groupwise.tracking.run_folder import RunFolder
 from groupwise.tracking.secrets import hide_secrets
+from groupwise.training.checkpoint import read_state, verify_checkpoint
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
@@ -79,3 +90,43 @@ def test_what_stands_in_secret_environment_variables_is_not_written(tmp_path, mo
     assert json.loads((tmp_path / "a.json").read_text()) == {"prompt": ["use <hidden> in production, a1"]}
     assert "api_key=abc" not in json_line({"prompt": ["see https://h/x?api_key=abc"]}).decode()
     assert hide_secrets({"any": 'quo"ted\\ké-1234'}) == {"any": "<hidden>"}
+
+
+ENDLESS = "[" * 100_000
+READERS = {
+    "rows.jsonl": (DataError, lambda path: load_problems(load_config(None, [f"data.source={path}"]).data)),
+    "rows.json": (DataError, lambda path: load_problems(load_config(None, [f"data.source={path}"]).data)),
+    "records.jsonl": (DataError, read_records),
+    "config.json": (ModelError, lambda path: check_folder(path.parent)),
+    "./config.json": (ModelError, lambda path: find_shape(load_config(None, [f"model.name={path.parent}"]).model)),
+    "manifest.json": (CheckpointError, lambda path: verify_checkpoint(path.parent)),
+    "state.json": (CheckpointError, lambda path: read_state(path.parent)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_json_nested_too_deeply_is_told_as_a_damaged_file(tmp_path, name):
+    error, read = READERS[name]
+    (tmp_path / name).write_text(ENDLESS)
+    with pytest.raises(error) as told:
+        read(tmp_path / name)
+    assert name.removeprefix("./").partition(".")[0] in str(told.value) or str(tmp_path) in str(told.value)
+
+
+def test_json_nested_too_deeply_is_left_out_of_a_run_s_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    for path in (folder.config, folder.environment, folder.metrics, folder.summary, tmp_path / "metadata.json"):
+        path.write_text(ENDLESS + "\n")
+    assert ending_of(folder) is None
+    assert (last_step(folder.metrics), steps_in_settings(folder.config), is_prepared(str(tmp_path))) == (0, 0, False)
+    run = read_run(tmp_path)
+    assert run.config is None
+    assert set(run.unreadable) == {"config.yaml", "environment.json", "metrics.jsonl", "summary.json"}
+
+
+def test_a_run_whose_settings_are_a_bomb_of_aliases_is_read_at_once(tmp_path):
+    bomb = "a0: &a0 [0, 0]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+    (tmp_path / "config.yaml").write_text(bomb)
+    assert read_run(tmp_path).settings == {}
+    (tmp_path / "config.yaml").write_text("a: &a {b: *a}\n")
+    assert read_run(tmp_path).settings == {}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import DeviceMap, Model, NumProcesses, check_device_map, start_processes
+from groupwise.cli.options import DeviceMap, Model, NumProcesses, TrustRemoteCode, check_device_map, start_processes
 
 __all__ = ["generate"]
 
@@ -30,6 +30,7 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     device_map: DeviceMap = None,
+    trust_remote_code: TrustRemoteCode = False,
     num_processes: NumProcesses = 1,
 ) -> None:
     """Let a model answer: one PROMPT, each line of standard input, or, in a terminal, a conversation.
@@ -54,7 +55,8 @@ def generate(
     from groupwise.cli.models import fetch_model, settings_for_model
     from groupwise.training.short_memory import explain_short_memory
 
-    config, run_config = settings_for_model(model, [f"model.device_map={device_map}"] if device_map else [])
+    options = [f"model.device_map={device_map}"] if device_map else []
+    config, run_config = settings_for_model(model, [*options, *(["model.trust_remote_code=true"] if trust_remote_code else [])])
     if system is not None:
         config.prompt.system = system
     elif run_config is None:

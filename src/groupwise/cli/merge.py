@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli.options import TrustRemoteCode
+
 __all__ = ["merge"]
 
 
@@ -19,6 +21,7 @@ def merge(
     base: Annotated[
         str | None, typer.Option("--base", help="The model under the adapter: folder or name; else the one it was trained on.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Merge a LoRA adapter into its base, and write a normal model folder.
 
@@ -40,6 +43,7 @@ def merge(
         raise ModelError(f"{out} exists already: name a folder that does not")
     folder = _adapter_in(adapter.expanduser())
     config = _settings(folder, base)
+    config.model.trust_remote_code = trust_remote_code
     fetch_model(config)
     policy = load_policy(config.model)
     save_model(load_trained(policy, folder), out)
@@ -61,13 +65,19 @@ def _adapter_in(path: Path) -> Path:
 def _settings(folder: Path, base: str | None) -> Any:
     """How the base is loaded: as the run did that made the adapter, else by the name that the adapter gives."""
     from groupwise.config import load_config
+    from groupwise.config.load import load_run_config
     from groupwise.errors import ModelError
 
     run = next((parent / "config.yaml" for parent in folder.parents if (parent / "config.yaml").is_file()), None)
     named = [f"model.name={base}"] if base else []
     if run is not None:
-        return load_config(run, ["model.lora=null", *named])
-    found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        return load_run_config(run, ["model.lora=null", *named])
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{folder / 'adapter_config.json'} cannot be read ({error}): take a whole copy of the adapter"
+        ) from error
     if not named and not found:
         raise ModelError(f"the adapter in {folder} does not say which model it belongs to: name it with --base")
     return load_config(None, named or [f"model.name={found}"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from groupwise.config import Config, load_config
+from groupwise.config.load import load_run_config
 
 __all__ = ["fetch_model", "settings_for_model"]
 
@@ -21,7 +22,8 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
 
     ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
     filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
-    that sampled for the run may be gone, or work for another: it is used where ``overrides`` say so.
+    that sampled for the run may be gone, or work for another: it is used where ``overrides`` say so. A folder may come from anybody: it
+    cannot grant its own code the right to run (``trust_remote_code``), which ``overrides`` alone can.
     """
     path = Path(model).expanduser()
     if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
@@ -31,9 +33,9 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     if not made_by_run:
         return load_config(None, [f"model.name={model}", *overrides]), None
     settings = [f"model.name={path}", *_MERGED]
-    config = load_config(run_config, [*settings, *overrides])
+    config = load_run_config(run_config, [*settings, *overrides])
     if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
-        config = load_config(run_config, [*settings, "rollout.engine=auto", *overrides])
+        config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
     return config, run_config
 
 

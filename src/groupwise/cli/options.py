@@ -16,6 +16,7 @@ __all__ = [
     "Overrides",
     "ProgressAside",
     "Source",
+    "TrustRemoteCode",
     "check_device_map",
     "start_processes",
 ]
@@ -36,6 +37,10 @@ DeviceMap = Annotated[
 ]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model folder, a run's folder, a Hub name, or smollm2-135m-instruct.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the model, which can do whatever you can."),
 ]
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="gsm8k, polaris, arithmetic, a data file, a save_to_disk folder, or a Hub name.")

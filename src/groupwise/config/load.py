@@ -22,9 +22,14 @@ from groupwise.config.problems import explain_failure, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "recipes", "yaml_text"]
+__all__ = [
+    "Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "load_run_config", "plain_yaml", "recipes",
+    "yaml_text",
+]  # fmt: skip
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+MOST_VALUES = 100_000
+"""In one YAML file, with its aliases written out: a settings file has hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,14 @@ class Recipe:
     """The first comment line of its file."""
 
 
+class _Granted:
+    """Stands where a file sets ``trust_remote_code``, until an override takes its place."""
+
+
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """The config of a shipped recipe or a YAML file (None: the defaults), with overrides on top.
+
+    A file cannot grant ``trust_remote_code``, since files are passed on: an override can.
 
     Args:
         source: a recipe's name (`recipes` lists them) or the path of a YAML file.
@@ -50,7 +61,13 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
     """
     with _in_one_line():
         settings = {} if source is None else _read(find_source(source))
-    return build_config(settings, overrides)
+        return _build(_replace_trust(settings, _Granted()), overrides, str(source))
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The same of the ``config.yaml`` of a run, which may be somebody else's: what it says of ``trust_remote_code`` is left out."""
+    with _in_one_line():
+        return _build(_replace_trust(_read(path), False), overrides)
 
 
 def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -62,9 +79,9 @@ def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
     """The config of a run that another version wrote, and the settings that this version cannot read, which keep their defaults.
 
-    ``None`` where even what is left does not fit together.
+    ``None`` where even what is left does not fit together. Trust in a model's own code is not among what is read.
     """
-    merged = _merge({}, settings)
+    merged = _merge({}, _replace_trust(settings, False))
     left_out: list[str] = []
     _spell_out_rewards(merged)
     while True:
@@ -105,6 +122,8 @@ def _in_one_line() -> Iterator[None]:
     """A key may hold anything, line breaks and a terminal's own commands too: the sentence shows them escaped."""
     try:
         yield
+    except RecursionError:
+        raise ConfigError("the settings are nested too deeply, or contain themselves: a setting is a few levels deep") from None
     except ConfigError as error:
         told = str(error)
         if told.isprintable():
@@ -112,13 +131,13 @@ def _in_one_line() -> Iterator[None]:
         raise ConfigError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)) from None
 
 
-def _build(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+def _build(settings: Mapping[str, Any], overrides: Sequence[str], source: str = "") -> Config:
     merged = _merge({}, settings)
     for override in overrides:
         path, value = _parse_override(override)
         _set(merged, path, value)
     _spell_out_rewards(merged)
-    _check_finite(merged, "")
+    _check_values(merged, "", source)
     try:
         return Config.model_validate(merged)
     except ValidationError as failure:
@@ -126,7 +145,7 @@ def _build(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, every setting written out; `load_config` reads it back to an equal config."""
+    """The resolved config as YAML, every setting written out; `load_config` reads it back to an equal config, but for trust in code."""
     return yaml_text(config.model_dump(mode="json"))
 
 
@@ -193,15 +212,51 @@ _Loader.add_implicit_resolver(
 )
 
 
+def plain_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """What ``text`` says in YAML. Raises yaml.YAMLError for whatever is no YAML, and for what would grow by its aliases."""
+    reader = loader(text)
+    try:
+        root = reader.get_single_node()
+        if root is None:
+            return None
+        _count_values(root, {})
+        return reader.construct_document(root)
+    except RecursionError:
+        raise yaml.constructor.ConstructorError(None, None, "it is nested too deeply") from None
+    except ValueError as error:  # int() and date() refuse what the patterns of YAML take for a number or a date
+        raise yaml.constructor.ConstructorError(None, None, str(error)) from None
+    finally:
+        reader.dispose()
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """How many values ``node`` stands for once every alias in it is written out. ``counts``: those of nodes done; 0 of one under way."""
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise yaml.constructor.ConstructorError(None, None, "a value contains itself", node.start_mark)
+        return counts[id(node)]
+    counts[id(node)] = 0
+    inner = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        inner = [part for pair in node.value for part in pair]
+    count = 1 + sum(_count_values(part, counts) for part in inner)
+    if count > MOST_VALUES:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"its aliases would grow to more than {MOST_VALUES:,} values", node.start_mark
+        )
+    counts[id(node)] = count
+    return count
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = plain_yaml(path.read_text(encoding="utf-8"), _Loader)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file, but a config is YAML in UTF-8: name another file") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML{_where(error)}: mend that line") from None
+        raise ConfigError(f"{path} is not valid YAML{_where(error)}: correct it") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -251,9 +306,10 @@ def _parse_value(path: str, text: str) -> Any:
         if not quoted:
             return text
     try:
-        return yaml.load(text, Loader=_Loader)
+        return plain_yaml(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}={text} is not valid YAML{_where(error)}: quote it, or mend the brackets") from None
+        given = text if len(text) <= 60 else text[:57] + "..."
+        raise ConfigError(f"{path}={given} is not valid YAML{_where(error)}: quote it, or correct the brackets") from None
 
 
 def _holds_text(path: str) -> bool:
@@ -330,13 +386,29 @@ def _spell_out_rewards(settings: dict[str, Any]) -> None:
                 entry["model"] = {"name": entry["model"]}
 
 
-def _check_finite(value: Any, path: str) -> None:
-    """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run."""
+def _check_values(value: Any, path: str, source: str) -> None:
+    """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run; and trust that the
+    file ``source`` grants itself."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path} is {value}, but must be a finite number: give one")
+    if isinstance(value, _Granted):
+        raise ConfigError(
+            f"{source} sets {path}, but no file can grant a model's own code the right to run: take it out of the file and, if you trust "
+            f"that code, add {path}=true to the command (in Python: to the overrides of load_config)"
+        )
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _check_finite(inner, f"{path}.{key}" if path else str(key))
+            _check_values(inner, f"{path}.{key}" if path else str(key), source)
     if isinstance(value, list):
         for position, inner in enumerate(value):
-            _check_finite(inner, f"{path}[{position}]")
+            _check_values(inner, f"{path}[{position}]", source)
+
+
+def _replace_trust(value: Any, granted: Any) -> Any:
+    """``value`` with ``granted`` in place of every ``trust_remote_code`` that is not plainly off."""
+    if isinstance(value, Mapping):
+        return {
+            key: granted if key == "trust_remote_code" and inner not in (False, None) else _replace_trust(inner, granted)
+            for key, inner in value.items()
+        }
+    return [_replace_trust(inner, granted) for inner in value] if isinstance(value, list) else value

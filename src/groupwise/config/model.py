@@ -50,7 +50,8 @@ class ModelConfig(Section):
     max_memory: dict[int | str, str] | None = None
     """The most that `device_map` may lay on each device, such as `{0: 20GiB, cpu: 60GiB}`; what is over goes to the disk."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
+    """Run Python code that comes with the model. Only for sources you trust, and granted by the command alone: a file that sets it is
+    refused, and that of a run does not count."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
     """Store the frozen projections in 4 bits (QLoRA: NF4 with double quantisation, 0.52 bytes a weight) or 8 (a byte a weight) in place of
     `dtype`, which they are computed in. Only an adapter can be trained on them (`lora`). Needs the package bitsandbytes."""

@@ -58,7 +58,8 @@ class RewardModelConfig(Section):
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
+    """Run Python code that comes with the model. Only for sources you trust, and granted by the command alone: a file that sets it is
+    refused, and that of a run does not count."""
 
 
 class RewardFunctionConfig(_Shaped):

@@ -40,7 +40,7 @@ def answer_style(source: str) -> AnswerStyle | None:
 def _metadata(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("format") == FORMAT else None
 
@@ -55,7 +55,7 @@ def load_part(source: str, part: Part) -> list[Problem]:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
         problems = [_problem(json.loads(line)) for line in lines if line]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{str(file)!r} is damaged ({type(error).__name__}: {error}): prepare the set again") from error
     expected = metadata.get("counts", {}).get(part)
     if expected != len(problems):

@@ -115,7 +115,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 name = f"{path.name} line {number}"
                 try:
                     values = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{name} is not JSON ({error}): each line must hold one object") from error
                 yield _row(name, values)
 
@@ -129,7 +129,7 @@ def _row(name: str, values: Any) -> Row:
 def _json_rows(path: Path) -> Iterator[Row]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if "Extra data" in str(error):  # JSON lines under the name of JSON are common
             yield from _jsonl_rows(path)
             return

@@ -125,7 +125,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _parsed(line: str, name: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{name} is not JSON ({error}): records hold one object a line") from error
     missing = _missing(record)
     if missing:

@@ -143,7 +143,8 @@ def _as_reward_model(config: RewardModelConfig) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        said = str(error).replace("set model.trust_remote_code=true", "set its trust_remote_code: true")
+        said = str(error).replace(" (--trust-remote-code of generate and merge)", ", with the reward's number for N")
+        said = said.replace("add model.trust", "add rewards.functions[N].model.trust")
         for setting in ("device", "revision"):
             said = said.replace(f"model.{setting}", f"its {setting}")
         raise ModelError(f"the reward model {config.name!r} is no use: {said}") from error

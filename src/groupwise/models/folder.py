@@ -103,7 +103,7 @@ def _check_safetensors(file: Path) -> None:
         header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         try:
             header = json.loads(stream.read(header_bytes)) if header_bytes < size else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         pointer = " (a Git LFS pointer stands in its place)" if start == b"version " else ""
@@ -144,7 +144,7 @@ def _mend_tokenizer_config(config: dict[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}): copy or download the model's files again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object: copy or download the model's files again")

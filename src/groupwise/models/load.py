@@ -333,7 +333,7 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(_explanation(config, what, error)) from error
 
 
@@ -342,5 +342,8 @@ def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
     needs_code = "trust_remote_code" in reason
     reason = reason if len(reason) <= 300 else reason[:300] + " ..."
     if needs_code:
-        return f"model {config.name!r} brings Python code of its own: set model.trust_remote_code=true if you trust its source"
+        return (
+            f"model {config.name!r} brings Python code of its own: if you trust its source, add model.trust_remote_code=true to the "
+            "command (--trust-remote-code of generate and merge)"
+        )
     return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"

@@ -247,7 +247,7 @@ def _own_tokenizer(settings: RewardModelConfig, loaded: bool) -> Any:
     if not loaded:
         return load_classifier_tokenizer(settings)
     try:
-        return AutoTokenizer.from_pretrained(settings.name)
+        return AutoTokenizer.from_pretrained(settings.name, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"there is no tokenizer at {settings.name!r}, where the reward model came from: give it as RewardModel(model, tokenizer)"

@@ -154,7 +154,7 @@ def find_shape(config: ModelConfig) -> ModelShape:
     path = Path(config.name).expanduser() / "config.json" if is_folder_name(config.name) else _from_hub(config)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"the config of model {config.name!r} cannot be read from {str(path)!r} ({error}): name a model folder with config.json, or "
             f"one of {', '.join(sorted(KNOWN_SHAPES)[:3])} ..."

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from groupwise.config.load import plain_yaml
 from groupwise.tracking.files import write_bytes
 from groupwise.tracking.run_folder import RunFolder
 
@@ -32,7 +33,7 @@ def ending_of(folder: RunFolder) -> Ending | None:
     """What the run came to; None where it has not come to its end."""
     try:
         summary = json.loads(folder.summary.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(summary, dict):
         return None
@@ -79,7 +80,7 @@ def step_of(line: bytes) -> float:
     """The step of a record; infinity for what is no record."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
 
 
@@ -92,6 +93,6 @@ def last_step(metrics: Path) -> int:
 def steps_in_settings(config: Path) -> int:
     """That were asked for when the run began; 0 where that cannot be read."""
     try:
-        return int(yaml.safe_load(config.read_text(encoding="utf-8"))["training"]["steps"])
+        return int(plain_yaml(config.read_text(encoding="utf-8"))["training"]["steps"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return 0

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from groupwise.config import Config, build_known
+from groupwise.config.load import plain_yaml
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
@@ -161,7 +162,7 @@ def answer_style(config: Config | None) -> AnswerStyle:
 
 def read_settings(path: Path, bad: Counter[str]) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = plain_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):

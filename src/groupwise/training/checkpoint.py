@@ -250,7 +250,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     try:
         wanted, there = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"], _files(checkpoint)
         differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _unreadable(checkpoint, error) from error
     if differing:
         name = differing[0]
@@ -274,7 +274,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
         int(state["step"]), int(state["updates"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _unreadable(checkpoint, error) from error
     return state
 

@@ -113,7 +113,7 @@ class Place:
         try:
             state: dict[str, Any] = json.loads(folder.trained.read_bytes())
             step, asked = int(state["step"]), int(state["steps_asked"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if ending_of(folder) is not None or not folder.final_model.is_dir():
             return None

@@ -39,6 +39,7 @@ _HARMLESS = (
     "training.micro_batch_tokens",
     "rollout.max_concurrent_sequences",
     "model.gradient_checkpointing",
+    "model.trust_remote_code",
 )
 """Settings that leave what is learnt as it is, rounding apart."""
 _NAMED = 3
@@ -172,7 +173,7 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
 
 
 def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Evaluation]:
-    """The evaluations before the checkpoint, with their records from the run's folder; one whose records are gone is left out."""
+    """The evaluations before the checkpoint, with their records from the run's folder; one without sound records is left out."""
     names = {f.name for f in fields(Evaluation)} - {"records"}
     needed = {f.name for f in fields(Evaluation) if f.default is MISSING and f.default_factory is MISSING} - {"records"}
     out = []
@@ -180,7 +181,10 @@ def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Eva
         path = folder.evaluation_file(row["stage"], row["mode"])
         if not path.is_file() or not needed <= row.keys():
             continue
-        records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        try:
+            records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        except (ValueError, RecursionError):
+            continue
         values: dict[str, Any] = {
             name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names & row.keys()
         }

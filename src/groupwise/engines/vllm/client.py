@@ -131,7 +131,7 @@ class Client:
     def _row(self, line: bytes) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unreachable(f"{self.where} broke off in the middle of a line") from error
         if not isinstance(row, dict):
             raise Refused(f"{self.where} answers with {row!r:.60}, which is no row of a sampling server of groupwise")
@@ -159,7 +159,7 @@ class Client:
             values = json.loads(answer.read())
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
             raise Refused(f"{self.where} answers, but is no sampling server of groupwise (status {answer.status})")

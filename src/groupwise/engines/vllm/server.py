@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except Refused as refused:
             self._answer(400, {"refused": str(refused)})
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             self._answer(400, {"refused": f"the request is not understood ({type(error).__name__}: {error})"})
         except OSError as error:
             self._answer(500, {"refused": f"the server could not keep what it got ({error})"})
