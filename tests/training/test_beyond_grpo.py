@@ -131,22 +131,53 @@ def test_a_batch_that_was_cut_off_whole_teaches_nothing(tiny_llama):
     assert learner.updates == 0
 
 
+@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_entropy_bonus_is_the_slow_loop_s(temperature, tiny_qwen2):
+def test_the_entropy_bonus_is_the_slow_loop_s(temperature, skip, tiny_qwen2):
+    """Of all completions: a group that scored the same throughout is where exploration is to be kept alive."""
     model = tiny_qwen2(seed=3)
     before = copy.deepcopy(model).double()
     groups = make_groups(before, REWARDS, temperature=temperature)
-    config = config_of(algorithm={"entropy_bonus": 0.3, "skip_zero_variance": False}, rollout={"temperature": temperature})
-    gradient, metrics = one_gradient(model, groups[::2], config)  # those with variance
+    config = config_of(algorithm={"entropy_bonus": 0.3, "skip_zero_variance": skip}, rollout={"temperature": temperature})
+    gradient, metrics = one_gradient(model, groups, config)
     loss, entropies = 0.0, []
-    for prompt, completion, advantage in each(groups[::2]):
+    for prompt, completion, advantage in each(groups):
         scores = slow_logits(before, prompt, completion.token_ids, temperature)
         chosen = scores[torch.arange(len(scores)), torch.tensor(completion.token_ids)]
         entropy = -(scores.exp() * scores).sum(-1)
-        loss = loss - (advantage * chosen + 0.3 * entropy).mean() / 8
+        loss = loss - (advantage * chosen + 0.3 * entropy).mean() / 12
         entropies += entropy.tolist()
     assert distance(gradient, slow_gradient(loss, before)) < 1e-5
     assert metrics["policy/full_entropy"].value == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
+
+
+def test_the_entropy_bonus_acts_where_no_group_varies(tiny_llama):
+    learner, _ = learner_of(tiny_llama(), config_of(algorithm={"entropy_bonus": 0.3}))
+    _, before = learner_of(tiny_llama(), config_of())
+    _, metrics = learner.learn(make_groups(before, [[1.0, 1.0], [0.0, 0.0]]))
+    assert metrics["optimizer/grad_norm"].value > 0
+    assert learner.updates == 1
+
+
+@pytest.mark.parametrize("sampler", [{"top_p": 0.9}, {"engine": "vllm"}])
+def test_the_floor_is_held_against_the_policy_s_entropy_whatever_the_sampler_says(sampler, tiny_llama):
+    """What a nucleus leaves out looks like entropy that was lost; policy/entropy is the number that the floor is set by."""
+    model = tiny_llama(seed=3)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    _, metrics = one_gradient(model, groups, config_of(algorithm={"skip_zero_variance": False, "beta": 0.1}))
+    shown = metrics["policy/entropy"].value
+    sampled = [
+        replace(g, completions=tuple(replace(c, logprobs=tuple(x / 2 for x in c.logprobs)) for c in g.completions))
+        for g in groups
+    ]
+    for floor, acts in ((shown + 0.01, True), (shown - 0.01, False)):
+        config = config_of(
+            algorithm={"entropy_bonus": 0.3, "entropy_floor": floor, "sampler_correction": "none"}, rollout=sampler
+        )
+        _, metrics = one_gradient(model, sampled, config)
+        assert metrics["policy/entropy_bonus"].value == (0.3 if acts else 0)
+        assert metrics["policy/entropy"].value == pytest.approx(shown, abs=1e-5)
+        assert ("policy/full_entropy" in metrics) is acts
 
 
 def test_above_its_floor_there_is_no_entropy_bonus(tiny_llama):
@@ -162,19 +193,21 @@ def test_above_its_floor_there_is_no_entropy_bonus(tiny_llama):
         assert ("policy/full_entropy" in metrics) is acts
 
 
-def test_only_the_tokens_of_most_entropy_are_learnt(tiny_llama):
+@pytest.mark.parametrize("skip", [False, True])
+def test_only_the_tokens_of_most_entropy_are_learnt(skip, tiny_llama):
+    """A share of the whole batch's tokens, those of groups without variance among them."""
     model = tiny_llama(seed=3)
     before = copy.deepcopy(model).double()
-    groups = make_groups(before, [REWARDS[0], REWARDS[2]])
-    gradient, metrics = one_gradient(model, groups, config_of(algorithm={"top_entropy_share": 0.25}))
+    groups = make_groups(before, REWARDS)
+    gradient, metrics = one_gradient(model, groups, config_of(algorithm={"top_entropy_share": 0.4, "skip_zero_variance": skip}))
     rows = [slow_logits(before, prompt, c.token_ids) for prompt, c, _ in each(groups)]
     entropies = [-(scores.exp() * scores).sum(-1).detach() for scores in rows]
     flat = torch.cat(entropies).sort(descending=True).values
-    kept = math.ceil(len(flat) / 4)
+    kept = math.ceil(0.4 * len(flat))
     loss = 0.0
     for scores, entropy, (_, completion, advantage) in zip(rows, entropies, each(groups), strict=True):
         chosen = scores[torch.arange(len(scores)), torch.tensor(completion.token_ids)]
-        loss = loss - advantage * (chosen * (entropy >= flat[kept - 1])).mean() / 8
+        loss = loss - advantage * (chosen * (entropy >= flat[kept - 1])).mean() / 12
     assert distance(gradient, slow_gradient(loss, before)) < 1e-5
     assert metrics["policy/tokens_kept"].value == kept / len(flat)
 

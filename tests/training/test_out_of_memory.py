@@ -62,8 +62,9 @@ def learn(model, groups, config, room=None, in_backward=False):
         {}, {"beta": 0.1}, {"updates_per_batch": 3, "beta": 0.05},
         {"preset": "ppo", "updates_per_batch": 2, "sampler_correction": "token", "top_entropy_share": 0.5},
         {"preset": "ppo", "critic": "copy", "updates_per_batch": 2},
+        {"preset": "rloo", "mask_truncated": True},
     ],
-    ids=["plain", "reference", "three updates", "critic, corrected", "critic of its own"],
+    ids=["plain", "reference", "three updates", "critic, corrected", "critic of its own", "KL of what is masked"],
 )  # fmt: skip
 def test_the_same_gradients_on_a_device_that_is_too_small(tiny_llama, algorithm, in_backward):
     model, config = tiny_llama(seed=5), config_of(algorithm=algorithm)

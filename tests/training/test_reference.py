@@ -77,13 +77,18 @@ def test_the_reference_is_renewed_at_the_start_of_each_outer_iteration(outer, st
     assert renewed == due
 
 
+def nudge(scorer, size=0.02):
+    """Move all weights a little."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, parameter in scorer.named_parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
 def off_reference(model, algorithm, rewards):
     """A learner whose reference is not its policy, and groups sampled from the policy; the slow policy and reference too."""
     learner, policy = learner_of(model, config_of(algorithm=algorithm, optimizer={"max_grad_norm": None}))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for _, parameter in learner.reference.named_parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    nudge(learner.reference)
     reference = present_model(SimpleNamespace(scorer=learner.reference), policy)
     return learner, policy, reference, make_groups(policy, rewards)
 
@@ -153,6 +158,90 @@ def test_kl_in_the_reward_is_measured_from_the_policy_that_sampled(tiny_llama):
     learner, _, _, _ = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
     changed, _ = learner.learn([replace(group, completions=(raised, other))])
     assert changed[0][0] == pytest.approx(plain[0][0] - 0.5, abs=1e-4)
+
+
+SAMPLERS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 5}, "ahead": {"ahead": 1}, "vllm": {"engine": "vllm"}}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("preset", ["rloo", "reinforce++", "ppo"])
+def test_kl_in_the_reward_is_the_policy_s_whatever_the_sampler_says(tiny_llama, preset, sampler):
+    """A sampler that cuts its distribution, has other weights or other numbers puts none of that into the KL."""
+    found = []
+    for rollout, off in (({}, 0.0), (SAMPLERS[sampler], 0.4)):
+        config = config_of(algorithm={"preset": preset, "beta": 0.3}, rollout=rollout)
+        learner, policy = learner_of(tiny_llama(), config)
+        nudge(learner.reference)
+        groups = [
+            replace(g, completions=tuple(replace(c, logprobs=tuple(x + off for x in c.logprobs)) for c in g.completions))
+            for g in make_groups(policy, REWARDS)
+        ]
+        found.append((learner.learn(groups)[0], learner.critic and learner.critic.weight.detach().clone()))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert other == pytest.approx(one, abs=1e-4)
+    if preset == "ppo":
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "reinforce++"])
+def test_nucleus_sampling_from_the_reference_itself_costs_no_kl(tiny_llama, preset):
+    """Policy and reference are one, so the KL is 0 however the nucleus renormalised: advantages are those without any KL."""
+    advantages = []
+    for beta in (0.0, 1.0):
+        config = config_of(algorithm={"preset": preset, "beta": beta}, rollout={"top_p": 0.9})
+        learner, policy = learner_of(tiny_llama(), config)
+        groups = []
+        for group in make_groups(policy, [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]):
+            cut = [tuple(min(0.0, x + 0.1 * (1 + t % 3)) for t, x in enumerate(c.logprobs)) for c in group.completions]
+            completions = tuple(replace(c, logprobs=x) for c, x in zip(group.completions, cut, strict=True))
+            groups.append(replace(group, completions=completions))
+        found, _ = learner.learn(groups)
+        if (
+            preset == "reinforce++"
+        ):  # without a KL the batch is normalised over completions, with one over tokens: compare signs' sizes
+            found = [[round(a, 6) for a in group] for group in found]
+            assert len({a for group in found for a in group}) == 2, "two rewards, two advantages"
+        advantages.append(found)
+    if preset == "rloo":
+        for one, other in zip(*advantages, strict=True):
+            assert other == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [8192, 25])
+@pytest.mark.parametrize("preset", ["rloo", "reinforce++"])
+def test_truncated_completions_pay_their_kl_in_the_baseline(tiny_llama, preset, budget):
+    """Left out of the loss, they still count in the mean of their group, or of the batch: with the reward that all others have too."""
+    learner, policy, reference, groups = off_reference(
+        tiny_llama(), {"preset": preset, "beta": 0.3, "mask_truncated": True}, [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.5]]
+    )
+    learner.config.training.micro_batch_tokens = budget
+    assert {c.stopped for g in groups for c in g.completions} == {True, False}
+    seen = watch_gradients(learner)
+    advantages, _ = learner.learn(groups)
+    kl, loss = slow_k1(policy, reference, groups), 0.0
+    if preset == "rloo":
+        returns = [
+            [r - 0.3 * float(k.sum()) for r, k in zip(g.rewards, kls, strict=True)] for g, kls in zip(groups, kl, strict=True)
+        ]
+        by_token = [
+            [torch.full((len(c.token_ids),), r - (sum(rs) - r) / 3) for c, r in zip(g.completions, rs, strict=True)]
+            for g, rs in zip(groups, returns, strict=True)
+        ]
+        size = sum(len(g.completions) for g in groups)
+    else:
+        to_go = [
+            [r - 0.3 * k.flip(0).cumsum(0).flip(0) for r, k in zip(g.rewards, kls, strict=True)]
+            for g, kls in zip(groups, kl, strict=True)
+        ]
+        everything = torch.cat([x for group in to_go for x in group])
+        by_token = [[(x - everything.mean()) / (everything.std() + 1e-4) for x in group] for group in to_go]
+        size = sum(len(c.token_ids) for g in groups for c in g.completions if c.stopped)
+    for group, shown, wanted in zip(groups, advantages, by_token, strict=True):
+        assert shown == pytest.approx([float(x.mean()) for x in wanted], abs=1e-4)
+        for c, advantage_T in zip(group.completions, wanted, strict=True):
+            if c.stopped:
+                loss = loss - (advantage_T * slow_logprobs(policy, group.prompt.token_ids, c.token_ids)).sum() / size
+    assert distance(seen[0], slow_gradient(loss, policy)) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["tiny_qwen2", "module"])

@@ -153,7 +153,7 @@ def _ready(learner, groups):
     from groupwise.training.window import Window
 
     window = Window(groups, [], learner._cut(groups))
-    learner._open(window, {})
+    learner._open(window)
     return window.micro_batches
 
 

@@ -32,7 +32,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL leash to the reference. 0 keeps no reference at all, which saves its memory and time."""
     skip_zero_variance: bool = True
     """Leave groups whose completions all scored the same out of the passes: their advantages are 0. It is exact at beta 0; above, it
-    also spares them the KL pull, which saves their compute. Turn it off for eq. 3 to the letter."""
+    also spares them the KL pull, which saves their compute. Turn it off for eq. 3 to the letter. They take part where something else
+    needs them: a learned value, an entropy bonus that acts, a top-entropy share, a KL in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
     """mu: optimiser steps on each batch of completions. Above 1 the later ones are off-policy, and clipping begins to act."""
     reference_updates: int = Field(default=1, ge=1)
@@ -95,15 +96,16 @@ class AlgorithmConfig(Section):
     """With `baseline: value`: let the value's error reach the policy's layers too, at the policy's learning rate."""
     mask_truncated: bool = False
     """Leave completions that were cut at the token limit out of the loss and out of its count of tokens (DAPO's overlong filtering):
-    a cut says little about the text before it. They still count in their group's mean. If most are cut, raise the limit instead."""
+    a cut says little about the text before it. They still count in the mean of their group or batch, their KL included where it is part
+    of the reward; a learned value leaves them out altogether. If most are cut, raise the limit instead."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy of each token's whole distribution, taken off the loss: keeps exploration alive, and too much of it makes
-    text random. Costs some time in the output head. 0.001 is a start."""
+    text random. It acts on all groups, those without variance included. Costs some time in the output head. 0.001 is a start."""
     entropy_floor: float | None = Field(default=None, gt=0)
-    """The bonus acts only on batches whose sampled tokens have less mean entropy than this, in nats. Null: on all."""
+    """The bonus acts only on batches whose `policy/entropy` is less than this, in nats. Null: on all."""
     top_entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Only this share of the batch's tokens, those of highest entropy, takes part in the policy's loss: the forks of the text, where it
-    is decided what comes (arXiv 2506.01939 has 0.2). Costs one more forward pass."""
+    is decided what comes (arXiv 2506.01939 has 0.2). Costs one more forward pass, and the passes of groups without variance."""
     sampler_correction: Literal["none", "token", "sequence"] = "none"
     """Weigh each token, or completion, by how much likelier the trainer finds it than the sampler did: for samplers whose numbers differ
     (another engine, quantised weights). `policy/sampler_mismatch` says whether there is anything to correct. With `rollout.engine: vllm`

@@ -343,6 +343,12 @@ class Config(Section):
         return self.rollout.ahead > 0 and self.algorithm.stale_samples == "behaviour"
 
     @property
+    def samples_are_the_policys(self) -> bool:
+        """Whether the sampler's log-probabilities are the policy's own, up to rounding: the same weights, and nothing cut off."""
+        rollout = self.rollout
+        return rollout.engine != "vllm" and rollout.ahead == 0 and rollout.top_k is None and rollout.top_p >= 1
+
+    @property
     def correction_level(self) -> str:
         """What is weighted by pi_old / pi_sampler: ``token``, ``sequence`` or ``none``. Stale samples are, unless the config objects."""
         chosen = self.algorithm.sampler_correction

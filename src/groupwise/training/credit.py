@@ -30,19 +30,22 @@ def assign_advantages(
     objective: Objective,
     beta: float,
     world: World | None = None,
+    judged: Sequence[MicroBatch] = (),
 ) -> tuple[Advantages, dict[str, Metric]]:
     """Give every micro-batch its completions' (or tokens') advantages. Returns them by group, averaged over tokens, and metrics.
 
     ``micro_batches`` are this process's, ``groups`` the whole batch; what the passes of others found is asked of ``world``.
+    ``judged``: completions that the loss leaves out, and whose KL is still part of what the others are compared with.
     """
     rewards, world = [list(group.outcomes) for group in groups], world or World()
+    everything = [*micro_batches, *judged]
     if objective.kl_in_reward:
-        _take_off_kl(micro_batches, rewards, objective, beta, world)
+        _take_off_kl(everything, rewards, objective, beta, world)
     if objective.needs_values:
         return _by_value(micro_batches, rewards, _step_rewards(groups), objective, beta, world)
     of_steps = step_advantages(groups, objective)
     if objective.kl_in_token_reward:
-        by_token = objective.token_advantages(rewards, _penalties(micro_batches, rewards, objective, beta, world))
+        by_token = objective.token_advantages(rewards, _penalties(everything, rewards, objective, beta, world))
         if of_steps is not None:
             by_token = _added(by_token, of_steps)
         _give_tokens(micro_batches, by_token)
@@ -106,7 +109,7 @@ def _take_off_kl(
     for micro_batch in micro_batches:
         assert micro_batch.reference_T is not None
         taken = kl_in_reward(
-            micro_batch.sampled_T, micro_batch.reference_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
+            micro_batch.own_T, micro_batch.reference_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
             beta=beta, estimator=objective.kl_estimator,
         )  # fmt: skip
         own += zip(members_of(micro_batch), taken.tolist(), strict=True)
@@ -120,7 +123,7 @@ def _penalties(
     own: list[tuple[tuple[int, int], list[float]]] = []
     for micro_batch in micro_batches:
         assert micro_batch.reference_T is not None
-        taken = kl_penalty(micro_batch.sampled_T, micro_batch.reference_T, beta=beta, estimator=objective.kl_estimator)
+        taken = kl_penalty(micro_batch.own_T, micro_batch.reference_T, beta=beta, estimator=objective.kl_estimator)
         own += micro_batch.by_member(taken)
     return _everywhere(own, rewards, world)
 

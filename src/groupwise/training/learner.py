@@ -37,6 +37,7 @@ HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 
 _FIRST_SWEEP = ("old_T", "correction_T")
 """What a micro-batch's first sweep notes about it."""
+_BONUS = "policy/entropy_bonus"
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
 
@@ -119,11 +120,11 @@ class Learner:
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
         micro_batches = self._cut(groups)
         window, halvings = Window(groups, [], micro_batches), self.budget.halvings
-        bonus = self._choose_bonus(groups)
         if held is None:
-            self._open(window, bonus)
+            self._open(window)
         else:
             window.restore(*held)
+        self.entropy_bonus = next((m[_BONUS].value for m in window.found if _BONUS in m), 0.0) or None
         updates = self.config.algorithm.updates_per_batch
         while window.updates < updates:
             passes = self.world.reduce(self._sweep(window))
@@ -153,18 +154,26 @@ class Learner:
     def _attempt(self, passes: Callable[[], T], window: Window, notes: Callable[[], dict[str, Tensor]]) -> T:
         """``passes`` over the window's micro-batches; where memory runs out, again over smaller ones, with ``notes`` about the old."""
 
+        def largest() -> int | None:
+            return largest_divisible([*window.micro_batches, *window.judged])
+
         def restart() -> None:
             self.optimizer.clear()
             if self.critic:
                 self.critic.clear()
             window.cut_anew(self._cut(window.groups), notes())
+            window.judged = self._packed(window.groups, self._judged_only(window.groups)) if window.judged else []
 
-        return self.budget.attempt(passes, lambda: largest_divisible(window.micro_batches), restart)
+        return self.budget.attempt(passes, largest, restart)
+
+    def _packed(self, groups: Sequence[Group], members: list[tuple[int, int]]) -> list[MicroBatch]:
+        """What falls to this process of ``members``; perhaps nothing."""
+        own = self._own(groups, members)
+        return cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
         """What falls to this process of the completions that take part, packed; perhaps nothing."""
-        own = self._own(groups, self._taking_part(groups))
-        out = cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
+        out = self._packed(groups, self._taking_part(groups))
         for micro_batch in out if self.config.clips_against_the_sampler else ():
             micro_batch.old_T = micro_batch.sampled_T
         if self.critic:
@@ -174,25 +183,38 @@ class Learner:
     def _taking_part(self, groups: Sequence[Group]) -> list[tuple[int, int]]:
         """The completions that the passes are about, by (group, completion)."""
         taught = list(range(len(groups)))
-        if not self._keeps_all:
+        if not self._keeps_all(groups):
             advantages = self.objective.advantages([list(group.outcomes) for group in groups])
             of_steps = step_advantages(groups, self.objective)
             taught = [i for i in taught if teaches(advantages[i]) or steps_teach(of_steps, i)]
         return [(i, m) for i in taught for m, c in enumerate(groups[i].completions) if self._counts(c.stopped)]
 
-    def _open(self, window: Window, bonus: dict[str, Metric]) -> None:
+    def _judged_only(self, groups: Sequence[Group]) -> list[tuple[int, int]]:
+        """Completions that the loss leaves out, where their KL is part of the reward that the others are compared with."""
+        if self.critic is not None or not self._kl_in_reward:
+            return []
+        return [(g, m) for g, group in enumerate(groups) for m, c in enumerate(group.completions) if not self._counts(c.stopped)]
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        """A completion's, or each token's."""
+        return self.objective.kl_in_reward or self.objective.kl_in_token_reward
+
+    def _open(self, window: Window) -> None:
         """What must be known of a batch before its first update."""
+        window.judged = self._packed(window.groups, self._judged_only(window.groups))
 
         def passes() -> tuple[dict[str, Metric], list[Tensor]]:
-            of_reference = self._score_reference(window.micro_batches)
-            of_policy, entropies = self._look_ahead(window.micro_batches)
+            of_reference = self._score_reference([*window.micro_batches, *window.judged])
+            of_policy, entropies = self._look_ahead(window.micro_batches, window.judged)
             return merge([of_reference, of_policy]), entropies
 
         before, entropies = self._attempt(passes, window, dict)
         before |= keep_most_entropic(window.micro_batches, entropies, self.config.algorithm.top_entropy_share, self.world)
-        window.found += [self.world.reduce(before), bonus]
+        window.found += [self.world.reduce(before), self._choose_bonus(window)]
         batch = (window.micro_batches, window.groups)
-        window.advantages, of_value = assign_advantages(*batch, self.objective, self.beta, self.world)
+        window.advantages, of_value = assign_advantages(*batch, self.objective, self.beta, self.world, window.judged)
+        window.judged = []
         window.found.append(of_value)
 
     def _own(self, groups: Sequence[Group], members: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -279,12 +301,12 @@ class Learner:
             self.world.sum_gradients(self.critic.gradients(), self.critic.zero_gradient)
         return {"time/exchange_s": Sum(time.perf_counter() - started)}
 
-    @property
-    def _keeps_all(self) -> bool:
-        """Groups without variance still matter to a value, and to a KL: always where it is part of the reward, in the loss if the
-        config says so."""
-        in_loss = self.objective.kl_in_loss and self.config.algorithm.skip_zero_variance
-        return self.critic is not None or (self.objective.needs_reference and not in_loss)
+    def _keeps_all(self, groups: Sequence[Group]) -> bool:
+        """Groups without variance still matter to a value, to an entropy bonus, to which of the batch's tokens have most entropy, and
+        to a KL: always where it is part of the reward, in the loss if the config says so."""
+        algorithm = self.config.algorithm
+        leash = self.objective.needs_reference and not (self.objective.kl_in_loss and algorithm.skip_zero_variance)
+        return self.critic is not None or leash or algorithm.top_entropy_share < 1 or self._bonus_may_act(groups)
 
     def _counts(self, stopped: bool) -> bool:
         return stopped or not self.config.algorithm.mask_truncated
@@ -300,22 +322,36 @@ class Learner:
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()
-    def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, Metric], list[Tensor]]:
-        """What must be known before the first gradient: values, which are noted, and the tokens' entropies where they matter."""
-        share = self.config.algorithm.top_entropy_share
-        if self.critic is None and share == 1.0:
+    def _look_ahead(
+        self, micro_batches: Sequence[MicroBatch], judged: Sequence[MicroBatch] = ()
+    ) -> tuple[dict[str, Metric], list[Tensor]]:
+        """What must be known before the first gradient: values, and the policy's own logprobs where the sampler's are others and
+        something asks for them, which are noted; and the tokens' entropies where they matter. Of ``judged``, the logprobs alone."""
+        share, own = self.config.algorithm.top_entropy_share, self._asks_for_own
+        if self.critic is None and share == 1.0 and not own:
             return {}, []
         started = time.perf_counter()
         entropies: list[Tensor] = []
-        by_policy = self._value_on_policy or share < 1.0
-        with self.sharding.evened(self.scorer, len(micro_batches) if by_policy else 0):
+        by_policy = self._value_on_policy or share < 1.0 or own
+        judged = judged if own else ()
+        with self.sharding.evened(self.scorer, len(micro_batches) + len(judged) if by_policy else 0):
             for micro_batch in micro_batches:
                 scored = self._score(micro_batch, entropy=share < 1.0) if by_policy else None
                 if self.critic:
                     micro_batch.values_T = self.critic.value_of(micro_batch, scored)
                 if scored is not None and scored.entropy_T is not None:
                     entropies.append(scored.entropy_T)
+                if scored is not None and own:
+                    micro_batch.policy_T = scored.logprobs_T
+            for micro_batch in judged:
+                micro_batch.policy_T = self._score(micro_batch, entropy=False).logprobs_T
         return {"time/learn_s": Sum(time.perf_counter() - started)}, entropies
+
+    @property
+    def _asks_for_own(self) -> bool:
+        """Whether a batch is opened with the policy's own logprobs: a KL or a floor wants them, and those of the sampler are others."""
+        wanted = self._kl_in_reward or self.config.algorithm.entropy_floor is not None
+        return wanted and not self.config.samples_are_the_policys
 
     @torch.no_grad()
     def entropies(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -323,14 +359,23 @@ class Learner:
         scored = [self._score(micro_batch, entropy=True) for micro_batch in micro_batches]
         return [one.entropy_T for one in scored if one.entropy_T is not None]
 
-    def _choose_bonus(self, groups: Sequence[Group]) -> dict[str, Metric]:
-        """The entropy bonus of this batch, by the entropy that its samples show: the same however the batch is cut."""
+    def _bonus_may_act(self, groups: Sequence[Group]) -> bool:
+        """As far as the samples say. Where their logprobs are not the policy's, the floor is looked at after a pass of its own."""
+        weight, floor = self.config.algorithm.entropy_bonus, self.config.algorithm.entropy_floor
+        if weight == 0 or floor is None or not self.config.samples_are_the_policys:
+            return weight > 0
+        return Mean.of(-x for group in groups for c in group.completions for x in c.logprobs).value < floor
+
+    def _choose_bonus(self, window: Window) -> dict[str, Metric]:
+        """The entropy bonus of this batch, by the entropy that its tokens show: the same however the batch is cut."""
         weight, floor = self.config.algorithm.entropy_bonus, self.config.algorithm.entropy_floor
         if weight == 0:
             return {}
-        shown = Mean.of(-x for group in groups for c in group.completions for x in c.logprobs).value
-        self.entropy_bonus = weight if floor is None or shown < floor else None
-        return {"policy/entropy_bonus": Max(self.entropy_bonus or 0.0)}
+        acts = self._bonus_may_act(window.groups)
+        if acts and floor is not None and not self.config.samples_are_the_policys:
+            own = Mean(-sum(float(m.own_T.sum()) for m in window.micro_batches), sum(len(m.own_T) for m in window.micro_batches))
+            acts = self.world.reduce({"own": own})["own"].value < floor
+        return {_BONUS: Max(weight if acts else 0.0)}
 
     def _steer(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         if self.kl_control is None:

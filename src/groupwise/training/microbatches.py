@@ -59,6 +59,8 @@ class MicroBatch:
     advantages_N: Tensor | None = None
     advantages_T: Tensor | None = None
     reference_T: Tensor | None = None
+    policy_T: Tensor | None = None
+    """The policy's own logprobs before the first update, where something asks for them and those of the sampler are not the same."""
     old_T: Tensor | None = None
     """The policy's own logprobs at the first update, by which later ones are measured; None on-policy."""
     correction_T: Tensor | None = None
@@ -74,6 +76,11 @@ class MicroBatch:
     returns_T: Tensor | None = None
     """What it should have said."""
     value_weights_T: Tensor | None = None
+
+    @property
+    def own_T(self) -> Tensor:
+        """The policy's logprobs before the first update: the sampler's where those are the policy's."""
+        return self.sampled_T if self.policy_T is None else self.policy_T
 
     def factor_T(self) -> Tensor | None:
         """What multiplies the surrogate of each token."""

@@ -48,6 +48,8 @@ class Window:
     found: list[dict[str, Metric]] = field(default_factory=list)
     """What each pass measured so far."""
     updates: int = 0
+    judged: list[MicroBatch] = field(default_factory=list)
+    """Completions that the loss leaves out, while what they are worth to the others is being found out."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors and JSON values. Prompts are not among them: they are rendered again from the problems' ids."""
