@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from groupwise.models.embedded import ensure_embedded_model
+from groupwise.threads import fix_threads
 
 # The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
 settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -46,7 +47,7 @@ TINY = {
     "pad_token_id": 2,
 }
 
-torch.set_num_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads
+fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
 
 
 def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:

@@ -211,7 +211,8 @@ class TrainingConfig(Section):
     offload_reference: bool = False
     """Keep the reference in the machine's memory and bring it to the GPU for its pass of each step. Without effect on CPUs."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads; by default as many as there are cores for this process."""
+    """CPU threads. By default as many as there are cores for this process, less those that other programs keep busy, which is looked at
+    twice a second; a number is kept whatever others do."""
 
 
 class EvaluationConfig(Section):

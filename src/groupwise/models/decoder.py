@@ -23,6 +23,7 @@ from groupwise.models.layer import Layer, Shape
 from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.ops import rms_norm
+from groupwise.threads import adapt_threads
 
 __all__ = ["FAMILIES", "Decoder", "layer_sources", "why_unsupported"]
 
@@ -222,6 +223,7 @@ class Decoder:
         plan = plan_attention(packed, *self.rope(packed.positions_R), self.attention)
         x = embedding(packed.token_ids_R, self.embedding)
         for index, layer in enumerate(self.layers):
+            adapt_threads()
             run = layer.forward if self.inside is None else layer
             x, keys_values = run(x, plan, self.shape, self.gradient_checkpointing)
             if keep_kv is not None:

@@ -33,6 +33,7 @@ from groupwise.models.ops import (
     swiglu,
     swiglu_backward,
 )  # fmt: skip
+from groupwise.threads import adapt_threads
 
 if TYPE_CHECKING:
     from groupwise.models.merging import MergedLayer
@@ -190,6 +191,7 @@ def blocked_backward(
     grad: Tensor, x: Tensor, kept: Kept, layer: Layer, plan: AttentionPlan, shape: Shape, collect: Collect
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients of the layer's input and, by name, of its norms and of what ``collect`` gives for each projection."""
+    adapt_threads()
     grad_gate_up, activated = swiglu_backward(grad @ layer.down, kept.gate_up)
     grads = collect(grad, activated, "down", None)
     del activated

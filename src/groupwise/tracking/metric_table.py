@@ -124,6 +124,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "accelerator's memory ran out.",
     ),
     "memory/peak_gib": ("GiB", "Peak memory since the run began: of the accelerator, or of the process on CPU."),
+    "progress/threads": ("count", "Threads that compute, on a CPU: fewer while other programs keep cores busy."),
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),
 }

@@ -22,6 +22,7 @@ from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
 from groupwise.rollout import Rollout
+from groupwise.threads import threads_in_use
 from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
@@ -82,6 +83,8 @@ class Run:
     evaluations: list[Evaluation] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     step_started: float = 0.0
+    gave_way: bool = False
+    """Whether it was said that other programs keep cores busy."""
     done: int = 0
     """Steps."""
     signals: StopSignals = field(default_factory=StopSignals)
@@ -294,12 +297,16 @@ class Run:
         if learnt is not None:
             passes = learnt.value * self.config.algorithm.updates_per_batch
             self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
-        self.metrics |= self.world.reduce(engine_metrics(self.engine)) | {
-            "time/step_s": Sum(time.perf_counter() - self.step_started),
-            "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),
-            "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
-            "progress/policy_version": Max(self.learner.updates),
-        }
+        self.metrics |= (
+            self.world.reduce(engine_metrics(self.engine))
+            | {
+                "time/step_s": Sum(time.perf_counter() - self.step_started),
+                "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),
+                "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
+                "progress/policy_version": Max(self.learner.updates),
+            }
+            | self._threads()
+        )
         self.done = step + 1
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
@@ -308,6 +315,20 @@ class Run:
             return True
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
         return self.world.first_does(lambda: on_step(report) is not False)
+
+    def _threads(self) -> dict[str, Metric]:
+        """How many threads computed, on a CPU; the first step with fewer than there are is told."""
+        if self.scorer.device.type != "cpu":
+            return {}
+        now, most = threads_in_use()
+        if now < most and not self.gave_way:
+            self.gave_way = True
+            self.trackers.say(
+                f"Another program keeps a core busy: computing with {now} of {most} threads while it does, since waiting for it would "
+                "take longer (training.threads fixes a number).",
+                "dim",
+            )
+        return {"progress/threads": Max(now)}
 
     def _last_good(self) -> str:
         assert self.learner is not None

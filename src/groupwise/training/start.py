@@ -19,6 +19,7 @@ from groupwise.models.load import Policy, load_policy, resolve_device
 from groupwise.models.projections import with_dtype
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.load import Rewards
+from groupwise.threads import fix_threads
 from groupwise.tracking import RunFolder, Trackers, make_trackers
 from groupwise.training.checkpoint import find_checkpoint
 from groupwise.training.place import Place
@@ -53,7 +54,7 @@ def start(
     give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
     if config.training.threads:
-        torch.set_num_threads(config.training.threads)
+        fix_threads(config.training.threads)
     prepared = prepare(config, rewards)
     world.gather(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None

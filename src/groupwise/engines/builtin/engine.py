@@ -25,6 +25,7 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
 from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
+from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
 __all__ = ["BuiltinEngine"]
@@ -170,6 +171,7 @@ class _Batch:
     def advance(self) -> bool:
         """Admit what fits, then sample one token for every row. False when nothing is left."""
         before = self.finished
+        adapt_threads()
         self._admit()
         if not self.rows:
             return self.finished > before  # all that was admitted ended with its first token; others may still be waiting
