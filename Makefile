@@ -1,51 +1,66 @@
-# Everything happens in .venv, which `make install` makes from $(PYTHON) with the versions of constraints.txt.
+# Everything happens in .venv, which is made from $(PYTHON) with the versions of constraints.txt. `make install` installs what users need;
+# the targets for developers install their tools first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
+USER_STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format soak docs clean
+.PHONY: help install dev quickstart test lint format soak docs wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## make .venv with pinned dependencies (skipped when up to date)
+install: $(USER_STAMP)  ## make .venv with what training needs (skipped when up to date)
 
-$(STAMP): pyproject.toml constraints.txt
+dev: $(DEV_STAMP)  ## the same with the developers' tools, which the targets below bring themselves
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "groupwise needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there):" \
 			"install one and run make again with PYTHON=python3.11 (or newer)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(USER_STAMP)
+
+$(DOCS_STAMP): $(DEV_STAMP)
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 quickstart: install  ## train the embedded model on arithmetic: base -> warm start -> GRPO
 	$(BIN)/groupwise train quickstart
 
-test: install  ## the fast suite, about ten minutes on two cores
+test: dev  ## the tests
 	$(BIN)/python -m pytest --timeout 300
 
-lint: install  ## style, types and the direction of imports
+lint: dev  ## style, types, the direction of imports, the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/hadolint Dockerfile
 
-format: install  ## let ruff rewrite what it can
+format: dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: install  ## long checks: minutes to hours
+soak: dev  ## long checks: minutes to hours
 	$(BIN)/python -m pytest -m soak
 
 docs: $(DOCS_STAMP)  ## build the documentation site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[docs]"
-	@touch $@
+wheel: dev  ## build the wheel in build/wheel and try it in an environment of its own
+	$(BIN)/python scripts/try_wheel.py
 
 clean:  ## remove caches (the environment, runs and downloaded models stay)
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build

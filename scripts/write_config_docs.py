@@ -21,7 +21,8 @@ A run is a YAML file with the sections below; what it does not say keeps its def
 read as YAML; `null` unsets. `groupwise config NAME` shows a section or a setting of this page in the terminal.
 
 Unset fields of `algorithm` follow `algorithm.preset` ([the table of presets](algorithms.md#presets)); defaults here are those of
-`grpo`.
+`grpo`. How they are used: [data](../how-to/data.md), [rewards](../how-to/rewards.md), [memory](../how-to/planning.md),
+[several processes](../how-to/distributed.md), [vLLM](../how-to/vllm.md), [sampling ahead](../how-to/asynchronous.md).
 """
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -240,6 +241,52 @@ def test_the_page_of_plans_is_current_and_has_every_recipe():
     script = script_of("write_plan_docs")
     assert page("docs/reference/plans.md") == script.render(), "run python scripts/write_plan_docs.py"
     assert {setup.words.split()[0] for setup in script.SETUPS} == {recipe.name for recipe in recipes()}
+
+
+def test_the_page_of_the_command_line_is_current():
+    script = script_of("write_cli_docs")
+    assert page("docs/reference/cli.md") == script.render(), "run python scripts/write_cli_docs.py"
+
+
+def words_shown(source):
+    """The strings of a module but for the docstrings of modules, classes and functions, which no user is shown."""
+    tree = ast.parse(source)
+    documented = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = {id(node.body[0].value) for node in documented if node.body and isinstance(node.body[0], ast.Expr)}
+    return [
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
+    ]
+
+
+def test_messages_name_no_file_that_a_wheel_lacks():
+    shipped = [path for path in (ROOT / "src" / "groupwise").rglob("*") if path.suffix in (".py", ".yaml")]
+    for path in shipped:
+        text = path.read_text(encoding="utf-8")
+        for words in words_shown(text) if path.suffix == ".py" else [text]:
+            assert not re.search(r"\bdocs/[\w./-]+\.md", words), f"{path.name}: {words}"
+    for name, text in script_of("write_cli_docs").commands(typer.main.get_command(app), "groupwise"):
+        assert "docs/" not in text, name
+    assert [doc.path for doc in explain() if re.search(r"docs/.*\.md", doc.description)] == []
+
+
+def test_the_dockerfile_copies_what_is_there():
+    named = [name for line in re.findall(r"^COPY (.*)$", page("Dockerfile"), flags=re.MULTILINE) for name in line.split()[:-1]]
+    assert {"src", "pyproject.toml", "constraints.txt"} <= set(named)
+    assert all((ROOT / name).exists() for name in named)
+    assert set(named) <= {line.removeprefix("!") for line in page(".dockerignore").split()}
+
+
+def test_the_types_checked_do_not_depend_on_optional_packages():
+    """Packages of the extras that developers do not install are skipped by mypy; else `make lint` differs where one is there."""
+    project = tomllib.loads(page("pyproject.toml"))
+    extras = {
+        extra: {re.match(r"[\w-]+", package)[0] for package in packages}
+        for extra, packages in project["project"]["optional-dependencies"].items()
+    }
+    (skipped,) = [table["module"] for table in project["tool"]["mypy"]["overrides"] if table.get("follow_imports") == "skip"]
+    known = {"mkdocs-material": "mkdocs", "mkdocstrings": "griffe"}
+    further = set().union(*extras.values()) - extras["dev"]
+    assert {known.get(package, package) for package in further} <= {name.removesuffix(".*") for name in skipped}
 
 
 def test_the_tables_of_scale_are_the_planner_s():

@@ -51,7 +51,7 @@ NumProcesses = Annotated[
         "--num-processes",
         min=1,
         metavar="N",
-        help="Processes on this machine that share the work, one for each GPU; see docs/how-to/distributed.md.",
+        help="Processes on this machine that share the work, one for each GPU.",
     ),
 ]
 

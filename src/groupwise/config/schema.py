@@ -51,7 +51,7 @@ class DataConfig(Section):
     """Problems to learn from, and held-out problems to be judged by."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built-in generator), a name such as `gsm8k`, `math500` or `polaris` (docs/how-to/data.md has them all), a
+    """`arithmetic` (built-in generator), a known name (`gsm8k`, `svamp`, `math500`, `aime24`, `aime25`, `amc23`, `polaris`), a
     JSONL/JSON/CSV/Parquet file, a `save_to_disk` folder, or a Hub name."""
     folder: str | None = None
     """Folder in which the data sets known by name are looked for before the Hub; `GROUPWISE_DATA` in the environment does the same."""
@@ -97,7 +97,7 @@ class PromptConfig(Section):
 
 
 class VllmConfig(Section):
-    """vLLM as the sampling engine (`rollout.engine: vllm`): docs/how-to/vllm.md."""
+    """vLLM as the sampling engine (`rollout.engine: vllm`)."""
 
     url: str | None = None
     """A server's address, such as `http://127.0.0.1:8300`, started by `python -m groupwise.engines.vllm MODEL` in vLLM's environment. Null:
@@ -143,8 +143,7 @@ class RolloutConfig(Section):
     ahead: int = Field(default=0, ge=0)
     """Asynchronous rollouts: while one step is learnt from, the batch of the step so many steps later is sampled, by weights that are as
     many steps old; `algorithm.stale_samples` corrects for that. Takes a copy of the weights for each. Worth it where sampling and
-    learning use different hardware, or leave each other room. 0 samples with the newest weights, then learns: see
-    docs/how-to/asynchronous.md."""
+    learning use different hardware, or leave each other room. 0 samples with the newest weights, then learns."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
 

@@ -14,7 +14,7 @@ __all__ = ["hints", "smaller_model", "too_close"]
 
 _USUAL_PROCESSES = 8
 _CLOSE = 0.1
-"""By how much predicted and measured peaks may differ (docs/how-to/planning.md)."""
+"""By how much predicted and measured peaks may differ (`groupwise bench` shows both)."""
 _CARDS = {24: "rtx-4090", 40: "a100-40gb", 48: "l40s", 80: "a100-80gb"}
 """An example of a card by its memory in GB."""
 

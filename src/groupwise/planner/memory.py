@@ -25,8 +25,8 @@ __all__ = ["Item", "Phase", "host_bytes", "peak_bytes", "peak_phase", "phases"]
 _MIB = 2**20
 _HOLES_NAME = "the allocator's holes"
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
-"""What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third,
-docs/how-to/planning.md), on a GPU an allowance."""
+"""What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third),
+on a GPU an allowance."""
 _PREFILL_TOKENS = 4096
 _ROOM = {"cpu": 32, "cuda": 256}
 """Of ``engines/builtin``."""

@@ -56,7 +56,7 @@ class GRPOConfig(_Fields):
         for name in named:
             if name not in ARGUMENTS:
                 near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.6)
-                hint = f"did you mean {near[0]}?" if near else "docs/how-to/coming-from-trl.md lists every argument"
+                hint = f"did you mean {near[0]}?" if near else "`python -m groupwise.trl` lists every argument"
                 raise ConfigError(f"GRPOConfig has no argument {name!r}: {hint}")
         super().__init__(*arguments, **named)
         for name, row in ARGUMENTS.items():

@@ -98,7 +98,7 @@ class Outputs:
             raise AttributeError(
                 "groupwise.trl has no accelerator: it is one process, so its conditions on processes are all true"
             )
-        raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: docs/how-to/coming-from-trl.md lists what it has")
+        raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: dir(trainer) lists what it has")
 
 
 def drain(numbers: dict[str, list[float]], prefix: str = "") -> dict[str, float | None]:
