@@ -193,6 +193,23 @@ def test_the_quickstart_is_what_the_readme_says():
     assert f"{config.evaluation.problems} held-out problems" in shown[1], "the output is that of the recipe as it is"
 
 
+def test_the_first_screen_shows_what_was_measured():
+    text, results = page("README.md"), page("benchmarks/RESULTS.md")
+    shown = re.search(r"<!-- quickstart-output -->\n```text\n(.+?)\n```", text, re.DOTALL)[1]
+    picture = re.findall(r">([\d.]+%)<", page("docs/screenshots/before-after.svg"))
+    stages = [
+        re.search(rf"^{stage} +(\S+)", shown, flags=re.MULTILINE)[1] for stage in ("base", "after warm start", "after GRPO")
+    ]
+    assert picture == stages
+    ours, theirs, ratio = re.search(
+        r"With them, .*?\| whole step \| (\S+) s \| (\S+) s \| \*\*(\S+)\*\*", results, re.DOTALL | re.I
+    ).groups()
+    assert f"[{ratio} times as fast]" in text
+    assert f"{float(ours):.1f} s instead of {theirs} s" in text
+    at_32 = re.findall(r"^\| 32 \| [\d,]+ \| [\d,]+ \| \*\*(\S+)\*\*", results, flags=re.MULTILINE)
+    assert f"[{at_32[-1]} times as many tokens a second]" in text
+
+
 def test_every_metric_is_explained_as_the_table_has_it():
     section = section_of(page("docs/reference/algorithms.md"), "Metrics")
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, flags=re.MULTILINE))
