@@ -19,6 +19,7 @@ from groupwise.models.scorer import make_scorer
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import LoadedReward
 from groupwise.rollout import collect
+from groupwise.threads import fix_threads
 from groupwise.training.learner import Learner
 
 __all__ = ["OurSampler", "OurStep"]
@@ -89,6 +90,8 @@ class OurSampler:
 def main(commands: Commands, settings: dict[str, Any]) -> None:
     keep_freed_memory()
     torch.set_num_threads(settings["threads"])
+    if settings.get("fixed"):
+        fix_threads()
     side = OurStep(settings) if settings["role"] == "step" else OurSampler(settings)
     commands.answer(ready=True)
     for command in commands:

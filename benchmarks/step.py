@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -20,6 +22,8 @@ __all__ = ["main", "run"]
 
 PHASES = ("sampling", "reference", "forward_backward", "optimiser", "rest")
 _WARM_UP = 1
+_BUSY = "import time; end = time.time() + 1800\nwhile time.time() < end: pass"
+"""Another program that keeps a core busy; it ends by itself, should nobody be left to end it."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -34,7 +38,36 @@ def options() -> argparse.ArgumentParser:
         "--malloc", choices=("keep", "default"), default="keep", help="glibc told to keep freed memory, or left alone"
     )
     out.add_argument("--ours-only", action="store_true", help="leave TRL out")
+    out.add_argument(
+        "--neighbour", action="store_true",
+        help="in place of TRL: our step beside a process that keeps one core busy, with threads that give way and with a fixed number",
+    )  # fmt: skip
     return out
+
+
+def beside_a_neighbour(args: argparse.Namespace) -> Result:
+    """Steps of the same seed, quiet and with a busy process beside them; ``ratio`` is that of fixed threads to ours, both disturbed."""
+    model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
+    workload = {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for side, fixed in (("giving way", False), ("fixed threads", True)):
+        settings = {"role": "step", "model": model, "workload": workload, "fixed": fixed}
+        with Worker("benchmarks.ours_worker", settings, threads=args.threads, keep_memory=args.malloc == "keep") as worker:
+            worker.ask(seed=0)
+            quiet = [worker.ask(seed=0)["total"] for _ in range(args.pairs)]
+            neighbour = subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.DEVNULL, start_new_session=True)
+            try:
+                disturbed = [worker.ask(seed=0)["total"] for _ in range(args.pairs)]
+            finally:
+                neighbour.kill()
+                neighbour.wait()
+            seconds[side] = {"quiet": quiet, "beside a neighbour": disturbed}
+    rows = [[side, *(median(times) for times in by.values()), median(by["beside a neighbour"]) / median(by["quiet"])]
+            for side, by in seconds.items()]  # fmt: skip
+    print_table("Workload W, seconds a step, medians", ("threads", "quiet", "neighbour", "times as long"), rows)
+    ours, theirs = rows[0][2], rows[1][2]
+    shown = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+    return Result("step beside a neighbour", quotient(theirs, ours), ours, theirs, "s/step", shown, {"all_s": seconds})
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -146,6 +179,9 @@ def _result(args: argparse.Namespace, details: dict[str, Any]) -> Result:
 
 def main() -> None:
     args = options().parse_args()
+    if args.neighbour:
+        finish(beside_a_neighbour(args), args.output)
+        return
     if not args.ours_only and importlib.util.find_spec("trl") is None:
         print("TRL is not installed (pip install '.[bench]'): only groupwise is measured.")
         args.ours_only = True
