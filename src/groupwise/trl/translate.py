@@ -74,7 +74,7 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
     """How a model that is given by its name is loaded.
 
     TRL's default is float32 weights that compute in bfloat16 where ``bf16`` is on; here that is bfloat16 weights with float32
-    masters in the optimiser.
+    masters in the optimiser, or float32 on a CPU that does not compute in bfloat16.
     """
     given = args.model_init_kwargs or {}
     if given.get("device_map") not in (None, "auto"):
@@ -87,7 +87,7 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
     return ModelConfig(
         name=name,
         revision=given.get("revision"),
-        dtype="float32" if wanted == "float32" and not args.bf16 else "bfloat16",
+        dtype="bfloat16" if wanted == "bfloat16" else "auto" if args.bf16 else wanted,  # type: ignore[arg-type]
         attention=given.get("attn_implementation") or "auto",
         gradient_checkpointing=args.gradient_checkpointing,
         device="cpu" if args.use_cpu else "auto",
