@@ -8,10 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from groupwise.config.section import Section
 
-__all__ = ["Normalising", "RewardFunctionConfig", "RewardModelConfig", "RewardsConfig", "Scope"]
+__all__ = ["Isolation", "Normalising", "RewardFunctionConfig", "RewardModelConfig", "RewardsConfig", "Scope"]
 
 Scope = Literal["completion", "group", "batch"]
 Normalising = Literal["none", "std", "mean_std"]
+Isolation = Literal[False, "process", "sandbox"]
 
 
 class _Shaped(Section):
@@ -78,9 +79,11 @@ class RewardFunctionConfig(_Shaped):
     what the function itself declares with `reward_scope`, and `group` where it declares nothing."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that one call may take; null takes `rewards.timeout_s`."""
-    isolate: bool = False
-    """Call it in a process of its own, where the time limit is hard: whatever it is doing then is killed, and a new process takes its
-    place. For functions that may hang or crash, such as those that run generated code. It must be named by file or module."""
+    isolate: Isolation = False
+    """Call it in a process of its own, where the time limit is hard: whatever it is doing then is killed. `process`, or true, is for
+    functions that may hang or crash, and protects from nothing else. `sandbox` is for functions that run generated code: no network,
+    no files but those it imports, no secrets, limits on processes and memory. It needs Linux. The function must be named by file or
+    module."""
     normalise: Normalising = "none"
     """Before the weight: divide scores by their standard deviation over the whole run so far (`std`), or take off their mean as well
     (`mean_std`). For functions whose size is unknown or drifts, such as reward models. Checkpoints keep the statistics."""
@@ -91,6 +94,11 @@ class RewardFunctionConfig(_Shaped):
     @classmethod
     def name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("isolate", mode="before")
+    @classmethod
+    def true_is_a_process(cls, value: Any) -> Any:
+        return "process" if value is True else value
 
     @model_validator(mode="after")
     def check_one_kind(self) -> RewardFunctionConfig:

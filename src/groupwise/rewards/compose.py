@@ -80,7 +80,11 @@ class RewardSuite:
         self.decode: Decode | None = None
         """Token ids to text, for functions that say in characters where steps end. Set it when there is a tokenizer."""
         self._teller = Teller(answer_style, max_completion_tokens)
-        self._processes = ProcessPool({r.name: r.entry for r in self.rewards if r.isolate}, processes)
+        self._processes = ProcessPool(
+            {r.name: r.entry for r in self.rewards if r.isolate},
+            processes,
+            {r.name for r in self.rewards if r.isolate == "sandbox"},
+        )
         self._asker = Asker(self._teller, timeout_s, concurrent_calls, self._processes)
 
     @classmethod
@@ -126,9 +130,7 @@ class RewardSuite:
     def describe(self) -> list[RewardDescription]:
         """What a dry run shows: one row for each function."""
         return [
-            RewardDescription(
-                r.name, r.weight, r.source, _summary(r.function), r.arguments, r.scope + (", isolated" if r.isolate else "")
-            )
+            RewardDescription(r.name, r.weight, r.source, _summary(r.function), r.arguments, r.scope + _ISOLATED[r.isolate])
             for r in self.rewards
         ]
 
@@ -335,6 +337,7 @@ def _failure(call: Call, batch: Batch, group: int, bad: BadResult) -> RewardFail
     return RewardFailure(call.reward.name, problem_id, bad.kind, f"{where} {bad}")
 
 
+_ISOLATED = {False: "", "process": ", isolated", "sandbox": ", in a sandbox"}
 _TOTAL = "total"
 """What the weighted sum is called among components."""
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_args
 
-from groupwise.config.rewards import RewardFunctionConfig, RewardModelConfig, Scope
+from groupwise.config.rewards import Isolation, RewardFunctionConfig, RewardModelConfig, Scope
 from groupwise.errors import RewardError
 from groupwise.rewards.calls import in_one_line
 from groupwise.rewards.functions import builtin_rewards
+from groupwise.rewards.processes import refusal
 from groupwise.rewards.shaping import Shaper
 
 __all__ = [
@@ -97,8 +98,8 @@ class LoadedReward:
     """What one call sees."""
     timeout_s: float | None = None
     """Seconds that one call may take; None leaves it to the suite."""
-    isolate: bool = False
-    """Whether it is called in a process of its own."""
+    isolate: Isolation = False
+    """Whether it is called in a process of its own, and behind walls."""
     entry: Mapping[str, Any] = field(default_factory=dict)
     """What another process needs to find it again: fields of ``RewardFunctionConfig``."""
     shaper: Shaper = field(default_factory=Shaper)
@@ -152,6 +153,11 @@ def load_reward(
     else:
         name, function, source = spec, _built_in(spec, extra), "built-in"
     _require_function(spec, function)
+    if config.isolate and (refused := refusal(config.isolate == "sandbox")):
+        raise RewardError(
+            f"reward {spec!r} has isolate={config.isolate}, but this machine does not allow that: {refused}; run where it is allowed"
+            + (", or set isolate: process if its code and what it runs can be trusted" if config.isolate == "sandbox" else "")
+        )
     accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
     if source == "built-in":
         _try_arguments(spec, function, config.arguments, max_completion_tokens or 1 << 30)
@@ -298,6 +304,9 @@ def _scope(spec: str, function: RewardFunction, wanted: Scope | None) -> Scope:
 def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """How a new process finds the function. One from Python must be a module's own, and that module none that is being run."""
     if source != "python":
+        place, _, member = spec.rpartition(":")
+        if _looks_like_file(place):  # the process may be in another folder
+            spec = f"{Path(place).expanduser().absolute()}:{member}"
         return {"function": spec, "arguments": dict(arguments)}
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module or ""), name, None) is not function:

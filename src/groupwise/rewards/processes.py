@@ -1,96 +1,150 @@
 """Reward functions in processes of their own, where a time limit is hard: a call that is late is killed with its process, in a loop
-of Python, in C code or asleep, and a new process takes its place.
+of Python, in C code or asleep, and a new process takes its place. In a sandbox (``sandbox.py``) the call alone is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import queue
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.rewards.calls import CallRaised, CallTimedOut
-from groupwise.rewards.process_worker import read_message, write_message
+from groupwise.rewards.process_worker import GRACE_S, most_bytes
+from groupwise.rewards.steps import StepRewards
 
-__all__ = ["ProcessPool"]
+__all__ = ["ProcessPool", "refusal"]
 
 START_LIMIT_S = 300.0
 """For starting Python and importing the reward files, which may import much."""
+END_LIMIT_S = 30.0
+"""For killing what a process has left behind."""
+_LONGEST_TOLD = 1000
+"""Characters of what a process says went wrong."""
+
+
+def refusal(sandbox: bool) -> str | None:
+    """Why isolated functions cannot be had on this machine, as the end of a sentence; None where they can."""
+    if os.name != "posix":
+        return "isolated functions need Linux or macOS"
+    if not sandbox:
+        return None
+    from groupwise.rewards.sandbox import refusal as of_the_sandbox  # what it imports is not there on every system
+
+    return of_the_sandbox()
 
 
 class _Gone(Exception):
-    """The process ended by itself."""
+    """The process ended by itself, or did not keep to the form of replies."""
+
+
+class _Ended(CallRaised):
+    """The call ended without an answer, and its process with it; the sandbox lives."""
 
 
 class _Worker:
-    """One process running ``process_worker.py``."""
+    """One process running ``process_worker.py``, with a second one in it."""
 
-    def __init__(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, entries: Mapping[str, Mapping[str, Any]], sandbox: bool) -> None:
+        steps, environment = _walls() if sandbox else (None, None)
         script = Path(__file__).with_name("process_worker.py")
-        # -P: otherwise this folder heads sys.path. A session of its own: Ctrl-C does not reach it, and what it started dies with it.
+        ours, self._lifeline = os.pipe()
+        # -P: otherwise this folder heads sys.path. A session of its own: Ctrl-C does not reach it.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self.owner = os.getpid()
+            [sys.executable, "-P", str(script), str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True, pass_fds=[ours], env=environment,
+        )  # fmt: skip
+        os.close(ours)
+        self.owner, self.sandbox, self.settled = os.getpid(), sandbox, True
+        self._number, self._most = 0, most_bytes(0)
+        self._asked = threading.Semaphore()
         self._replies: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         # A thread that blocks on the pipe, because no portable call reads a message with a time limit.
         threading.Thread(target=self._read, name="reward process", daemon=True).start()
         try:
-            self._send((list(sys.path), {name: dict(entry) for name, entry in entries.items()}))
+            self._send(pickle.dumps(([os.path.abspath(place) for place in sys.path], steps)))
+            self._send(pickle.dumps({name: dict(entry) for name, entry in entries.items()}))
             kind, said = self._receive(START_LIMIT_S)
         except (_Gone, CallTimedOut):
             kind, said = "failed", f"it ended, or was not ready after {START_LIMIT_S:g} seconds"
         if kind != "ready":
             self.kill()
-            raise CallRaised(f"an error when its process was started: {said}")
+            raise CallRaised(f"an error when its process was started: {_told(said)}")
 
     def _read(self) -> None:
-        with contextlib.suppress(Exception):
-            while self.process.stdout is not None:
-                self._replies.put(read_message(self.process.stdout))  # type: ignore[arg-type]
+        """One reply for each request, and no more: what is written unasked stays in the pipe."""
+        assert self.process.stdout is not None
+        with contextlib.suppress(Exception, RecursionError):
+            while self._asked.acquire():
+                number, length = struct.unpack("!QQ", _exactly(self.process.stdout.read, 16))
+                if number != self._number or length > self._most:
+                    break
+                body = _exactly(self.process.stdout.read, length)
+                try:
+                    self._replies.put(_parsed(body))
+                except (ValueError, RecursionError):
+                    if not self.sandbox:
+                        break
+                    self._replies.put(("ended", "something that is no reply"))  # of this call, and of no other
         self._replies.put(None)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, body: bytes) -> None:
         assert self.process.stdin is not None
         try:
-            write_message(self.process.stdin, message)  # type: ignore[arg-type]
+            self.process.stdin.write(struct.pack("!Q", len(body)) + body)
+            self.process.stdin.flush()
         except OSError as error:
             raise _Gone from error
 
     def _receive(self, timeout_s: float | None) -> tuple[str, Any]:
+        self.settled = False
         try:
             reply = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             raise CallTimedOut from None
         if reply is None:
             raise _Gone
+        self.settled = True
         return reply
 
     def ask(self, name: str, keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
-        self._send((name, dict(keywords), timeout_s))
-        kind, value = self._receive(timeout_s)
-        if kind == "raised":
-            raise CallRaised(value)
-        return value
+        """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``settled`` says whether the process can be used on."""
+        self._number += 1
+        request = pickle.dumps((self._number, name, dict(keywords), timeout_s))
+        self._most = most_bytes(len(request))
+        self._asked.release()
+        self._send(request)
+        # A sandbox kills the call by itself, and answers.
+        kind, value = self._receive(None if timeout_s is None else timeout_s + GRACE_S * self.sandbox)
+        if kind == "returned":
+            return _scores(value)
+        if kind == "late":
+            raise CallTimedOut
+        raise (_Ended if kind == "ended" else CallRaised)(_told(value))
 
     def kill(self) -> int | None:
         """End it and everything that it started; its exit status."""
         if self.owner != os.getpid():  # inherited through a fork: it belongs to the parent
             return None
         with contextlib.suppress(OSError):
-            if hasattr(os, "killpg"):
+            os.close(self._lifeline)
+        try:
+            status = self.process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-        status = self.process.wait()
+            status = self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError, ValueError):
                 if pipe is not None:
@@ -99,19 +153,21 @@ class _Worker:
 
 
 class ProcessPool:
-    """Up to ``size`` processes, started when they are first needed, in each of which every function is loaded.
+    """Up to ``size`` processes of each kind, started when they are first needed, in each of which every function of its kind is loaded.
 
-    ``entries``: for each component, what ``RewardFunctionConfig`` needs to find its function again.
+    ``entries``: for each component, what ``RewardFunctionConfig`` needs to find its function again. ``sandboxed``: those of them that are
+    called in a sandbox.
     """
 
-    def __init__(self, entries: Mapping[str, Mapping[str, Any]], size: int) -> None:
+    def __init__(self, entries: Mapping[str, Mapping[str, Any]], size: int, sandboxed: Collection[str] = ()) -> None:
         self.size = size
         self.killed: Counter[str] = Counter()
         """Processes that were killed because a call was late, or that ended under it, by component."""
-        self._entries = entries
-        self._workers: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._entries = [{n: entry for n, entry in entries.items() if (n in sandboxed) == kind} for kind in (False, True)]
+        self._workers: list[queue.LifoQueue[_Worker | None]] = [queue.LifoQueue(), queue.LifoQueue()]
         for _ in range(size):
-            self._workers.put(None)
+            for workers in self._workers:
+                workers.put(None)
         self._alive: set[_Worker] = set()
         self._finalizer = weakref.finalize(self, _kill_all, self._alive)  # at exit too
 
@@ -124,15 +180,17 @@ class ProcessPool:
             pickle.dumps(dict(keywords))
         except Exception as error:
             raise CallRaised(f"an error before it began: its keywords cannot be sent to a process ({error})") from error
-        worker = self._workers.get()
+        kind = name in self._entries[True]
+        worker = self._workers[kind].get()
         try:
             if worker is None or worker.owner != os.getpid() or worker.process.poll() is not None:
-                worker = self._start(worker)
+                worker = self._start(worker, kind)
             return worker.ask(name, keywords, timeout_s)
-        except CallTimedOut:
+        except (CallTimedOut, _Ended):
             self.killed[name] += 1
-            self._drop(worker)
-            worker = None
+            if worker is not None and not worker.settled:
+                self._drop(worker)
+                worker = None
             raise
         except _Gone:
             self.killed[name] += 1
@@ -141,25 +199,25 @@ class ProcessPool:
             how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
             raise CallRaised(f"nothing, but its process ended with {how}") from None
         finally:
-            self._workers.put(worker)
+            self._workers[kind].put(worker)
 
     def start(self) -> None:
-        """Start a first process if there is something to call. Raises ``CallRaised`` where it cannot load the functions."""
-        if not self._entries:
-            return
-        worker = self._workers.get()
-        try:
-            worker = self._start(worker) if worker is None else worker
-        finally:
-            self._workers.put(worker)
+        """Start a first process of each kind that has something to call. Raises ``CallRaised`` where it cannot load the functions."""
+        for kind in (False, True):
+            if self._entries[kind]:
+                worker = self._workers[kind].get()
+                try:
+                    worker = self._start(worker, kind) if worker is None else worker
+                finally:
+                    self._workers[kind].put(worker)
 
     def close(self) -> None:
         """End the processes. A call that comes later starts new ones."""
         _kill_all(self._alive)
 
-    def _start(self, old: _Worker | None) -> _Worker:
+    def _start(self, old: _Worker | None, kind: bool) -> _Worker:
         self._drop(old)
-        worker = _Worker(self._entries)
+        worker = _Worker(self._entries[kind], kind)
         self._alive.add(worker)
         return worker
 
@@ -173,3 +231,43 @@ class ProcessPool:
 def _kill_all(workers: set[_Worker]) -> None:
     while workers:
         workers.pop().kill()
+
+
+def _walls() -> tuple[list[tuple[str, str, str]], dict[str, str]]:
+    """What a sandbox shows, and its environment."""
+    from groupwise.rewards import sandbox
+
+    return [(step.path, step.kind, step.target) for step in sandbox.plan(*sandbox.readable())], sandbox.environment()
+
+
+def _exactly(read: Callable[[int], bytes], length: int) -> bytes:
+    found = read(length)
+    if len(found) < length:
+        raise EOFError
+    return found
+
+
+def _parsed(body: bytes) -> tuple[str, Any]:
+    """Raises ValueError or RecursionError where it is no reply. Its value may be anything that JSON can say."""
+    kind, value = json.loads(body)
+    if not isinstance(kind, str):
+        raise ValueError
+    return kind, value
+
+
+def _scores(value: Any) -> Any:
+    return [_steps(score) for score in value] if isinstance(value, list) else value
+
+
+def _steps(score: Any) -> Any:
+    """Steps as the process wrote them; whatever else it is, ``read_scores`` refuses what is no score."""
+    match score:
+        case {"StepRewards": [[*rewards], [*ends], str(unit)]}:
+            return StepRewards(rewards, ends, unit)  # type: ignore[arg-type]
+    return score
+
+
+def _told(said: object) -> str:
+    """In one line that cannot act on a terminal."""
+    text = " ".join(str(said)[:_LONGEST_TOLD].split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

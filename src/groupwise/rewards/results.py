@@ -69,7 +69,10 @@ def _number(score: Any, member: int) -> float | BadResult:
     if not isinstance(scalar, numbers.Real):
         what = f"{score!r:.80} ({type(score).__name__})"
         return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
-    number = float(scalar)
+    try:
+        number = float(scalar)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         return BadResult("not_a_number", f"returned {number} for completion {member} instead of a finite number or None")
     return number

@@ -46,12 +46,19 @@ def read_steps(score: Any) -> StepRewards | str | None:
     if len(rewards) != len(ends):
         return f"{len(rewards)} step rewards with {len(ends)} ends"
     if unit not in ("characters", "tokens"):
-        return f"steps in the unit {unit!r}, but it must be 'characters' or 'tokens'"
-    if bad := [r for r in rewards if not isinstance(r, numbers.Real) or not math.isfinite(r)]:
+        return f"steps in the unit {unit!r:.80}, but it must be 'characters' or 'tokens'"
+    if bad := [r for r in rewards if not isinstance(r, numbers.Real) or not _is_finite(r)]:
         return f"a step reward of {bad[0]!r:.80} instead of a finite number"
     if bad := [end for end in ends if not isinstance(end, numbers.Integral)]:
         return f"a step that ends at {bad[0]!r:.80} instead of a whole number of {unit}"
     return StepRewards([float(r) for r in rewards], [int(end) for end in ends], unit)
+
+
+def _is_finite(number: numbers.Real) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number with hundreds of digits
+        return False
 
 
 def place(steps: StepRewards, completion: Completion, decode: Decode | None) -> list[tuple[int, float]] | str:
