@@ -1,6 +1,7 @@
 # Everything happens in .venv, which is made from $(PYTHON) with the versions of constraints.txt. `make install` installs what users need;
 # the targets for developers install their tools first.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
@@ -39,8 +40,8 @@ $(DOCS_STAMP): $(DEV_STAMP)
 quickstart: install  ## train the embedded model on arithmetic: base -> warm start -> GRPO
 	$(BIN)/groupwise train quickstart
 
-test: dev  ## the tests
-	$(BIN)/python -m pytest --timeout 300
+test: dev  ## the tests, in two processes of one thread each (WORKERS=N for N)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 --numprocesses $(WORKERS) --dist worksteal
 
 lint: dev  ## style, types, the direction of imports, the Dockerfile
 	$(BIN)/ruff check .
