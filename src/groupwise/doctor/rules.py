@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "contradictions", "problems", "One question, different reference answers", "warning", problems.contradictions,
         "The policy is punished for a right answer, and the groups of such problems teach noise.",
-        "Mend or remove these rows.",
+        "Correct or remove these rows.",
     ),
     Rule(
         "leakage", "problems", "Held-out problems stand in the training data", "warning", problems.leakage,
@@ -95,9 +95,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "reward-fails", "rehearsal", "A reward function fails", "critical", rehearsal.reward_fails,
-        "It raised, hung or returned something other than a number, on a worked answer, a wrong, an empty or a senseless one. A "
+        "It raised, hung or returned something other than a number, on a worked answer, a wrong, an empty or a nonsense one. A "
         "policy writes all of these.",
-        "Mend the function: it must return one number (or None) for any text.",
+        "Fix the function: it must return one number (or None) for any text.",
     ),
     Rule(
         "reward-blind", "rehearsal", "The reward does not tell right from wrong", "warning", rehearsal.blind_reward,
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         "reward-failing", "run", "A reward function fails on some completions", "warning", rewarding.failing,
         "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
         "left out is seldom a fair sample.",
-        "The terminal names function, problem and cause of each; mend the function, or raise rewards.timeout_s if it is slow.",
+        "The terminal names function, problem and cause of each; fix the function, or raise rewards.timeout_s if it is slow.",
     ),
     Rule(
         "judged-in-part", "run", "The reward model judges what it has not read", "warning", rewarding.judged_in_part,
@@ -154,7 +154,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-exploding", "run", "Rewards grow without bound", "warning", rewarding.exploding,
         "A reward that can always be raised is being raised, usually by length or repetition; everything else becomes small beside it.",
-        "Bound the function (a share, or a minimum of its score and a limit), or lower its weight.",
+        "Bound the function, such as min(score, limit), or hold what it returns: its `clip`, or rewards.clip for the sum. `normalise: std` "
+        "where its size drifts. Or lower its weight.",
     ),
     Rule(
         "reward-saturated", "run", "The problems are solved: nothing left to learn", "note", rewarding.saturated,
@@ -183,12 +184,13 @@ RULES: tuple[Rule, ...] = (
         "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,
         "The policy has found one text that scores well enough, and no longer looks at the question.",
         "Go back to an earlier checkpoint; lower optimizer.learning_rate; see whether the reward pays for something without a right "
-        "answer; algorithm.beta above 0.",
+        "answer; algorithm.entropy_bonus of 0.001; rollout.temperature at 1; algorithm.beta above 0.",
     ),
     Rule(
         "entropy-collapse", "run", "Entropy gone, accuracy not gained", "warning", sampling.entropy_collapse,
         "The policy writes nearly the same whatever is drawn, so groups stop differing, and it is stuck with what it has.",
-        "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; algorithm.beta above 0.",
+        "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; "
+        "algorithm.entropy_bonus of 0.001; rollout.temperature at 1 if it is lower; algorithm.beta above 0.",
     ),
     Rule(
         "never-stops", "run", "No completion ever ends by itself", "critical", sampling.never_stops,
@@ -216,10 +218,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "goes-on", "run", "Completions answer and do not end", "warning", sampling.goes_on,
-        "The policy does not know that it should stop where it is done. Mostly the end token was left out of what it was taught with: a "
-        "mask that leaves out the padding token leaves out the end too where both are one token (pad = eos).",
-        "Teach it again with the end in the loss (warm_start.steps does; it masks nothing by id), or see that the token which ends a turn "
-        "is the one in its tokenizer_config.json. A higher limit does not help.",
+        "Nothing tells the policy to stop where it is done. Common causes: a prompt without the chat template; rewards that ignore what "
+        "follows the answer; supervised training that masked the end token as padding (pad = eos).",
+        "prompt.style chat; a reward that minds what follows (strict_xml, or length); warm_start.steps, which trains the end token; the "
+        "token that ends a turn as eos_token in tokenizer_config.json. A higher limit does not help.",
     ),
     Rule(
         "length-creep", "run", "Longer and longer, not better", "warning", sampling.length_creep,
@@ -230,7 +232,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kl-above-band", "run", "The policy has left the reference behind", "warning", steadiness.kl_above_band,
         "Above about 0.1 nats per token the policy speaks another language than the one it started from; what it knew may be gone.",
-        "Raise algorithm.beta, lower optimizer.learning_rate, or renew the reference (algorithm.reference_updates).",
+        "Raise algorithm.beta, or let algorithm.kl_target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
+        "reference (algorithm.reference_updates).",
     ),
     Rule(
         "kl-below-band", "run", "The leash holds the policy where it is", "note", steadiness.kl_below_band,
@@ -251,7 +254,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "not-finite", "run", "Loss, gradient or reward is not a number", "critical", steadiness.not_finite,
         "A NaN or infinity came up. The update was not made, and the step is lost; five in a row end the run.",
-        "Lower optimizer.learning_rate, set optimizer.max_grad_norm to 0.1, and look for rewards of extreme size.",
+        "Lower optimizer.learning_rate, set optimizer.max_grad_norm to 0.1 and optimizer.warmup_steps to a tenth of the steps; look for "
+        "rewards of extreme size, and hold them by rewards.clip.",
     ),
     Rule(
         "gradient-spikes", "run", "The gradient jumps", "note", steadiness.spikes,
@@ -330,7 +334,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-processes-die", "run", "A reward function's processes die", "note", machinery.reward_processes_killed,
         "Each takes its time limit, and the completions that it was asked about have no score.",
-        "Raise rewards.timeout_s if the function is slow; mend it if it crashes or eats memory on what the policy writes.",
+        "Raise rewards.timeout_s if the function is slow; fix it if it crashes or eats memory on what the policy writes.",
     ),
     Rule(
         "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,
