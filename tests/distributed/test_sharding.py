@@ -35,6 +35,8 @@ def test_the_launcher_decides_where_the_settings_leave_it_to_it():
         ("none", FSDP2, "training.sharding is none, but the configuration of accelerate launch asks for fsdp2"),
         ("auto", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version: 2"),
         ("auto", {"ACCELERATE_USE_FSDP": "true"}, "fsdp_version: 2"),
+        ("auto", {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision to fp16"),
+        ("auto", {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}, "set model.dtype"),
         ("auto", {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         ("auto", {**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "model.gradient_checkpointing=true"),
     ],

@@ -54,7 +54,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
     Args:
         source: a recipe's name (`recipes` lists them) or the path of a YAML file.
         overrides: texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
-            stands. A last part alone (``learning_rate=1e-6``) will do where only one setting is called so.
+            stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so.
 
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
