@@ -65,12 +65,38 @@ def test_the_adapter_alone_is_written_if_asked_for_and_merged_later_to_the_same_
     assert not hasattr(model.config, "quantization_config")
 
 
+@KINDS
+def test_a_checkpoint_is_the_adapter_and_its_optimiser(go, kind):
+    """fp32 factors, and two moments of each; beside them what `state.json` and peft's config say."""
+    checkpoint = go("run", kind) / "checkpoints" / "step-2"
+    files = {p.relative_to(checkpoint).as_posix(): p for p in checkpoint.rglob("*") if p.is_file()}
+    weights = {name: load_file(path) for name, path in files.items() if path.suffix == ".safetensors"}
+    assert not weights.pop("reference.safetensors"), "the base is the reference"
+    assert set(weights) == {"model/adapter/adapter_model.safetensors", "optimizer.safetensors"}
+    learnt = sum(t.numel() for t in weights["model/adapter/adapter_model.safetensors"].values())
+    assert sum(t.nbytes for t in weights["model/adapter/adapter_model.safetensors"].values()) == 4 * learnt
+    steps = sum(t.nbytes for name, t in weights["optimizer.safetensors"].items() if name.startswith("step."))
+    assert sum(t.nbytes for t in weights["optimizer.safetensors"].values()) == 8 * learnt + steps
+    assert not any(name.endswith("config.json") and "adapter" not in name for name in files)
+
+
+def test_commands_read_an_adapter_s_checkpoint_with_the_model_under_it(go, tmp_path):
+    """`generate` says with the last checkpoint what it says with the run."""
+    folder = go("run", "none", output={"adapter_only": True})
+    for written in ([], ["model"]):
+        checkpoint = str((folder / "checkpoints" / "step-3").joinpath(*written))
+        assert CliRunner().invoke(app, ["merge", checkpoint, str(tmp_path / f"merged-{len(written)}")]).exit_code == 0
+        said = [CliRunner().invoke(app, ["generate", model, "hello"]) for model in (checkpoint, str(folder))]
+        assert [one.exit_code for one in said] == [0, 0], said[0].output
+        assert said[0].stdout == said[1].stdout != ""
+
+
 def test_what_cannot_be_merged_or_read_is_one_sentence(go, tmp_path):
     folder = go("alone", "none", output={"adapter_only": True})
     for words, sentence in (
         (["merge", str(tmp_path), str(tmp_path / "new")], "holds no adapter"),
         (["merge", str(folder), str(tmp_path)], "exists already"),
-        (["generate", str(folder), "hello"], "groupwise merge"),
+        (["train", "quickstart", "--dry-run", f"model.name={folder / 'final_model'}"], "groupwise merge"),
     ):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 2, done.output

@@ -141,7 +141,7 @@ def test_a_save_that_was_killed_leaves_the_one_before_and_can_be_repeated(small_
     kept = tmp_path / "kept"
     save_checkpoint(kept, 1, run.policy, run.learner, keep=1)
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.training.checkpoint.save_file", killed)
+        patch.setattr("groupwise.training.checkpoint.write_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(kept, 2, run.policy, run.learner, keep=1)
     assert latest_checkpoint(kept).name == "step-1"
@@ -187,6 +187,6 @@ def test_a_disk_that_refuses_is_told(small_config, letters, quiet, tmp_path, mon
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("groupwise.training.checkpoint.save_file", full)
+    monkeypatch.setattr("groupwise.training.checkpoint.write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)

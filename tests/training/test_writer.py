@@ -114,7 +114,7 @@ def test_a_run_tells_of_a_checkpoint_that_was_not_written(small_config, letters,
     def full(*words):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
     config = small_config(output={"checkpoint_every": 1})
     result = train(config, rewards=letters, run_folder=tmp_path / "run")
     told = capsys.readouterr().out

@@ -13,7 +13,8 @@ from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError
-from groupwise.models.load import Policy, load_policy
+from groupwise.models.adapters import load_trained
+from groupwise.models.load import Policy, load_policy, with_base
 from groupwise.tracking.text import visible
 from groupwise.types import Message, Problem
 
@@ -68,7 +69,10 @@ class Speaker:
 
 def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:
     """Load the policy of ``config``; its prompt settings say how questions are put."""
-    policy = load_policy(config.model)
+    model, adapter = with_base(config.model)
+    policy = load_policy(model)
+    if adapter is not None:
+        policy = load_trained(policy, adapter)
     system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature == 0
     settings = SamplingSettings(max_tokens, temperature=1.0 if greedy else temperature, greedy=greedy)

@@ -9,12 +9,17 @@ import typer
 
 from groupwise.config import Config, load_config
 from groupwise.config.load import load_run_config
+from groupwise.models.folder import adapter_in
 
 __all__ = ["fetch_model", "settings_for_model"]
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
 _MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
+
+
+_ALONE = ("model.lora=null",)
+"""Of an adapter alone, which goes on the base that the run had."""
 
 
 def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
@@ -30,9 +35,15 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
         path = path / MODEL_FOLDER
     run_config = path.absolute().parent / CONFIG_FILE
     made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
+    of_checkpoint = next(
+        (p / CONFIG_FILE for p in path.absolute().parents if (p / "checkpoints" / CONFIG_FILE).parent.is_dir()), None
+    )
+    alone = adapter_in(path) is not None
+    if alone and not made_by_run and of_checkpoint is not None and of_checkpoint.is_file():
+        made_by_run, run_config = True, of_checkpoint
     if not made_by_run:
         return load_config(None, [f"model.name={model}", *overrides]), None
-    settings = [f"model.name={path}", *_MERGED]
+    settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
     config = load_run_config(run_config, [*settings, *overrides])
     if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
         config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])

@@ -252,8 +252,8 @@ class OutputConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
     adapter_only: bool = False
-    """With `model.lora`: write checkpoints and final model as the adapter alone: megabytes instead of the whole merged model each time.
-    `groupwise merge` makes a whole model of one later."""
+    """With `model.lora`: write the final model as the adapter alone, as checkpoints always are: megabytes instead of the whole
+    model. `groupwise merge` makes a whole model of one later."""
     keep_best: bool = False
     """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)

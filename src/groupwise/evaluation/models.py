@@ -33,7 +33,7 @@ def evaluate_model(
     trackers: Trackers | None = None,
     world: World | None = None,
 ) -> list[Evaluation]:
-    """Load ``model`` (a folder, or a name) and judge it in every mode of the config.
+    """Load ``model`` (a folder, also an adapter's, or a name) and judge it in every mode of the config.
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
     are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's. The
@@ -49,10 +49,11 @@ def evaluate_model(
     from groupwise.engines.base import close_engine
     from groupwise.engines.dealt import DealtEngine
     from groupwise.engines.vllm.opening import check_vllm
-    from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
+    from groupwise.models.adapters import load_trained
+    from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer, with_base
 
     revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
-    model_config = config.model.model_copy(update={"name": model, "revision": revision})
+    model_config, adapter = with_base(config.model.model_copy(update={"name": model, "revision": revision}))
     check_model(model_config)
     system, style = resolve_system(config.prompt, config.data)
     held_out = load_held_out(config.data)
@@ -63,7 +64,10 @@ def evaluate_model(
     room = min(room, check_vllm(config.rollout, hf_config, model) or room)
     prompts = held_out_prompts(problems, tokenizer, config, system, room)
     world = world or World()
-    engine = make_engine(load_policy(model_config), config.rollout, world=world)
+    policy = load_policy(model_config)
+    if adapter is not None:
+        policy = load_trained(policy, adapter)
+    engine = make_engine(policy, config.rollout, world=world)
     try:
         results = evaluate_stage(
             DealtEngine(engine, world),
@@ -78,7 +82,7 @@ def evaluate_model(
         )
     finally:
         close_engine(engine)
-    del engine
+    del engine, policy
     gc.collect()  # the next model needs the memory
     return results
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
 from groupwise.models.quantised import is_quantised
 from groupwise.models.quiet import quieten_bitsandbytes
+from groupwise.models.saving import Made
 
 if TYPE_CHECKING:
     from groupwise.config.schema import LoraConfig
@@ -38,6 +40,7 @@ __all__ = [
     "load_adapter",
     "load_trained",
     "merged",
+    "merged_state",
     "peft_config_of",
     "why_not_mergeable",
 ]
@@ -240,42 +243,54 @@ def drops_out(model: Any) -> bool:
 
 
 def merged(model: Any) -> Any:
-    """A plain model of its own, for saving: the adapter worked into its weights, quantised ones dequantised.
+    """A plain model of its own: the adapter worked into its weights, quantised ones dequantised. It takes the memory of a whole model.
 
     Where the adapter is two low-rank factors, the weights are those that sample and learn (``models/merging.py``).
     """
-    base = base_module(model)
     if is_adapted(model) and why_not_mergeable(model) is not None:
         return copy.deepcopy(model).merge_and_unload()
-    state: dict[str, Tensor] = {}
+    plain, state = merged_state(model)
+    for key, tensor in state.items():
+        place, _, name = key.rpartition(".")
+        owner = plain.get_submodule(place)
+        made = tensor.make() if isinstance(tensor, Made) else tensor
+        if name in owner._buffers:
+            owner._buffers[name] = made
+        else:
+            owner._parameters[name] = nn.Parameter(made, requires_grad=False)
+    plain.tie_weights()
+    return plain.eval()
+
+
+def merged_state(model: Any) -> tuple[Any, dict[str, Tensor | Made]]:
+    """A model like the base on the meta device, and what ``merged`` fills it with, each weight made when it is asked for; for a model
+    whose adapter, if any, is two low-rank factors."""
+    base = base_module(model)
+    state: dict[str, Tensor | Made] = {}
     for name, module in base.named_modules():
         owner = name.replace(".base_layer", "")
         if ".lora_" in f".{name}":
             continue
         if is_adapted_layer(module) or (is_quantised(module) and not name.endswith(".base_layer")):
-            state[f"{name}.weight"] = merged_weight(module, dtype=base.dtype)
+            plain = getattr(module, "base_layer", module)
+            shape = torch.Size((plain.out_features, plain.in_features))
+            state[f"{name}.weight"] = Made(shape, base.dtype, partial(merged_weight, module, dtype=base.dtype))
         for key, tensor in module.named_parameters(recurse=False):
             state.setdefault(f"{owner}.{key}", tensor.detach())
         for key, tensor in module.named_buffers(recurse=False):
             state[f"{owner}.{key}"] = tensor
-    return _with_weights(base, state)
+    return _without_weights(base), state
 
 
-def _with_weights(base: Any, state: dict[str, Tensor]) -> Any:
-    """A model of ``base``'s class with these very tensors for weights."""
+def _without_weights(base: Any) -> Any:
+    """A plain model of ``base``'s class on the meta device, tied as it is."""
     config = copy.deepcopy(base.config)
     for name in ("quantization_config", "_pre_quantization_dtype"):  # the second is no JSON, and 4.57 would write it
         config.__dict__.pop(name, None)
     config._attn_implementation = base.config._attn_implementation
     with torch.device("meta"):
         plain = type(base)(config)
-    for key, tensor in state.items():
-        place, _, name = key.rpartition(".")
-        owner = plain.get_submodule(place)
-        if name in owner._buffers:
-            owner._buffers[name] = tensor
-        else:
-            owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    plain.to(base.dtype)
     plain.tie_weights()
     plain.generation_config = base.generation_config
     return plain.eval()

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.errors import ModelError
 
-__all__ = ["check_folder", "is_folder_name", "mend_folder", "move_into_place"]
+__all__ = ["adapter_in", "base_of", "check_folder", "is_folder_name", "mend_folder", "move_into_place"]
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
@@ -50,6 +50,25 @@ def check_folder(folder: Path) -> None:
             _check_safetensors(file)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"the model folder {folder} has no tokenizer (tokenizer.json): copy the model's tokenizer files there")
+
+
+def adapter_in(folder: Path) -> Path | None:
+    """Where in ``folder`` an adapter lies that has no whole model around it: an adapter's own folder, a model's, or a checkpoint."""
+    if (folder / "config.json").is_file() or (folder / "model" / "config.json").is_file():
+        return None
+    places = (folder / place for place in (".", "adapter", "model/adapter"))
+    return next((place.resolve() for place in places if (place / "adapter_config.json").is_file()), None)
+
+
+def base_of(adapter: Path) -> str:
+    """The model under the adapter in this folder: a name or a folder. Raises ModelError where it does not say."""
+    base = _read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"the adapter in {adapter} does not say which model it belongs to: make a whole model of it with "
+            f"`groupwise merge {adapter} NEW_FOLDER --base MODEL`"
+        )
+    return base
 
 
 def mend_folder(folder: Path) -> None:

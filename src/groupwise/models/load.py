@@ -22,13 +22,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
-from groupwise.models.adapters import attach, is_adapted, merged, peft_config_of
-from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
-from groupwise.models.folder import check_folder, is_folder_name, mend_folder, move_into_place
+from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
+from groupwise.models.decoder import FAMILIES
+from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
+from groupwise.models.folder import adapter_in, base_of, check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
 from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
 from groupwise.models.quiet import quiet
+from groupwise.models.saving import Made, sync, sync_tree, write_tensors
 from groupwise.models.spread import check_spread, input_device, placement, remove_with
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "load_tokenizer",
     "resolve_device",
     "save_model",
+    "with_base",
 ]
 
 
@@ -135,6 +138,17 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
     return Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
 
 
+def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
+    """Of a model that is an adapter alone, such as a checkpoint's: the model under it, and the adapter's folder for ``load_trained``.
+    Any other as it is, and None."""
+    if config.name == EMBEDDED_NAME or (adapter := adapter_in(Path(config.name).expanduser())) is None:
+        return config, None
+    base = base_of(adapter)
+    if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
+        base = EMBEDDED_NAME
+    return config.model_copy(update={"name": base, "lora": None}), adapter
+
+
 def end_token_ids(tokenizer: Any, hf_config: Any, generation_config: Any = None) -> tuple[int, ...]:
     """Every token that ends the model's turn: what the tokenizer, the config and the generation config call eos (a number or a
     list each), and the special token that the chat template puts right after the assistant's words. Ascending, without repeats.
@@ -192,7 +206,8 @@ def copy_to_cpu(model: Any) -> Any:
 def save_model(policy: Policy, folder: str | Path) -> Path:
     """Write the policy as a normal Hugging Face folder (safetensors, config, tokenizer with chat template) and return it.
 
-    The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete. In a
+    The files are written aside and then moved, config.json last: a folder that is complete enough to load is complete, and it is on the
+    disk when this returns. Weights are made and written one at a time (other architectures than the lean decoder's: at once). In a
     folder that exists already, the model's own files are replaced and others are left alone. A model with an adapter is written
     merged, and the adapter beside it in ``adapter/``, or the adapter alone (``policy.adapter_only``). Raises ModelError when
     the folder cannot be written.
@@ -206,19 +221,43 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
             model: Any = policy.model
             if is_adapted(model):
                 model.save_pretrained(aside / "adapter", selected_adapters=[model.active_adapter])
-                if policy.adapter_only:
-                    move_into_place(aside, target)
-                    return target
-            if is_adapted(model) or quantised_layers(model):
-                model = merged(model)
-            model.save_pretrained(aside, safe_serialization=True)
-            policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
-        mend_folder(aside)
+            if not (is_adapted(model) and policy.adapter_only):
+                _write_whole(model, aside)
+                policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
+                mend_folder(aside)
+        sync_tree(aside)
         move_into_place(aside, target)
+        sync(target)
+        sync(target.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise ModelError(f"the model cannot be written to {target} ({error}): check free space and permissions") from error
     return target
+
+
+def _write_whole(model: Any, folder: Path) -> None:
+    """``model``, its adapter merged, its quantised weights dequantised, as transformers writes it."""
+    adapted = is_adapted(model)
+    if base_module(model).config.model_type not in FAMILIES or (adapted and why_not_mergeable(model) is not None):
+        plain = merged(model) if adapted or quantised_layers(model) else model
+        plain.save_pretrained(folder, safe_serialization=True)  # it knows how this architecture's weights are named in files
+        return
+    state: dict[str, torch.Tensor | Made]
+    if adapted or quantised_layers(model):
+        model, state = merged_state(model)
+    else:
+        state = dict(model.state_dict())
+    model.save_pretrained(folder, state_dict={})
+    write_tensors(folder / "model.safetensors", {name: state[name] for name in _untied(model)}, {"format": "pt"})
+
+
+def _untied(model: Any) -> list[str]:
+    """Names of the model's weights; of those that are one tensor, the first."""
+    found: dict[Any, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = id(tensor) if tensor.is_meta else (tensor.device, tensor.data_ptr(), tensor.shape)
+        found.setdefault(key, name)
+    return list(found.values())
 
 
 def _source(config: ModelConfig) -> str:

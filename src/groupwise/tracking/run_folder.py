@@ -17,7 +17,7 @@ from groupwise.config.load import yaml_text
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
-from groupwise.tracking.files import write_json, write_json_lines, write_text
+from groupwise.tracking.files import sync_folder, write_json, write_json_lines, write_text
 from groupwise.tracking.secrets import hide_secrets
 
 __all__ = ["RunFolder", "base_name"]
@@ -199,6 +199,7 @@ class RunFolder:
         earlier = self.path / EARLIER_MODEL
         os.rename(self.final_model, earlier)
         os.rename(self.new_model, self.final_model)
+        sync_folder(self.path)
         shutil.rmtree(earlier, ignore_errors=True)
 
     def evaluation_file(self, stage: str, mode: str) -> Path:

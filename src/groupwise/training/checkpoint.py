@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, copy_to_cpu, save_model
+from groupwise.models.saving import sync, sync_tree, write_tensors
 from groupwise.training.learner import Learner
 
 __all__ = [
@@ -146,7 +146,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
         _write(aside, snapshot)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError, ModelError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         why = error.__cause__ if isinstance(error, ModelError) else error
@@ -159,13 +159,12 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
 
 
 def _write(aside: Path, snapshot: Snapshot) -> None:
-    save_model(snapshot.policy, aside / MODEL)
+    save_model(replace(snapshot.policy, adapter_only=True), aside / MODEL)  # beneath an adapter lies what nobody changes
     for file, tensors in snapshot.tensors.items():
-        save_file(_own(tensors), aside / file)
+        write_tensors(aside / file, tensors)
     (aside / _STATE).write_text(snapshot.state, encoding="utf-8")
     (aside / _MANIFEST).write_text(json.dumps({"files": _files(aside)}, indent=1), encoding="utf-8")
-    for path in [*aside.rglob("*"), aside]:
-        _sync(path)
+    sync_tree(aside)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -345,10 +344,6 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
 def _complete(folder: Path) -> list[Path]:
     return [p for p in folder.glob("step-*") if (p / _STATE).is_file() and _NAME.fullmatch(p.name)]
 
@@ -358,11 +353,3 @@ def _step_of(checkpoint: Path) -> tuple[int, int]:
     found = _NAME.fullmatch(checkpoint.name)
     assert found
     return int(found[1]), int(found[2] or 0)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,89 @@
+"""Weights as safetensors files, one tensor in memory at a time.
+
+The library's ``save_file`` wants all tensors at once, and makes files that nobody but their owner may read. Here a tensor may be made when
+its turn comes (a merged weight), the file has the rights that the umask leaves, and it is on the disk when the function returns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Made", "size_bytes", "sync", "sync_tree", "write_tensors"]
+
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ALIGNED = 8
+"""Bytes: a header is filled up with spaces to a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that is made when it is written, and let go of before the next one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+def size_bytes(tensors: Mapping[str, Tensor | Made]) -> int:
+    """Of the numbers alone."""
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor | Made], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file of ``tensors``, wherever they lie, in full on the disk. What is tied is the caller's to leave out.
+
+    Raises OSError where the disk does not take it.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # wide ones first, so that all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        start, end = end, end + math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
+        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            found = tensors[name]
+            made = found.make() if isinstance(found, Made) else found
+            assert (made.shape, made.dtype) == (found.shape, found.dtype), name
+            if made.numel():
+                stream.write(made.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del made
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """See that a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """``sync`` of ``folder`` and all that is in it. Weights that a library wrote get the rights of the other files, as the umask has it."""
+    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        files = [path for path in place.iterdir() if path.is_file()]
+        usual = next((path.stat().st_mode & 0o777 for path in files if path.suffix == ".json"), None)
+        for file in files:
+            if file.suffix == ".safetensors" and usual is not None:
+                file.chmod(usual)
+            sync(file)
+        sync(place)
