@@ -30,13 +30,14 @@ class SetUp:
     title: str
     words: str
     """After ``groupwise plan``."""
-    about: str = ""
+    whole: bool = False
+    """Whether the page has all that the command prints, and not its row of the table alone."""
 
 
 SETUPS = (
-    SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70"),
+    SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70", whole=True),
     SetUp("0.5B on a card of 16 GB", "gsm8k-0.5b --gpu-memory 16GiB"),
-    SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090"),
+    SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090", whole=True),
     SetUp(
         "The same with fp32 masters and 8-bit moments",
         "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters-8bit training.offload_reference=true",
@@ -47,36 +48,39 @@ SETUPS = (
     ),
     SetUp("0.5B and a length reward on two RTX 4090", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2"),
     SetUp("The same divided by ZeRO-3", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2 training.sharding=zero3"),
-    SetUp(
-        "1.5B on eight GPUs of 80 GB",
-        "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8",
-        "Seven prompts x twelve completions of up to 400 tokens: one GPU has none of the seven.",
-    ),
-    SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8"),
+    SetUp("1.5B on eight GPUs of 80 GB", "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8"),
+    SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8", whole=True),
     SetUp("3B on POLARIS-53K, trained whole on one GPU of 80 GB", "polaris-3b --hardware a100-80gb --completion-tokens 800"),
     SetUp("3B QLoRA on POLARIS-53K on a card of 24 GB", "polaris-3b-qlora --hardware rtx-4090 --completion-tokens 800"),
     SetUp("3B QLoRA on POLARIS-53K on a card of 40 GB", "polaris-3b-qlora --hardware a100-40gb --completion-tokens 800"),
 )
 PUBLISHED = (
     (
-        "16 bit",
-        500,
+        "FP16, batch=2",
+        "500 | 106",
         "polaris-3b optimizer.precision=stochastic training.offload_reference=true rollout.max_concurrent_sequences=64",
     ),
-    ("with DeepSpeed", 800, "polaris-3b optimizer.offload=true rollout.max_concurrent_sequences=64"),
-    ("8-bit base", 1200, "polaris-3b-qlora model.quantization=8bit"),
-    ("QLoRA, 4-bit base", 2000, "polaris-3b-qlora"),
+    ("FP16 + DeepSpeed", "800 | 66", "polaris-3b optimizer.offload=true rollout.max_concurrent_sequences=64"),
+    ("8-bit + DeepSpeed", "1,200 | 44", "polaris-3b-qlora model.quantization=8bit"),
+    ("QLoRA + DeepSpeed", "2,000 | 26", "polaris-3b-qlora"),
 )
-"""What a public guide reports for Qwen2.5-3B on POLARIS-53K, in examples an hour, and what comes nearest to it here."""
+"""A public guide's rows for Qwen2.5-3B on POLARIS-53K (name, examples an hour and hours an epoch), and what comes nearest here."""
 _PROBLEMS_OF_POLARIS = 53_291
+DEMO = (
+    "gsm8k-0.5b",
+    "gsm8k-1.5b-24gb",
+    "gsm8k-1.5b-24gb rollout.max_completion_tokens=786",
+)
+"""What the TRL demo may have been: its notes name neither model nor lengths."""
 INTRODUCTION = """\
 <!-- Written by scripts/write_plan_docs.py: change the recipes or the planner, then run it. -->
 
 # Plans of the recipes
 
-What `groupwise plan` says of each [recipe](recipes.md) on the machines it is for, before any weights are loaded. How the figures come
-about, and how they compare with measured peaks: [planning](../how-to/planning.md). **Times and GPU memory are estimates from data sheets;
-none of these runs has been made here on a GPU.**
+What `groupwise plan` says of each [recipe](recipes.md) on the machines it is for, without loading weights. The command prints the
+parts of the memory, the time and what would fit; three set-ups have all of it below. [Planning](../how-to/planning.md) explains the
+figures and compares them with measured peaks. **Times and GPU
+memory are estimates from data sheets; none of these runs has been made here on a GPU.**
 """
 
 
@@ -89,7 +93,12 @@ def made(words: str) -> Plan:
 
 def render() -> str:
     """The page as Markdown."""
-    return "\n".join([INTRODUCTION, _overview(), _published(), *(_section(setup) for setup in SETUPS)]).rstrip() + "\n"
+    return (
+        "\n".join(
+            [INTRODUCTION, _overview(), _published(), _demo(), *(_section(setup) for setup in SETUPS if setup.whole)]
+        ).rstrip()
+        + "\n"
+    )
 
 
 def _published() -> str:
@@ -97,37 +106,67 @@ def _published() -> str:
     rows = [
         "## POLARIS-53K on one A100 of 40 GB, beside published figures",
         "",
-        "The middle columns are **others' figures**, of a public guide to GRPO for Qwen2.5-3B with a batch of 2; it does not say how long",
-        "completions were. The last ones are **our estimates** from the card's data sheet, nothing that was measured: completions of 800",
-        "tokens on average, four for each problem; at 2 problems a step, as there, and at the recipe's 8. An example is taken to be one",
-        "problem.",
+        'The first three columns are **others\' figures** ("expected", approximate), from a public guide to GRPO for',
+        "Qwen2.5-3B. It does not",
+        "say how long completions were, and names a batch in its first row alone. Its hours are for 53,000 examples.",
+        "The last columns are",
+        "**our estimates** from the card's data sheet, not measurements: four completions of 800 tokens for each of",
+        "53,291 problems, 2 or 8",
+        "problems a step. One example is taken to be one problem.",
         "",
-        "| | published, an hour | hours for 53,291 | here | fits | 2 a step: an hour | hours | 8 a step: an hour | hours |",
+        "| published | examples an hour | hours | nearest here | fits | 2 a step: an hour | hours | 8 a step: an hour | hours |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rate, words in PUBLISHED:
         two, eight = (made(f"{words} --hardware a100-40gb --completion-tokens 800 rollout.prompts_per_step={n}") for n in (2, 8))
         rates = [f"{plan.prompts_per_hour:,.0f} | {_PROBLEMS_OF_POLARIS / plan.prompts_per_hour:.0f}" for plan in (two, eight)]
         fits = f"{eight.peak.bytes / 2**30:.0f} of 40 GiB" if eight.fits else "**no**"
-        rows.append(f"| {name} | {rate:,} | {_PROBLEMS_OF_POLARIS / rate:.0f} | `{words}` | {fits} | {' | '.join(rates)} |")
+        rows.append(f"| {name} | {rate} | `{words}` | {fits} | {' | '.join(rates)} |")
     closing = (
-        "A step of 2 problems decodes 8 sequences at a time, and each of its tokens reads all weights: batches, not bits, are what makes",
-        "sampling fast here, and merged weights are sampled from whatever the base is held in. A base of 4 bits saves memory.",
+        "A step of 2 problems decodes 8 sequences at a time, and each token reads all weights. So larger batches make",
+        "sampling faster; fewer",
+        "bits save memory, and merged weights are sampled whatever the base is held in.",
+    )
+    return "\n".join([*rows, "", *closing, ""])
+
+
+def _demo() -> str:
+    """A run of TRL's that somebody timed, beside our estimates."""
+    rows = [
+        "## GSM8K on one RTX 4090, beside a run with TRL",
+        "",
+        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems on one RTX",
+        "4090: **25 s a step**. On two",
+        "cards 934 steps took less than 10 hours: less than 39 s a step. They name neither the model nor the lengths,",
+        "so our estimates are",
+        "for three guesses, with 4 problems x 4 completions a step:",
+        "",
+        "| `groupwise plan` | a step, estimated |",
+        "|---|---|",
+    ]
+    for words in DEMO:
+        given = f"{words} rollout.prompts_per_step=4 rollout.completions_per_prompt=4"
+        rows.append(f"| `{given}` | {made(f'{given} --hardware rtx-4090').cost.step_s:.1f} s |")
+    closing = (
+        "The estimates are 3 to 33 times shorter. They are of another program, whose sampling and passes differ, and",
+        "nothing here says which part",
+        "is the difference and which part is the estimate's error: no GPU has been measured.",
     )
     return "\n".join([*rows, "", *closing, ""])
 
 
 def _overview() -> str:
     rows = [
-        "| set-up | fits | peak of, GiB | most of it | a step, s | prompts an hour | once over the data, hours |",
-        "|---|---|---|---|---|---|---|",
+        "| set-up | `groupwise plan` | fits | peak of, GiB | largest part | a step, s | prompts an hour | an epoch, hours |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for setup in SETUPS:
         plan = made(setup.words)
-        link = f"[{setup.title}](#{_anchor(setup.title)})"
+        name = f"[{setup.title}](#{_anchor(setup.title)})" if setup.whole else setup.title
         epoch = "-" if plan.epoch_hours is None else f"{plan.epoch_hours:,.1f}"
         rows.append(
-            f"| {link} | {'yes' if plan.fits else '**no**'} | {plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f} | "
+            f"| {name} | `{setup.words}` | {'yes' if plan.fits else '**no**'} | "
+            f"{plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f} | "
             f"{plan.peak.cause.name} | {plan.cost.step_s:.1f} | {plan.prompts_per_hour:,.0f} | {epoch} |"
         )
     return "\n".join([*rows, ""])
@@ -138,10 +177,7 @@ def _anchor(heading: str) -> str:
 
 
 def _section(setup: SetUp) -> str:
-    about = [setup.about, ""] if setup.about else []
-    return "\n".join(
-        [f"## {setup.title}", "", *about, f"`groupwise plan {setup.words}`", "", "```text", _shown(setup.words), "```", ""]
-    )
+    return "\n".join([f"## {setup.title}", "", f"`groupwise plan {setup.words}`", "", "```text", _shown(setup.words), "```", ""])
 
 
 def _shown(words: str) -> str:
