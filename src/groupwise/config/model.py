@@ -38,8 +38,9 @@ class ModelConfig(Section):
     are left out."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
-    kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` is plain products. `flash_attention_2` needs the package flash-attn and acts in
-    models that are computed by their own module; Llama and Qwen models take `sdpa` for it."""
+    kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` (plain products) and `flash_attention_2` (package flash-attn) act in models
+    that are computed by their own module; for Llama, Qwen and Mistral models, which groupwise computes itself, they change nothing, and the
+    run says so."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
     device: str = "auto"

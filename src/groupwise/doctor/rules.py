@@ -283,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         "sampler-mismatch", "run", "Sampler and trainer disagree", "warning", sampling.sampler_mismatch,
         "The same token has another probability when it is sampled than when it is trained. The update is then off-policy without "
         "knowing it, which can undo a run slowly.",
-        "rollout.engine transformers, or model.attention eager, shows which side differs; rollout.top_p at 1 and top_k null.",
+        "rollout.engine transformers shows whether the sampler differs; rollout.top_p at 1 and top_k null.",
     ),
     Rule(
         "sampler-stale", "run", "Updates do not reach the sampler", "critical", sampling.stale_sampler,

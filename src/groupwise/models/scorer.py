@@ -17,7 +17,7 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
 from groupwise.models.module_scorer import ModuleScorer
 
-__all__ = ["Scorer", "Trunk", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer"]
+__all__ = ["Scorer", "Trunk", "attention_note", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer"]
 
 Trunk = Decoder | ModuleScorer
 """A scorer that also gives the bare states in which tokens are chosen (``states``)."""
@@ -61,6 +61,16 @@ def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None
     if why_unsupported(policy.model) is not None:
         return ModuleScorer(policy.model)
     return Decoder(policy.model, gradient_checkpointing=config.gradient_checkpointing, attention=attention, device=device)
+
+
+def attention_note(attention: str, model_type: str) -> str | None:
+    """A sentence where ``model.attention`` names kernels that a model computed by the lean decoder never calls."""
+    if attention not in ("eager", "flash_attention_2"):
+        return None
+    return (
+        f"model.attention={attention} has no effect here: a {model_type} model is computed by groupwise's own decoder, whose "
+        "attention is blocked products (auto, on CPUs) or sdpa."
+    )
 
 
 def make_reference(scorer: Scorer) -> Scorer:

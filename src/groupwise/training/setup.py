@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from groupwise.config.notes import note_on_processes, notes
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines.vllm.opening import check_vllm
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.shots import with_shots
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.reward_model import RewardModel
+from groupwise.models.scorer import attention_note
+from groupwise.planner.shape import shape_of_config
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
@@ -117,6 +119,8 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         return render(problem, tokenizer, config.prompt, system)
 
     remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size())]
+    if _lean(config.model, hf_config) and (remark := attention_note(config.model.attention, hf_config.model_type)):
+        remarks.append(remark)
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
@@ -141,6 +145,14 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         context_length=context,
         notes=remarks,
     )
+
+
+def _lean(model: ModelConfig, hf_config: Any) -> bool:
+    """Whether the lean decoder will compute the model, as far as its config says."""
+    try:
+        return shape_of_config(hf_config.to_dict(), model.name).lean and not (model.lora and model.lora.dropout)
+    except ModelError:
+        return False
 
 
 def _prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:

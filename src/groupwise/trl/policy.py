@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,15 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import Engine, make_engine
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
+from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import quantised_layers, settle
-from groupwise.models.scorer import Scorer, make_scorer
+from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.translate import model_config
+
+log = logging.getLogger(__name__)
 
 __all__ = ["make_parts", "make_policy", "seed_everything"]
 
@@ -72,6 +76,8 @@ def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Sco
         return ModuleScorer(policy.model), engine
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
     scorer = make_scorer(policy, config.model)
+    if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
+        log.warning(note)
     if given and config.algorithm.beta > 0 and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     return scorer, make_engine(policy, config.rollout, scorer)
