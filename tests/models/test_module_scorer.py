@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GraniteConfig, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    PhiConfig,
+    RecurrentGemmaConfig,
+    xLSTMConfig,
+)
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models.decoder import Decoder, why_unsupported
@@ -74,6 +83,43 @@ def tiny_phi() -> Any:
     return model
 
 
+def tiny_cohere() -> Any:
+    """Multiplies its logits by an eighth."""
+    return random_model(CohereConfig(**SMALL, logit_scale=0.125, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+def tiny_recurrent_gemma() -> Any:
+    """Caps its logits at 2, by a setting of another name than Gemma 2's."""
+    sizes = {
+        **SMALL,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "lru_width": 32,
+        "attention_window_size": 64,
+        "w_init_variance_scale": 1.0,
+    }
+    return random_model(RecurrentGemmaConfig(**sizes, logits_soft_cap=2.0, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+def tiny_xlstm() -> Any:
+    """Caps its logits at 0.5, by a third name."""
+    return random_model(
+        xLSTMConfig(
+            vocab_size=128,
+            hidden_size=32,
+            embedding_dim=32,
+            num_hidden_layers=2,
+            num_blocks=2,
+            num_heads=2,
+            chunk_size=8,
+            output_logit_soft_cap=0.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
 def check_against_slow(model: Any, temperature: float = 0.8) -> None:
     reference, groups = copy.deepcopy(model), random_groups()
     scorer = ModuleScorer(model)
@@ -110,13 +156,39 @@ def test_the_module_equals_the_lean_decoder(family: str, request: pytest.Fixture
     assert_equal_gradients(module_gradients(decoder), found, relative=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma2, tiny_granite, tiny_phi])
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_gemma2, tiny_granite, tiny_phi, tiny_cohere, tiny_recurrent_gemma, tiny_xlstm])
 def test_other_architectures_fall_back_to_it(make: Callable[[], Any]) -> None:
     model = make()
     assert model.config.model_type in (why_unsupported(model) or "")
     policy: Any = SimpleNamespace(model=model)
     assert isinstance(make_scorer(policy, ModelConfig()), ModuleScorer)
     check_against_slow(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (tiny_gpt2, True),
+        (tiny_gemma2, False),
+        (tiny_granite, False),
+        (tiny_phi, False),
+        (tiny_cohere, False),
+        (tiny_recurrent_gemma, False),
+        (tiny_xlstm, False),
+    ],
+)
+def test_a_head_is_taken_for_plain_only_where_logits_are_what_it_gives(make: Callable[[], Any], plain: bool) -> None:
+    scorer = ModuleScorer(make())
+    scorer.logprobs(scorer.prepare(random_groups()))
+    assert scorer._head_is_plain is plain
+
+
+def test_a_cap_far_above_the_logits_is_seen_all_the_same() -> None:
+    model = tiny_gemma2()
+    model.config.final_logit_softcapping = 1000.0
+    scorer = ModuleScorer(model)
+    scorer.logprobs(scorer.prepare(random_groups()))
+    assert scorer._head_is_plain is False
 
 
 def test_capped_logits_stay_capped() -> None:

@@ -16,8 +16,8 @@ from groupwise.models.logprobs import Scored, score_tokens
 
 __all__ = ["ModuleScorer", "Padded"]
 
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-"""Settings by which architectures (Gemma 2, Cohere, Granite, Falcon-H1 ...) change what the output head gives."""
+_TRIED_TOKENS = 4
+"""Of the first batch, by which it is seen whether logits are what the output head gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class ModuleScorer:
             parameter.requires_grad_(trainable)
         # With a padding index, torch drops that row's gradient; the pad token is often the end of a turn, and then stands in prompts.
         model.get_input_embeddings().padding_idx = None
+        self._head_is_plain: bool | None = None
+        """Whether logits are just ``hidden @ weight.T``; not known before the first batch."""
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters())
@@ -76,10 +78,12 @@ class ModuleScorer:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         self._set_modes(learning=torch.is_grad_enabled())
         try:
-            head = _plain_head(self.module)
-            if head is None:
+            if self._head_is_plain is None:
+                self._head_is_plain = _head_is_plain(self.module, batch.token_ids[:1, :_TRIED_TOKENS])
+            if not self._head_is_plain:
                 return self._score_by_logits(batch, temperature, entropy, keep_hidden)
             hidden = self._states(batch)
+            head = self.module.get_output_embeddings().weight
             return score_tokens(hidden, head, batch.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
         finally:
             self.module.eval()  # and so it is when the backward pass recomputes
@@ -124,15 +128,34 @@ def _inputs(batch: Padded) -> dict[str, Any]:
     return {"input_ids": batch.token_ids, "attention_mask": batch.attention_mask, "use_cache": False}
 
 
-def _plain_head(model: Any) -> Tensor | None:
-    """The output head's weight if logits are just ``hidden @ weight.T``; None if they are scaled, capped or shifted."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    if (
-        any(getattr(config, name, None) for name in _LOGIT_CHANGES)
-        or type(head) is not nn.Linear
-        or head.bias is not None
-        or model.base_model is model
-    ):
-        return None
-    return head.weight
+@torch.no_grad()
+def _head_is_plain(model: Any, token_ids: Tensor) -> bool:
+    """Whether logits are just ``hidden @ weight.T``, and not scaled, capped or shifted before or after the output head.
+
+    Architectures name such settings as they like (``final_logit_softcapping``, ``logits_soft_cap``, ``logit_scale`` ...), so the model
+    is run on ``token_ids`` ``[1, L]``: what enters its head must be what the trunk gave, and the logits what the head gave, to the bit.
+    """
+    head, trunk = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear or head.bias is not None or trunk is model:
+        return False
+    seen: dict[str, Any] = {}
+    hooks = [
+        trunk.register_forward_hook(lambda _module, _inputs, output: seen.update(hidden=output[0])),
+        head.register_forward_hook(lambda _module, inputs, output: seen.update(entered=inputs[0], left=output)),
+    ]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        logits = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    if "hidden" not in seen or "left" not in seen:
+        return False
+    return _same(seen["entered"], seen["hidden"]) and _same(seen["left"], logits)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.float(), other.float())
