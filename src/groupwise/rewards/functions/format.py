@@ -15,9 +15,10 @@ TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
 def format(completions: Sequence[CompletionText], **_: Any) -> list[float]:
-    """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once: 0 to 0.8.
+    """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once, and not inside the other block:
+    0 to 0.8.
 
-    The gentle one: a model that gets one tag right already learns something. Order is not looked at.
+    The gentle one: a model that gets one tag right already learns something. Which block comes first is not looked at.
 
     >>> format(["<reasoning>2 + 2</reasoning> 4", "<answer>4</answer><answer>5</answer>"])
     [0.4, 0.0]
@@ -62,12 +63,19 @@ def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_:
 
 
 def _tags_once(text: str) -> int:
-    return sum(text.count(tag) == 1 for tag in TAGS)
+    return sum(_stands(tag, text) for tag in TAGS)
 
 
 def _tags_on_own_lines(text: str) -> int:
     lines = [line.strip() for line in text.splitlines()]
-    return sum(text.count(tag) == 1 and tag in lines for tag in TAGS)
+    return sum(_stands(tag, text) and tag in lines for tag in TAGS)
+
+
+def _stands(tag: str, text: str) -> bool:
+    """Once, and not within the other block: an answer inside the reasoning is no answer after it."""
+    opening, closing = TAGS[2:] if tag in TAGS[:2] else TAGS[:2]
+    begin, end = text.find(opening), text.rfind(closing)
+    return text.count(tag) == 1 and not (begin != -1 and begin < text.find(tag) < end)
 
 
 def _trailing(text: str) -> int:
