@@ -15,6 +15,7 @@ __all__ = [
     "RewardError",
     "StoppedError",
     "TrainingError",
+    "UncheckedAnswerError",
 ]
 
 
@@ -36,6 +37,10 @@ class DataError(GroupwiseError):
 
 class AnswerError(DataError):
     """A reference answer cannot be extracted from its row."""
+
+
+class UncheckedAnswerError(GroupwiseError):
+    """Whether an answer is right could not be found out: math-verify took too long, or its process died."""
 
 
 class ModelError(GroupwiseError):

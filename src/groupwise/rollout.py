@@ -63,6 +63,7 @@ class Rollout:
         groups = [*self.groups, *self.replaced]
         completions = [c for group in groups for c in group.completions]
         lengths = [len(c.token_ids) for c in completions]
+        verdicts = [grade(c.text, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
         found: dict[str, Metric] = {
             "reward/mean": Mean.of(r for g in groups for r in g.rewards),
             "reward/std": Mean.of(statistics.stdev(g.rewards) for g in groups),
@@ -72,9 +73,7 @@ class Rollout:
             "completions/tokens_max": Max(max(lengths, default=0)),
             "completions/truncated": Mean.of(not c.stopped for c in completions),
             "completions/stop_rate": Mean.of(c.stopped for c in completions),
-            "accuracy/strict": Mean.of(
-                grade(c.text, g.prompt.problem.answer, style).strict for g in groups for c in g.completions
-            ),
+            "accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None),
             "time/sample_s": Sum(self.sampling_s),
             "time/score_s": Sum(self.scoring_s),
             "speed/sampled_tokens_per_s": Mean(sum(lengths), self.sampling_s),

@@ -37,6 +37,18 @@ class Problem:
     """The reference answer after extraction (``"72"``, not the worked solution)."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns; reward functions receive them by name."""
+    also: tuple[str, ...] = ()
+    """Further reference answers: an answer that equals any one of them is as right as one that equals ``answer``."""
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Every reference answer, ``answer`` first."""
+        return (self.answer, *self.also)
+
+    @property
+    def expected(self) -> str:
+        """The reference for a person to read: ``"2/3"``, or ``"2/3 or 0.667"`` where there are several."""
+        return " or ".join(self.accepted)
 
 
 @dataclass(frozen=True, slots=True)

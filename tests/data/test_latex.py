@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from groupwise.data import latex
-from groupwise.data.latex import latex_equivalent, latex_failures
+from groupwise.data import algebra
+from groupwise.data.latex import latex_equivalent, latex_failures, too_expensive
+from groupwise.errors import UncheckedAnswerError
 
 LONG_S = 120.0
 """More than any answer takes, however busy the machine is."""
@@ -58,26 +60,139 @@ def test_it_works_on_other_threads() -> None:
     assert verdicts == {n: n % 2 == 0 for n in range(2, 8)}
 
 
-def test_an_endless_expression_is_cut_off_and_counted_and_the_next_is_answered() -> None:
-    assert latex_equivalent(r"\sqrt{9}+0", "3", timeout_s=LONG_S)  # the worker is up
-    before = latex_failures().get("timeout", 0)
-    assert not latex_equivalent("9^{9^{9^{9}}}", "9^{9^{9^{8}}}", timeout_s=0.5)
-    assert latex_failures()["timeout"] == before + 1
-    assert not latex_equivalent("9^{9^{9^{9}}}", "9^{9^{9^{8}}}", timeout_s=0.5), "remembered"
-    assert latex_failures()["timeout"] == before + 1
-    assert latex_equivalent(r"\sqrt{16}+0", "4", timeout_s=LONG_S)
+class FakeWorker:
+    """Says ``True`` to everything but ``x + 10``, on which it raises ``failure``."""
+
+    def __init__(self, failure: type[Exception] = algebra._WorkerTimeout) -> None:
+        self.failure = failure
+        self.asked: list[float] = []
+        """Time limits of the questions that it did not answer."""
+        self.process = SimpleNamespace(poll=lambda: None)
+
+    def ask(self, answer: str, reference: str, timeout_s: float) -> bool:
+        if answer == "x + 10":
+            self.asked.append(timeout_s)
+            raise self.failure
+        return True
+
+    def kill(self) -> None:
+        pass
 
 
-def test_a_worker_that_dies_is_counted_and_replaced() -> None:
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> FakeWorker:
+    worker = FakeWorker()
+    monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
+    monkeypatch.setattr(algebra._Checker, "_taken", lambda self: worker)
+    return worker
+
+
+def test_what_is_not_answered_is_asked_again_and_then_raises_and_is_counted(
+    stuck: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        UncheckedAnswerError, match=r"no verdict on the answer 'x \+ 10' against '10 - x': it found no answer in time"
+    ):
+        latex_equivalent("x + 10", "10 - x", timeout_s=2.0)
+    assert stuck.asked == [2.0, 6.0]
+    assert latex_failures() == {"timeout": 1}
+    assert "no verdict on the answer 'x + 10'" in caplog.text
+    with pytest.raises(UncheckedAnswerError):
+        latex_equivalent("x + 10", "10 - x", timeout_s=2.0)
+    assert stuck.asked == [2.0, 6.0], "a time-out is remembered, as what it is"
+    assert latex_failures() == {"timeout": 2}
+    assert latex_equivalent("x + 11", "11 + x", timeout_s=2.0)
+
+
+def test_once_the_budget_of_a_step_is_spent_nothing_waits_long(stuck: FakeWorker) -> None:
+    algebra._CHECKER.left_s = 0.0
+    with pytest.raises(UncheckedAnswerError):
+        latex_equivalent("x + 10", "11 - x", timeout_s=2.0)
+    assert stuck.asked == [algebra.HURRIED_S]
+    algebra.renew_budget()
+    with pytest.raises(UncheckedAnswerError):
+        latex_equivalent("x + 10", "12 - x", timeout_s=2.0)
+    assert stuck.asked == [algebra.HURRIED_S, 2.0, 6.0]
+
+
+def test_time_without_an_answer_is_taken_from_the_budget(stuck: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 7.0, 7.0, 28.0])
+    monkeypatch.setattr(algebra, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(UncheckedAnswerError):
+        algebra.equivalent("x + 10", "b", 7.0)
+    assert algebra._CHECKER.left_s == algebra.BUDGET_S - 28.0
+
+
+def test_a_crash_is_counted_and_not_remembered(stuck: FakeWorker) -> None:
+    stuck.failure = algebra._WorkerGone
+    for times in (1, 2):
+        with pytest.raises(UncheckedAnswerError, match="its process ended"):
+            latex_equivalent("x + 10", "10 - x")
+        assert latex_failures() == {"crash": times}
+        assert len(stuck.asked) == 2 * times, "asked twice each time"
+
+
+def test_no_worker_at_all_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
+    monkeypatch.setattr(algebra, "_Worker", lambda: (_ for _ in ()).throw(OSError("no process")))
+    for _ in range(algebra.STARTS_ALLOWED + 1):
+        with pytest.raises(UncheckedAnswerError, match="is the package math-verify installed"):
+            latex_equivalent("x + 10", "10 - x")
+    assert latex_failures() == {"unavailable": algebra.STARTS_ALLOWED + 1}
+
+
+BOMBS = [
+    "9^{9^{9^9}}",
+    "9^{9^9}",
+    "((9!)!)!",
+    "9!!",
+    "(9^9)!",
+    "9^{9!}",
+    "((9^{99})^{99})^{99}",
+    "9^{99999999}",
+    "9^{9999*9999}",
+    "(10^6)!",
+    "99999!",
+    r"\binom{1000000}{500000}",
+    r"\prod_{i=1}^{99999999} i",
+    r"\sum_{i=1}^{99999999} i",
+    "2^{2^{2^{2^{2^2}}}}",
+    "9^(9^(9^9))",
+    "9^9^9^9",
+    "{{9^9}^{999}}^{999}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_unequal_without_being_computed(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algebra, "equivalent", lambda *_: pytest.fail("asked"))
+    assert too_expensive(bomb)
+    assert not latex_equivalent(bomb, "3")
+    assert latex_equivalent(bomb, f" {bomb} "), "equal as text"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(x^2+5x+2)(x^2 + 5x + 9)", "(x-1)^3(x+1)^3", "2^{27} - 2^{11}", "11z^{17}(5+11z^{17})", "e^{x^2}", "10!", r"\binom{10}{3}",
+     "((x+1)^2+1)^2", "2^{2014}", r"45^\circ", "(-9x^2+x+2)(9x^2+x+2)", "x^{2n}", "2^{-3}", "5! + 4!"],
+)  # fmt: skip
+def test_what_people_write_is_no_bomb(text: str) -> None:
+    assert not too_expensive(text)
+
+
+def test_looking_for_bombs_takes_linear_time() -> None:
+    for piece in ("^{", "(", "9^", "!", "{9}^", "\\binom"):
+        too_expensive(piece * 20_000)
+
+
+def test_a_worker_that_dies_is_replaced_and_the_question_asked_again() -> None:
     assert latex_equivalent(r"\sqrt{36}+0", "6", timeout_s=LONG_S)
     before = latex_failures().get("crash", 0)
-    worker = latex._CHECKER._worker
-    assert worker is not None
-    worker.process.kill()
-    worker.process.wait()
-    assert not latex_equivalent(r"\sqrt{49}+0", "7", timeout_s=LONG_S)
-    assert latex_failures()["crash"] == before + 1
-    assert latex_equivalent(r"\sqrt{64}+0", "8", timeout_s=LONG_S)
+    for worker in algebra._CHECKER._idle:
+        worker.process.kill()
+        worker.process.wait()
+    assert latex_equivalent(r"\sqrt{49}+0", "7", timeout_s=LONG_S)
+    assert latex_failures().get("crash", 0) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -85,26 +200,25 @@ def test_a_signal_for_the_run_does_not_reach_the_worker(number: signal.Signals) 
     """A terminal, and Slurm, signal all processes of a run: it finishes its step, and a right answer stays right."""
     assert latex_equivalent(r"\sqrt{81}+0", "9", timeout_s=LONG_S)
     before = latex_failures().get("crash", 0)
-    worker = latex._CHECKER._worker
-    assert worker is not None
-    worker.process.send_signal(number)
+    for worker in algebra._CHECKER._idle:
+        worker.process.send_signal(number)
     assert latex_equivalent(rf"\sqrt{{100}}+{int(number)}", f"{10 + number}", timeout_s=LONG_S)
     assert latex_failures().get("crash", 0) == before
 
 
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX alarms")
 def test_a_worker_whose_parent_is_gone_ends_itself() -> None:
-    script = Path(latex.__file__).with_name("latex_worker.py")
-    question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5, False])  # the worker allows five seconds more than it is told
+    script = Path(algebra.__file__).with_name("algebra_worker.py")
+    question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5])  # the worker allows five seconds more than it is told
     done = subprocess.run([sys.executable, "-P", str(script)], input=question + "\n", capture_output=True, text=True, timeout=280)
     assert done.returncode == -signal.SIGALRM
 
 
 def test_prose_never_starts_the_worker_and_nothing_is_left_behind() -> None:
     code = (
-        "from groupwise.data import latex; import os\n"
-        "assert not latex.latex_equivalent('the answer is seventy', '70'); assert latex._CHECKER._worker is None\n"
-        "assert latex.latex_equivalent(r'\\sqrt{4}', '2', timeout_s=120); print(latex._CHECKER._worker.process.pid)\n"
+        "from groupwise.data import algebra, latex; import os\n"
+        "assert not latex.latex_equivalent('the answer is seventy', '70'); assert not algebra._CHECKER._alive\n"
+        "assert latex.latex_equivalent(r'\\sqrt{4}', '2', timeout_s=120); print(*(w.process.pid for w in algebra._CHECKER._alive))\n"
         "assert 'torch' not in __import__('sys').modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)

@@ -178,6 +178,32 @@ def test_columns_are_found_or_mapped(tmp_path: Path, row: Any, settings: Any, qu
     assert (found.question, found.answer) == (question, answer)
 
 
+def test_every_answer_of_a_list_counts_in_verls_layout_and_any_other(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"q{i}"}],
+            "data_source": "x",
+            "reward_model": {"style": "rule", "ground_truth": given},
+        }
+        for i, given in enumerate((["2/3", "0.667"], ["5"], "7", ["1,000", "1000", "1,000"]))
+    ]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    found = load_problems(config(tmp_path / "a.jsonl", holdout=0))
+    accepted = {p.question[0]["content"]: p.accepted for p in found.train}  # type: ignore[index]
+    assert accepted == {"q0": ("2/3", "0.667"), "q1": ("5",), "q2": ("7",), "q3": ("1,000", "1000")}
+    write_jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": ["so \\boxed{5}", "\\boxed{6}"]}])
+    (problem,) = load_problems(config(tmp_path / "b.jsonl", holdout=0)).train
+    assert problem.accepted == ("5", "6")
+    assert problem.expected == "5 or 6"
+    save_prepared(found, str(tmp_path / "saved"))
+    again = load_problems(config(tmp_path / "saved"))
+    assert again.train == found.train
+    assert again.fingerprint == found.fingerprint
+    report = inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), None, rows=4)
+    assert report["bad_rows"]["count"] == 0
+    assert next((one["answer"], one["also"]) for one in report["examples"]) == ("2/3", ["0.667"])
+
+
 def test_conversations(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 42}])
@@ -200,6 +226,8 @@ def test_conversations(tmp_path: Path) -> None:
             "data.answer_column is 'gold', but the columns are 'question', ",
         ),
         ({"question": "q", "answer": None}, {}, "line 1, column 'answer': the answer is missing"),
+        ({"question": "q", "answer": []}, {}, "line 1, column 'answer': the answer is an empty list"),
+        ({"question": "q", "answer": ["5", None]}, {}, "line 1, column 'answer': the answer is missing"),
         ({"question": "q", "answer": {"x": 1}}, {}, "the answer is a dict"),
         ({"question": " ", "answer": "5"}, {}, "line 1, column 'question' is empty"),
         ({"question": 5, "answer": "5"}, {}, "column 'question' holds a int"),

@@ -21,7 +21,7 @@ from groupwise.evaluation import (
     write_records,
 )
 from groupwise.evaluation.figures import figures
-from groupwise.evaluation.records import latex_right
+from groupwise.evaluation.records import latex_right, make_record
 from groupwise.metrics import wilson_interval
 from groupwise.tracking.judged import comparison_lines, condition_line, condition_lines, judged_tables, legend
 from groupwise.tracking.tables import summary_lines
@@ -223,3 +223,51 @@ def test_figures_of_records_without_further_verdicts():
     assert found["strict"][0] == 1.0
     assert "latex" not in found
     assert not math.isnan(found["mean_tokens"])
+
+
+def test_what_could_not_be_checked_is_left_out_and_counted_and_never_wrong(monkeypatch, caplog):
+    from groupwise.data import algebra
+
+    monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
+    monkeypatch.setattr(algebra._Checker, "_ask_once", lambda *_: "timeout")
+    said = {**SAID, "a": [xml("12"), xml("12"), xml("x + 10"), xml("12")], "c": [xml("x + 10")] * 4}
+    found = judged(said)
+    verdicts = {(r["problem"], r["sample"]): r["strict"] for r in found.records}
+    assert verdicts["a", 2] is None
+    assert verdicts["c", 0] is None
+    assert verdicts["b", 0] is False
+    assert found.figures["unchecked"] == 5
+    assert found.n == 2, "of c nothing is known"
+    assert found.strict_accuracy == pytest.approx((1.0 + 0.25) / 2)
+    assert found.figures["latex"][0] == pytest.approx((1.0 + 0.5) / 2)
+    assert "5 of 12 completions are left out of the eval figures" in caplog.text
+    compared = paired_comparison(found.records, found.records)
+    assert compared["n"] == 1, "only b is known of both"
+    console = Console(file=io.StringIO(), width=100)
+    for table in judged_tables([("m", found.to_summary())], Text):
+        console.print(table)
+    assert "not checked, left out" in console.file.getvalue()
+    again = rescore_one(found.records[2])
+    assert again["strict"] is None
+    assert "no verdict" in again["unchecked"]
+    monkeypatch.undo()
+    assert rescore_one(found.records[2])["strict"] is False
+    assert "unchecked" not in rescore_one(found.records[2])
+
+
+def rescore_one(record):
+    from groupwise.evaluation.records import judge_again
+
+    return judge_again({**record, "style": "xml"})
+
+
+def test_any_of_several_reference_answers_counts_and_all_are_shown():
+    problem = Problem("p", "q", "2/3", also=("0.667",))
+    record = make_record(Prompt(problem, "q", (1,)), Completion(xml("0.667"), (1, 2), (-1.0, -1.0), "stop"), "xml")
+    assert record["strict"]
+    assert record["lenient"]
+    assert record["expected"] == "2/3 or 0.667"
+    assert record["accepted"] == ["2/3", "0.667"]
+    assert rescore_one(record)["strict"]
+    assert rescore_one(record)["latex"]
+    assert not rescore_one({**record, "response": xml("0.66")})["strict"]

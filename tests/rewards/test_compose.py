@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.data import algebra
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardFailure, RewardSuite, calls
 from groupwise.types import Group
@@ -398,3 +400,55 @@ def test_score_all_keeps_order_and_separates_failures():
 def test_no_completions_is_an_error():
     with pytest.raises(RewardError, match="no completions to score"):
         make_suite({"a": constant(1.0)}).score(make_prompt(), [])
+
+
+# --- answers that math-verify gives no verdict on -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_verdict(monkeypatch):
+    """math-verify never answers."""
+    monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
+    monkeypatch.setattr(algebra._Checker, "_ask_once", lambda *_: "timeout")
+
+
+UNCHECKED = "<reasoning>\nr\n</reasoning>\n<answer>\nx + 10\n</answer>\n"
+
+
+@pytest.mark.parametrize("name", ["correctness", "accuracy", "correctness_and_format"])
+def test_an_answer_that_could_not_be_checked_is_a_failure_and_not_0(name, no_verdict):
+    made = make_completions(RIGHT, UNCHECKED)
+    stop = RewardSuite.from_config(config({"function": name}), "xml")
+    with pytest.raises(
+        RewardError, match=r"UncheckedAnswerError: math-verify gave no verdict on the answer 'x . 10'.*on_error=skip"
+    ):
+        stop.score(make_prompt("10 - x"), made)
+    skip = RewardSuite.from_config(config({"function": name}, on_error="skip"), "xml")
+    scoring = skip.score_all([(make_prompt("10 - x"), made), (make_prompt("72"), make_completions(RIGHT, "no"))])
+    assert [failure.kind for failure in scoring.failures] == ["raised"]
+    assert len(scoring.groups) == 1
+    assert scoring.metrics["answers/unchecked"].value == 1
+    assert scoring.metrics[f"calls/failed_{name}"].value == 1
+
+
+def test_a_step_begins_with_a_new_budget(no_verdict):
+    algebra._CHECKER.left_s = -1.0
+    RewardSuite.from_config(RewardsConfig(), "xml").score(make_prompt(), make_completions(RIGHT, "no"))
+    assert algebra._CHECKER.left_s == algebra.BUDGET_S
+
+
+def test_functions_are_told_every_reference_answer():
+    prompt = make_prompt("2/3")
+    prompt = replace(prompt, problem=replace(prompt.problem, also=("0.667",)))
+    seen = []
+
+    def mine(completions, answer, accepted_answers):
+        seen.append((answer, accepted_answers))
+        return [0.0] * len(completions)
+
+    make_suite({"mine": mine}).score(prompt, make_completions("a", "b"))
+    assert seen == [(["2/3"] * 2, [("2/3", "0.667")] * 2)]
+    scored = RewardSuite.from_config(RewardsConfig(), "xml").score(
+        prompt, make_completions("<answer>0.667</answer>", "<answer>2/3</answer>")
+    )
+    assert scored.components["correctness"] == (2.0, 2.0)

@@ -31,6 +31,10 @@ COMBINED = [
     ("the answer is 72", 0.0, 0.0),
     ("", 0.0, 0.0),
     ("<reasoning><reasoning>r</reasoning><answer>72</answer>", 2.0, 0.6),
+    ("<reasoning><answer>72</answer></reasoning>", 2.0, 0.4),  # an answer inside the reasoning is none after it
+    ("<answer><reasoning>r</reasoning>72</answer>", 0.0, 0.4),
+    ("<reasoning>r<answer></reasoning>72</answer>", 0.0, 0.4),
+    ("<answer>72</answer><reasoning>r</reasoning>", 2.0, 0.8),
 ]
 
 
@@ -170,3 +174,18 @@ def test_mathematical_equivalence_off_the_main_thread():
     for thread in threads:
         thread.join(timeout=90)
     assert results == [[1.5, 0.0], [1.5, 0.0]]
+
+
+def test_the_strict_forms_and_tags_on_lines_pay_no_answer_inside_the_reasoning():
+    nested = ["<reasoning>\n<answer>\n72\n</answer>\n</reasoning>\n"]
+    assert strict_xml(nested) == soft_xml(nested) == [0.0]
+    assert xml_count(nested) == [pytest.approx(2 * 0.125 - 0.001 * len("</reasoning>"))]
+
+
+def test_any_of_several_reference_answers_will_do():
+    texts = [FULL.format(one) for one in ("2/3", "0.667", "0.6670", "0.66")]
+    told = {"answer": ["2/3"] * 4, "accepted_answers": [("2/3", "0.667")] * 4}
+    assert correctness(texts, **told) == [2.0, 2.0, 1.5, 0.0]
+    assert accuracy(texts, **told) == [1.0, 1.0, 1.0, 0.0]
+    assert accuracy(["so it is 0.667"], answer=["2/3"], accepted_answers=[("2/3", "0.667")], lenient=True) == [1.0]
+    assert correctness_and_format(texts, **told) == pytest.approx([2.8, 2.8, 2.3, 0.8])

@@ -100,7 +100,7 @@ def _print_report(report: dict[str, Any]) -> None:
     for example in report["examples"]:
         say(f"\n{example['id']}", "bold")
         say(example.get("prompt", str(example["question"])))
-        say(f"reference answer: {example['answer']}", "green")
+        say(f"reference answer: {' or '.join([example['answer'], *example['also']])}", "green")
     bad = report["bad_rows"]
     if bad["count"]:
         out.print(table(["row", "why it cannot be used"], [(one["row"], one["reason"]) for one in bad["first"]], ""))

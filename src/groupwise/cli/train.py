@@ -166,7 +166,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
             "problem": first.problem.id,
             "text": first.text,
             "tokens": len(first.token_ids),
-            "reference_answer": first.problem.answer,
+            "reference_answer": first.problem.expected,
         },
         "notes": prepared.notes,
     }

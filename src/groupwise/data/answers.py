@@ -7,13 +7,16 @@ answer stands anywhere a reader would look for it. A model that computes well an
 from __future__ import annotations
 
 import re
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Literal
 
 from groupwise.data.latex import latex_equivalent, latex_failures
-from groupwise.errors import AnswerError
+from groupwise.data.quantities import CHANGES_THE_VALUE, DASHES, MEASURES, UNSIGNED, quantities_equal, read_quantity
+from groupwise.errors import AnswerError, UncheckedAnswerError
 
 __all__ = [
     "PLACEHOLDERS",
@@ -24,6 +27,7 @@ __all__ = [
     "answers_equal",
     "exact_match",
     "extract_answer",
+    "extract_final_formula",
     "extract_last_number",
     "extract_reference",
     "grade",
@@ -40,30 +44,23 @@ AnswerFormat = Literal["auto", "gsm8k", "boxed", "xml", "plain"]
 PLACES: tuple[AnswerStyle, ...] = ("xml", "boxed", "plain")
 PLACEHOLDERS = frozenset({"", "...", "…", ". . ."})
 """What a model copies from the prompt's example instead of answering."""
-LONGEST_NUMBER = 100
-"""Characters; beyond this a text is not read as one number (and Python refuses to convert 4,300 digits)."""
-
 XML_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 BRACE = re.compile(r"\\boxed\s*\{|\\[{}\\]|[{}]")
-# Digits are written out as [0-9] because \d also matches other scripts' digits.
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 NUMBER_IN_TEXT = re.compile(
     rf"(?<![A-Za-z0-9_.])(?P<number>(?:(?<![\w)\]}}%])[+-](?=[$0-9.\\]))?(?:\\?\$\s?[+-]?)?"
     rf"(?:\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}|{UNSIGNED}(?:/[0-9]+(?!\.?[0-9]|/))?))"
 )
-WHOLE_NUMBER = re.compile(
-    rf"(?P<sign>[+-]?)\s?\$?\s?(?P<inner>[+-]?)(?:(?P<whole>{DIGITS})\s(?=[0-9]+/))?(?P<value>{UNSIGNED})\.?"
-    rf"(?:\s?/\s?(?P<denominator>{DIGITS}))?\s?(?P<tail>%|°|[A-Za-z]{{2,20}})?\.?"
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+WORD_BEHIND = re.compile(r"(?:[ ~]|\\[ ,])?([A-Za-z]+|%|:[0-9]{2})")
+RUNNING_ON = frozenset(
+    re.findall(
+        "[a-z]+",
+        "and or plus minus times over under above below more less fewer than of to out off from by into before after in per",
+    )
 )
-FRACTION_COMMAND = re.compile(r"([+-]?)\s?\\[dt]?frac\{([+-]?[0-9]+)\}\{([0-9]+)\}")
-NOT_UNITS = re.compile(
-    "and|or|pi|plus|minus|times|over|more|less|fewer|half|halves|thirds?|quarters?|fifths|tenths|hundredths|squared|cubed|dozens?|"
-    "pairs?|score|hundreds?|thousands?|millions?|billions?|trillions?|st|nd|rd|th|mod|sin|cos|tan|log|ln|exp|to|of",
-    re.IGNORECASE,
-)
-"""Words after a number that change its value, so that the whole is not read as that number with a unit."""
-DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "-": "-", "\u00a0": " ", "\u202f": " "})
+"""Words that may follow a number in a sentence without being a part of it."""
+LONGEST_TEXT = 4000
+"""Characters at the end of a completion in which a final formula is looked for."""
 
 
 def extract_reference(text: str, answer_format: AnswerFormat = "auto") -> str:
@@ -147,10 +144,25 @@ def extract_last_number(text: str) -> str | None:
 
     A hyphen after a digit or a bracket is a minus sign between two numbers, and not the second one's own: ``10-5`` ends in ``5``.
     """
-    last = None
-    for match in NUMBER_IN_TEXT.finditer(text.translate(DASHES)):
-        last = match.group("number")
-    return last
+    found = _last_number(text)
+    return None if found is None else found[0]
+
+
+def _last_number(text: str) -> tuple[str, str] | None:
+    """The last number, and the text behind it."""
+    text = text.translate(DASHES)
+    last = deque(NUMBER_IN_TEXT.finditer(text), maxlen=1)
+    return (last[0]["number"], text[last[0].end() : last[0].end() + 40]) if last else None
+
+
+def extract_final_formula(text: str) -> str | None:
+    """What a text without any answer place ends in: the formula between dollar signs, or in ``\\(\\)`` or ``\\[\\]``, or the number
+    that stands last."""
+    text = text[-LONGEST_TEXT:]
+    formulas, number = deque(FORMULA.finditer(text), maxlen=1), _last_number(text)
+    if formulas and _last_number(text[formulas[0].end() :]) is None:
+        return next(part for part in formulas[0].groups() if part is not None).strip() or None
+    return None if number is None else number[0]
 
 
 def exact_match(answer: str, reference: str) -> bool:
@@ -161,46 +173,18 @@ def exact_match(answer: str, reference: str) -> bool:
 def numeric_value(text: str) -> Decimal | Fraction | None:
     """The number that ``text`` is, or ``None`` where it is anything else. Exact: no floating point.
 
-    Read are signs, thousands separators, decimals, ``$``, a trailing period, ``a/b``, ``1 1/2``, ``\\frac{a}{b}``, and one word
-    of unit (``72 apples``) unless the word changes the value (``5 million``). A percent sign is dropped: ``50%`` is 50, not 1/2,
-    since a question that asks for a percentage has it in its reference both ways.
+    Read is what ``quantities.read_quantity`` reads, with one word of unit behind a space at most (``72 apples``), and none that
+    changes the value (``5 million``, ``3 am``). The unit is dropped: ``numeric_equal`` compares it.
     """
-    if len(text) > LONGEST_NUMBER:
-        return None
-    text = _unwrap(text)
-    fraction = FRACTION_COMMAND.fullmatch(text.removeprefix("$"))  # of "$\\frac{1}{2}$" in running text the second $ is cut off
-    if fraction:
-        sign, top, bottom = fraction.groups()
-        return None if int(bottom) == 0 else Fraction(int(top), int(bottom)) * (-1 if sign == "-" else 1)
-    match = WHOLE_NUMBER.fullmatch(text)
-    if match is None or NOT_UNITS.fullmatch(match["tail"] or "") or (match["sign"] and match["inner"]):
-        return None
-    sign = -1 if "-" in (match["sign"], match["inner"]) else 1
-    value = Decimal(match["value"].replace(",", ""))
-    if match["denominator"] is None:
-        return value.copy_negate() if sign < 0 and value else value
-    bottom = int(match["denominator"].replace(",", ""))
-    if bottom == 0:
-        return None
-    whole = int((match["whole"] or "0").replace(",", ""))
-    return sign * (whole + Fraction(value) / bottom)
-
-
-def _unwrap(text: str) -> str:
-    """Without the dress that leaves a number what it is: ``$...$``, ``**...**``, ``\\$``, ``\\%``, ``{,}``."""
-    text = text.translate(DASHES).strip()
-    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`")):
-        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-            text = text[len(left) : -len(right)].strip()
-    for written, meant in (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\,", "")):
-        text = text.replace(written, meant)
-    return text.strip()
+    found = read_quantity(text)
+    return None if found is None or found.tight or found.words > 1 else found.value
 
 
 def numeric_equal(answer: str, reference: str) -> bool:
-    """Both are numbers, and the same one: ``3.0`` and ``3``, ``1/2`` and ``0.5``, ``$1,000`` and ``1000``."""
-    left, right = numeric_value(answer), numeric_value(reference)
-    return left is not None and right is not None and Fraction(left) == Fraction(right)
+    """Both are numbers, and the same one in the same unit, if both have one: ``3.0`` and ``3``, ``1/2`` and ``0.5``, ``$1,000`` and
+    ``1000``; not ``7 feet`` and ``7 inches``."""
+    left, right = read_quantity(answer), read_quantity(reference)
+    return left is not None and right is not None and quantities_equal(left, right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,38 +197,71 @@ class Grade:
     """``extracted`` equals the reference as text."""
     numeric: bool
     """``extracted`` equals the reference as a number."""
-    strict: bool
-    """``extracted`` is right: exactly, as a number, or as mathematics."""
-    lenient: bool
-    """Strict, or right in another style's place, or the last number of the text is the reference."""
+    strict: bool | None
+    """``extracted`` is right: exactly, as a number, or as mathematics. ``None`` where that could not be found out (see ``failure``)."""
+    lenient: bool | None
+    """Strict, or right in another style's place, or the last number of the text is the reference. ``None`` as for ``strict``."""
+    failure: str | None = None
+    """What kept math-verify from an answer, where ``strict`` or ``lenient`` is ``None``."""
 
 
-def grade(text: str, reference: str, style: AnswerStyle) -> Grade:
-    """Judge the completion ``text`` against ``reference``. Never raises, whatever the policy wrote."""
+def grade(text: str, reference: str | Sequence[str], style: AnswerStyle) -> Grade:
+    """Judge the completion ``text`` against ``reference``, or against several of which any is right. Never raises, whatever the policy
+    wrote."""
+    references = [reference] if isinstance(reference, str) else reference
     extracted = extract_answer(text, style)
-    if extracted is None:
-        return Grade(None, False, False, False, _right_somewhere(text, reference, style))
-    exact = exact_match(extracted, reference)
-    numeric = numeric_equal(extracted, reference)
-    strict = exact or numeric or _equal_as_maths(extracted, reference)
-    return Grade(extracted, exact, numeric, strict, strict or _right_somewhere(text, reference, style))
+    failures: list[str] = []
+    exact = extracted is not None and any(exact_match(extracted, one) for one in references)
+    numeric = extracted is not None and any(numeric_equal(extracted, one) for one in references)
+    strict = exact or numeric or _any_equal([extracted], references, failures)
+    elsewhere = strict or _right_somewhere(text, references, style, failures)
+    lenient = elsewhere if elsewhere or strict is not None else None
+    return Grade(extracted, exact, numeric, strict, lenient, failures[0] if failures else None)
 
 
-def _right_somewhere(text: str, reference: str, style: AnswerStyle) -> bool:
-    last_number = extract_last_number(text)
-    if last_number is not None and numeric_equal(last_number, reference):
+def _right_somewhere(text: str, references: Sequence[str], style: AnswerStyle, failures: list[str]) -> bool | None:
+    last = _last_number(text)
+    if last is not None and any(_last_number_is(*last, reference) for reference in references):
         return True
-    found = [extract_answer(text, other) for other in PLACES if other != style]
-    return any(answer is not None and answers_equal(answer, reference) for answer in found)
+    return _any_equal([extract_answer(text, other) for other in PLACES if other != style], references, failures)
 
 
-def answers_equal(answer: str, reference: str) -> bool:
-    """Equal as text, as numbers, or as mathematics."""
-    return exact_match(answer, reference) or numeric_equal(answer, reference) or _equal_as_maths(answer, reference)
-
-
-def _equal_as_maths(answer: str, reference: str) -> bool:
-    # Two plain numbers have been compared already, exactly.
-    if numeric_value(answer) is not None and numeric_value(reference) is not None:
+def _last_number_is(number: str, behind: str, reference: str) -> bool:
+    """A word behind the number takes part where it changes the value, or where it is another unit than the reference's."""
+    if "$" in number and behind.startswith("$"):
+        number, behind = number.replace("\\$", "").replace("$", ""), behind[1:]
+    word = WORD_BEHIND.match(behind)
+    if word is None:
+        return not behind.startswith(("_", "^", "²", "³")) and numeric_equal(number, reference)
+    if word[1].startswith(":") or word[1].lower() in CHANGES_THE_VALUE - RUNNING_ON:
         return False
-    return latex_equivalent(answer, reference)
+    measured = read_quantity(f"{number} {word[1]}") if word[1].lower() in MEASURES and word[1] not in RUNNING_ON else None
+    expected = read_quantity(reference)
+    return numeric_equal(number, reference) if measured is None else expected is not None and quantities_equal(measured, expected)
+
+
+def _any_equal(answers: Sequence[str | None], references: Sequence[str], failures: list[str]) -> bool | None:
+    """Whether some answer is right; ``None`` where none is known to be and one could not be checked."""
+    before = len(failures)
+    for answer in answers:
+        for reference in references:
+            try:
+                if answer is not None and answers_equal(answer, reference):
+                    return True
+            except UncheckedAnswerError as error:
+                failures.append(str(error))
+    return None if len(failures) > before else False
+
+
+def answers_equal(answer: str, reference: str | Sequence[str]) -> bool:
+    """Equal as text, as numbers, or as mathematics; to any of several references.
+
+    Raises UncheckedAnswerError where math-verify gave no verdict.
+    """
+    if not isinstance(reference, str):
+        failures: list[str] = []
+        verdict = _any_equal([answer], reference, failures)
+        if verdict is None:
+            raise UncheckedAnswerError(failures[0])
+        return verdict
+    return exact_match(answer, reference) or numeric_equal(answer, reference) or latex_equivalent(answer, reference)

@@ -97,19 +97,28 @@ def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, proble
     question = _question(row, columns.prompt)
     raw = _reach(row.values, columns.answer)
     try:
-        text = _answer_text(raw)
-        answer = extract_reference(text, answer_format)
+        texts = _answer_texts(raw)
+        answer, *also = dict.fromkeys(extract_reference(text, answer_format) for text in texts)
     except AnswerError as error:
         raise AnswerError(f"{row.name}, column {columns.answer!r}: {error} (or set data.on_bad_answer to drop)") from error
     rest = {name: value for name, value in row.values.items() if name not in (*columns.prompt, columns.answer)}
-    if "solution" not in rest and text.strip() != answer:
-        rest["solution"] = text
-    return Problem(problem_id, question, answer, rest)
+    if "solution" not in rest and texts[0].strip() != answer:
+        rest["solution"] = texts[0]
+    return Problem(problem_id, question, answer, rest, tuple(also))
+
+
+def _answer_texts(value: Any) -> list[str]:
+    """One text, or of a list every one: each is an answer that counts as right."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        return [_answer_text(value)]
+    if not value:
+        raise AnswerError("the answer is an empty list: mend the row")
+    return [_answer_text(one) for one in value]
 
 
 def _answer_text(value: Any) -> str:
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise AnswerError("the answer is missing: mend the row")
     if isinstance(value, float):

@@ -27,7 +27,7 @@ def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None
 
     Keys: ``source``, ``split``, ``rows`` (how many), ``usable``, ``columns`` (``all``, ``prompt``, ``answer``),
     ``answer_style``, ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the
-    first ``rows``: ``id``, ``question``, ``answer``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and
+    first ``rows``: ``id``, ``question``, ``answer``, ``also``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and
     ``prompt_tokens`` (``measured``, ``min``, ``median``, ``p95``, ``max``; ``None`` without a tokenizer). Raises DataError only
     where no row can be read at all.
     """
@@ -70,7 +70,13 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
 
 def _example(problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: Any) -> dict[str, Any]:
     question = problem.question if isinstance(problem.question, str) else [dict(m) for m in problem.question]
-    shown = {"id": problem.id, "question": question, "answer": problem.answer, "worked": worked_completion(problem, style)}
+    shown = {
+        "id": problem.id,
+        "question": question,
+        "answer": problem.answer,
+        "also": list(problem.also),
+        "worked": worked_completion(problem, style),
+    }
     if tokenizer is None:
         return shown
     rendered = render(problem, tokenizer, prompt, system)

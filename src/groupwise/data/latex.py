@@ -1,80 +1,240 @@
-"""Mathematical equivalence through math-verify, with a time limit that holds anywhere.
+r"""When two answers are equal as mathematics: what has to agree before math-verify is asked, and what it is never asked.
 
-math-verify limits its own time with ``signal.alarm``, which works on the main thread only, and an expression such as
-``9^{9^{9^9}}`` cannot be interrupted from Python at all. So it runs in one worker process, started when it is first needed,
-and killed when it does not answer in time.
+math-verify alone drops units, subscripts of digits and the halves of a day, takes the right side of any equation, compares to six
+decimals, and does not tell ``x`` from ``X``. As a reward that pays wrong answers. So units, bases, times, ratios, names and brackets
+are compared here, by rules that say "unequal" where they are in doubt, and only what is left goes to the computer algebra system.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
-import os
-import queue
 import re
-import subprocess
-import sys
-import threading
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-__all__ = ["latex_equivalent", "latex_equivalent_in_text", "latex_failures"]
+from groupwise.data import algebra
+from groupwise.data.quantities import (
+    CHANGES_THE_VALUE,
+    FUNCTION_WORDS,
+    MEASURES,
+    colon_parts,
+    plain_text,
+    quantities_equal,
+    read_quantity,
+    same_unit,
+    split_unit,
+    time_of_day,
+)
+
+__all__ = ["latex_equivalent", "latex_failures", "renew_budget", "too_expensive"]
+
+renew_budget = algebra.renew_budget
 
 LONGEST_EXPRESSION = 500
 """Characters; a longer text is prose or noise, and never worth a computer algebra system's time."""
-LONGEST_TEXT = 4000
-"""Characters at the end of a completion in which math-verify looks for a final answer."""
-START_LIMIT_S = 60.0
-"""Importing sympy takes seconds on a busy machine."""
-STARTS_ALLOWED = 3
-"""Failed starts in a row after which no more are tried: math-verify is missing or broken."""
-CACHED_VERDICTS = 20_000
+LARGEST_EXPONENT = 5000
+"""Of a number's power, powers of powers multiplied; and the largest number whose factorial, binomial and so on is computed."""
+DEEPEST = 40
+"""Brackets within brackets."""
 
-MATHS_MARK = re.compile(r"[\\^_=+*/()\[\]{}<>|,\-0-9]")
+MATHS_MARK = re.compile(r"[\\^_=+*/()\[\]{}<>|,!\-0-9]")
 COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+")
 LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 FUNCTION = re.compile("sqrt|frac|infty|infinity|sinh|cosh|tanh|arcsin|arccos|arctan|theta|alpha|beta|gamma|floor|ceil")
-WHOLLY_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}")
+LAST_STOP = re.compile(r"(?<![\\.])[.,;]\s*$")
+WHOLLY_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textnormal|textrm)\s?\{([^{}]*)\}")
+TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textnormal|textrm)\s?\{\s*([^{}]*?)\s*\}")
+AND_OR = re.compile(r"(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s))\s*")
+SIGNS: Mapping[str, str] = {
+    "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+}  # fmt: skip
+ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+REWRITTEN = tuple(
+    (re.compile(pattern), meant)
+    for pattern, meant in (
+        (r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])", ""),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:textnormal|textrm|mbox|mathrm)(?![A-Za-z])", r"\\text"),
+        (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
+        (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\phantom\s?(?=[-+])", " "),
+        (r"^\s*\\(?:approx|therefore|implies)(?![A-Za-z])\s*", ""),
+        (r"\^\{\s?([0-9A-Za-z])\s?\}", r"^\1"),
+        (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
+        (r"\(([0-9A-F]+)\)_", r"\1_"),
+        (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),
+        (r"(?<!\\)\{\s?([0-9]{1,3}(?:,[0-9]{3})+)\s?\}", lambda found: "{" + found[1].replace(",", "") + "}"),
+    )
+)
+UNREADABLE = re.compile(
+    # Parts of an expression that math-verify drops or misreads: percentages within, repeated decimals, dots, bases, 1e5.
+    r"[%$]|\\(?:overline|bar|dot|hat|vec|widehat|overrightarrow|ldots|dots|cdots)(?![A-Za-z])|\.\.|[0-9][0-9A-F]*\s*_|[0-9][eE][+-]?[0-9]|"
+    r"\\text\s?\{|[^\x00-\x7f]|[0-9]\s*\^\s*\{?\s*(?:st|nd|rd|th)(?![a-z])"
+)
+WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
+EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
+NAME = re.compile(
+    r"(?:\\(?:angle|triangle|measuredangle|overline|text)\s?)?\{?(?:m\\angle\s?)?(?:\\?[A-Za-z]+|[A-Za-z][A-Za-z ]*)\}?"
+    r"(?:_\{?\w+\}?)?'?(?:\^\{-1\})?(?:\([\w, ]+\))?"
+)
+COMMANDS = re.compile(r"\\[A-Za-z]+")
+THOUSANDS = re.compile("[0-9],[0-9]{3}(?![0-9])")
+DIGITS = re.compile("[0-9]+")
 
 
-def latex_equivalent(answer: str, reference: str, timeout_s: float = 5.0) -> bool:
-    """Whether math-verify finds ``answer`` equal to ``reference`` (``\\frac{1}{2}`` and ``0.5``, ``x=3`` and ``3``).
+def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIMEOUT_S) -> bool:
+    r"""Whether ``answer`` is equal to ``reference`` as mathematics (``\frac{1}{2}`` and ``0.5``, ``x=3`` and ``3``).
 
-    Prose and over-long texts are not handed over: they are equal only as text. Safe on any thread, and back after about
-    ``timeout_s`` seconds whatever the texts are (the worker's first start, a few seconds, comes on top). Never raises: a
-    time-out or a crash is ``False`` and is counted in ``latex_failures``.
+    Prose, over-long texts and expressions that would take long to compute (``9^{9^9}``) are equal only as text. Safe on any thread.
+
+    Raises UncheckedAnswerError where math-verify, asked twice, gave no verdict.
     """
-    answer, reference = _plain(answer), _plain(reference)
-    if answer == reference:
-        return True
-    if not (_is_maths(answer) and _is_maths(reference)) or not (MATHS_MARK.search(answer) or MATHS_MARK.search(reference)):
-        return False
-    return _CHECKER.equivalent(answer, reference, timeout_s)
-
-
-def latex_equivalent_in_text(text: str, reference: str, timeout_s: float = 5.0) -> bool:
-    """Whether the final answer that math-verify itself finds in ``text`` equals ``reference``: its own extraction, of LaTeX between
-    dollar signs or in ``\\boxed`` and of plain numbers. Time, safety and failures are as for ``latex_equivalent``."""
-    reference = _plain(reference)
-    if not _is_maths(reference) or not MATHS_MARK.search(text):
-        return False
-    return _CHECKER.equivalent(text[-LONGEST_TEXT:], reference, timeout_s, in_text=True)
+    if max(len(answer), len(reference)) > LONGEST_EXPRESSION:
+        return answer.strip() == reference.strip()
+    return _equal(_normal(answer), _normal(reference), timeout_s)
 
 
 def latex_failures() -> Mapping[str, int]:
-    """How often math-verify could not be asked since this process began: ``timeout``, ``crash``, ``unavailable``."""
-    return dict(_CHECKER.failures)
+    """How often math-verify gave no verdict since this process began: ``timeout``, ``crash``, ``unavailable``."""
+    return algebra.failures()
 
 
-def _plain(text: str) -> str:
-    text = text.strip()
-    while len(text) > 1 and text.startswith("$") and text.endswith("$"):
-        text = text[1:-1].strip()
+def _normal(text: str) -> str:
+    """One of several ways to write the same thing; nothing that changes the meaning."""
+    text = LAST_STOP.sub("", plain_text(text))
     whole = WHOLLY_TEXT.fullmatch(text)
-    return whole.group(1).strip() if whole else text
+    text = whole[1].strip() if whole else text
+    text = ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    for sign, command in SIGNS.items():
+        text = text.replace(sign, command)
+    for pattern, meant in REWRITTEN:
+        text = pattern.sub(meant, text)
+    return AND_OR.sub(", ", LAST_STOP.sub("", " ".join(text.split()))).strip()
+
+
+def _same_text(left: str, right: str) -> bool:
+    """White space aside where it separates nothing."""
+    left, right = (re.sub(r"\s+(?![0-9A-Za-z])|(?<![0-9A-Za-z])\s+", "", text) for text in (left, right))
+    return left == right
+
+
+def _equal(answer: str, reference: str, timeout_s: float) -> bool:
+    if _same_text(answer, reference):
+        return bool(answer)
+    times = time_of_day(answer), time_of_day(reference)
+    if times != (None, None):
+        return times[0] == times[1]
+    if "=" in answer or "=" in reference:
+        return _equations_equal(answer, reference, timeout_s)
+    ratios = colon_parts(answer), colon_parts(reference)
+    if ratios != (None, None):
+        return _ratios_equal(*ratios)
+    measured = read_quantity(answer), read_quantity(reference)
+    if measured[0] is not None and measured[1] is not None:
+        return quantities_equal(measured[0], measured[1])
+    (answer, unit), (reference, expected) = _measured(answer), _measured(reference)
+    if not same_unit(unit, expected) or not answer or not reference:
+        return False
+    if unit is not None or expected is not None:
+        return _equal(answer, reference, timeout_s)
+    return _ask(answer, reference, timeout_s)
+
+
+def _measured(text: str) -> tuple[str, str | None]:
+    """Body and unit; a unit that may be a product of letters stays where it is."""
+    body, unit, _, tight = split_unit(text)
+    return (text, None) if tight else (body, unit)
+
+
+def _ratios_equal(left: list[str] | None, right: list[str] | None) -> bool:
+    """Part by part: ``2:4`` may be a clock time, and is not reduced."""
+    if left is None or right is None or len(left) != len(right):
+        return False
+    pairs = [(read_quantity(a), read_quantity(b), a == b != "") for a, b in zip(left, right, strict=True)]
+    return all(same or (a is not None and b is not None and quantities_equal(a, b)) for a, b, same in pairs)
+
+
+# --- equations ---------------------------------------------------------------------------------------------------------
+
+
+def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
+    """``x = 3`` and ``3`` are equal, ``x = 3`` and ``y = 3`` are not, and in ``12 + 7 = 19`` each side has to be the reference."""
+    left, right = _list(answer), _list(reference)
+    if len(left) > 1 or len(right) > 1:
+        return _lists_equal(left, right, timeout_s)
+    said, asked = _sides(answer), _sides(reference)
+    if len(said) == len(asked) == 2 and not (said[0] == "" or asked[0] == ""):
+        if _is_name(said[0]) and _is_name(asked[0]):
+            return _same_text(said[0], asked[0]) and _equal(said[1], asked[1], timeout_s)
+        letters = all(re.search("[A-Za-z]", COMMANDS.sub("", text)) for text in (answer, reference))
+        return letters and _ask(answer, reference, timeout_s)
+    if len(asked) == 2 and _is_name(asked[0]) and len(said) == 1:
+        return _equal(said[0], asked[1], timeout_s)
+    if len(asked) > 1:
+        return False
+    names = next((i for i, side in enumerate(said[:-1]) if not _is_name(side)), len(said) - 1)
+    values = said[names:]
+    return all(value != "" and _equal(value, asked[0], timeout_s) for value in values)
+
+
+def _lists_equal(answer: list[str], reference: list[str], timeout_s: float) -> bool:
+    """Of lists with names: the same names with equal values in any order, or one name (``x = 1, x = 2``) for a list without."""
+    said, asked = _named(answer), _named(reference)
+    if said is None or asked is None or len(said) != len(asked):
+        return False
+    names, expected = [name for name, _ in said], [name for name, _ in asked]
+    if any(expected):
+        order = sorted(range(len(said)), key=lambda i: names[i]), sorted(range(len(asked)), key=lambda i: expected[i])
+        if sorted(names) != sorted(expected) or len(set(names)) < len(names):
+            return False
+        return all(_equal(said[i][1], asked[j][1], timeout_s) for i, j in zip(*order, strict=True))
+    if len(set(names) - {""}) > 1:
+        return False
+    return _equal(", ".join(value for _, value in said), ", ".join(value for _, value in asked), timeout_s)
+
+
+def _named(items: list[str]) -> list[tuple[str, str]] | None:
+    """Name and value of each, a name of "" where it has none; ``None`` where an item is another kind of equation."""
+    found = []
+    for item in items:
+        sides = _sides(item)
+        if len(sides) > 2 or "" in sides or (len(sides) == 2 and not _is_name(sides[0])):
+            return None
+        found.append((sides[0].replace(" ", "") if len(sides) == 2 else "", sides[-1]))
+    return found
+
+
+def _sides(text: str) -> list[str]:
+    return [side.strip() for side in EQUALS.split(text)]
+
+
+def _is_name(text: str) -> bool:
+    return NAME.fullmatch(text) is not None
+
+
+def _list(text: str) -> list[str]:
+    """What stands between commas and semicolons outside brackets."""
+    items, depth, begin = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "({[") - (sign in ")}]")
+        if sign in ",;" and depth == 0 and not THOUSANDS.match(text[max(0, place - 1) : place + 5]):
+            items.append(text[begin:place].strip())
+            begin = place + 1
+    return [*items, text[begin:].strip()]
+
+
+# --- what math-verify is asked ---------------------------------------------------------------------------------------------
+
+
+def _ask(answer: str, reference: str, timeout_s: float) -> bool:
+    if not (_is_maths(answer) and _is_maths(reference)) or not (MATHS_MARK.search(answer) or MATHS_MARK.search(reference)):
+        return False
+    if _misread(answer) or _misread(reference) or not _same_brackets(answer, reference):
+        return False
+    if too_expensive(answer) or too_expensive(reference) or not _same_letters(answer, reference):
+        return False
+    return algebra.equivalent(answer, reference, timeout_s)
 
 
 def _is_maths(text: str) -> bool:
@@ -83,143 +243,113 @@ def _is_maths(text: str) -> bool:
     return all(FUNCTION.fullmatch(word) for word in LONG_WORD.findall(COMMAND.sub(" ", text)))
 
 
-class _WorkerTimeout(Exception):
-    pass
+def _misread(text: str) -> bool:
+    """Whether something stands in ``text`` that math-verify is known to drop or to take for another thing."""
+    if UNREADABLE.search(TEXT.sub(lambda found: found[1] if len(found[1]) == 1 else found[0], text)):
+        return True
+    for space, word in WORD_AFTER_NUMBER.findall(text):
+        if word not in FUNCTION_WORDS and (word.lower() in MEASURES or (space and word.lower() in CHANGES_THE_VALUE)):
+            return True
+    return False
 
 
-class _WorkerGone(Exception):
-    pass
+def _same_letters(answer: str, reference: str) -> bool:
+    """False where the two differ in capitals only: math-verify writes all letters small."""
+    left, right = (set(re.findall(r"\\?[A-Za-z]+", TEXT.sub(r"\1", text))) for text in (answer, reference))
+    left, right = ({c for word in words for c in ([word] if word[0] == "\\" else word)} for words in (left, right))
+    return left == right or {c.lower() for c in left} != {c.lower() for c in right}
 
 
-class _Worker:
-    """One process running ``latex_worker.py``, spoken to in lines of JSON."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("latex_worker.py")
-        # -P: otherwise this folder heads sys.path, and our inspect.py hides the standard library's.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self.owner = os.getpid()
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # A thread that blocks on the pipe, because no portable call reads a line with a time limit.
-        threading.Thread(target=self._read, name="groupwise-latex", daemon=True).start()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in self.process.stdout or ():
-                self._lines.put(line)
-        self._lines.put(b"")
-
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            raise _WorkerTimeout from None
-        if not line.endswith(b"\n"):
-            raise _WorkerGone
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def ask(self, answer: str, reference: str, timeout_s: float, in_text: bool) -> bool:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps([answer, reference, timeout_s, in_text]).encode() + b"\n")
-            self.process.stdin.flush()
-        except (OSError, ValueError):
-            raise _WorkerGone from None
-        reply = self.receive(timeout_s)
-        if "error" in reply:
-            raise _WorkerGone
-        return bool(reply["equal"])
-
-    def kill(self) -> None:
-        if self.owner != os.getpid():  # inherited through a fork: the worker belongs to the parent
-            return
-        with contextlib.suppress(OSError):
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError, ValueError):
-                if pipe is not None:
-                    pipe.close()
+def _same_brackets(answer: str, reference: str) -> bool:
+    """An interval or a point and a set are two things; a list without brackets is a set."""
+    left, right = _brackets(answer), _brackets(reference)
+    return left == right or "" in (left, right)
 
 
-class _Checker:
-    """Owns the worker, the lock around it, and the verdicts already given."""
+def _brackets(text: str) -> str:
+    """What encloses a list: ``()``, ``[)``, ``list`` for a set; "" for what is no list."""
+    text = text.strip()
+    if len(_list(text)) > 1 or text.startswith("\\{"):
+        return "list"
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]" or len(_list(text[1:-1])) < 2:
+        return ""
+    depth = 0
+    for sign in text[:-1]:
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0:
+            return ""
+    return text[0] + text[-1]
 
-    def __init__(self) -> None:
-        self.failures: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
-        self._failed_starts = 0
-        self._verdicts: OrderedDict[tuple[str, str, bool], bool] = OrderedDict()
 
-    def equivalent(self, answer: str, reference: str, timeout_s: float, in_text: bool = False) -> bool:
-        key = (answer, reference, in_text)
-        with self._lock:
-            if key in self._verdicts:
-                self._verdicts.move_to_end(key)
-                return self._verdicts[key]
-            worker = self._started()
-            if worker is None:
-                self.failures["unavailable"] += 1
-                return False
-            verdict = self._ask(worker, answer, reference, timeout_s, in_text)
-            # A time-out is remembered too: the same expression would cost its full limit again and again.
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > CACHED_VERDICTS:
-                self._verdicts.popitem(last=False)
-            return verdict
-
-    def _ask(self, worker: _Worker, answer: str, reference: str, timeout_s: float, in_text: bool) -> bool:
-        try:
-            return worker.ask(answer, reference, timeout_s, in_text)
-        except _WorkerTimeout:
-            self.failures["timeout"] += 1
-        except Exception:
-            self.failures["crash"] += 1
-        except BaseException:  # Ctrl-C between question and reply: the reply must not answer the next question
-            self._stop()
-            raise
-        self._stop()
+def too_expensive(text: str) -> bool:
+    r"""Whether computing ``text`` could take long or fill the memory: powers of powers and factorials of factorials of numbers, large
+    exponents, sums and products with large bounds. It never takes long itself."""
+    if re.search(r"!\s*[)}\]\s]*!", text) or re.search(r"\\(?:uparrow|Uparrow|prod|sum|int|iint|lim|Gamma)(?![A-Za-z])", text):
+        return True
+    grows = "!" in text or re.search(r"\\[dt]?binom|\\choose", text)
+    if grows and any(len(number) > 4 or int(number) > LARGEST_EXPONENT for number in DIGITS.findall(text)):
+        return True
+    if not grows and "^" not in text:
         return False
-
-    def _started(self) -> _Worker | None:
-        if self._worker is not None and self._worker.owner != os.getpid():
-            self._worker = None
-        if self._worker is None and self._failed_starts < STARTS_ALLOWED:
-            try:
-                self._worker = _Worker()
-                self._worker.receive(START_LIMIT_S)
-                self._failed_starts = 0
-            except Exception:
-                self._failed_starts += 1
-                self._stop()
-        return self._worker
-
-    def _stop(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
-
-    def close(self) -> None:
-        if self._lock.acquire(timeout=1.0):
-            try:
-                self._stop()
-            finally:
-                self._lock.release()
+    return _height(text) > LARGEST_EXPONENT
 
 
-_CHECKER = _Checker()
-atexit.register(lambda: _CHECKER.close())
+def _height(text: str) -> float:
+    """The largest product of exponents that stand upon each other, factorials counting by their number."""
+    heights: list[float] = [1.0]
+    stack: list[list[float]] = []
+    last = 1.0
+    place = 0
+    while place < len(text):
+        sign = text[place]
+        if sign in "({[":
+            stack.append(heights)
+            heights, last = [1.0], 1.0
+            if len(stack) > DEEPEST:
+                return float("inf")
+        elif sign in ")}]" and stack:
+            last = max(heights)
+            heights = stack.pop()
+            heights.append(last)
+        elif sign == "!":
+            if last > 1:
+                return float("inf")
+            last = max((float(n) for n in DIGITS.findall(text[max(0, place - 12) : place])), default=9.0)
+            heights.append(last)
+        elif sign == "^":
+            exponent, place = _exponent(text, place + 1)
+            if text[place : place + 2].lstrip().startswith("^"):  # 9^9^9 is a tower
+                return float("inf")
+            last *= _power(exponent)
+            heights.append(last)
+            continue
+        elif not sign.isspace():
+            last = 1.0
+        place += 1
+    return max([*heights, *(height for level in stack for height in level)])
 
 
-def _renew_after_fork() -> None:
-    """A forked child must not wait for a lock that a thread of its parent held, nor talk to its parent's worker."""
-    global _CHECKER
-    _CHECKER = _Checker()
+def _exponent(text: str, place: int) -> tuple[str, int]:
+    """What stands in the exponent that begins at ``place``, and where it ends."""
+    while place < len(text) and text[place] == " ":
+        place += 1
+    if place >= len(text) or text[place] not in "{(":
+        found = re.compile(r"[+-]?[0-9]+|\\[A-Za-z]+|.?", re.DOTALL).match(text, place)
+        assert found is not None
+        return found[0], max(found.end(), place + 1)
+    depth = 0
+    for end in range(place, len(text)):
+        depth += (text[end] in "({[") - (text[end] in ")}]")
+        if depth == 0:
+            return text[place + 1 : end], end + 1
+    return text[place + 1 :], len(text)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)
+def _power(exponent: str) -> float:
+    exponent = re.sub(r"([A-Za-z])\s?\^\s?\{?\s?([0-9])(?![0-9])\s?\}?", r"\1", exponent)  # e^{x^2} is no tower
+    if "^" in exponent or "!" in exponent:
+        return float("inf")
+    product = 1.0
+    for number in DIGITS.findall(exponent):
+        product *= max(1.0, float(number[:20]) * 10.0 ** max(0, len(number) - 20))
+    return product

@@ -1,8 +1,9 @@
 """Prepared problem sets on disk: checked and split once, then read without looking for columns or answers again.
 
 A folder of three UTF-8 files. ``train.jsonl`` and ``held_out.jsonl`` hold one object a line: ``id``, ``question`` (text, or a
-list of ``{role, content}``), ``answer``, ``columns`` (an object). ``metadata.json`` holds ``format`` (``groupwise-problems``),
-``version``, ``counts``, ``answer_style``, ``description``, ``dropped`` and ``fingerprint``.
+list of ``{role, content}``), ``answer``, ``columns`` (an object), and where further answers are right too ``also``, a list of them.
+``metadata.json`` holds ``format`` (``groupwise-problems``), ``version``, ``counts``, ``answer_style``, ``description``, ``dropped`` and
+``fingerprint``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def load_part(source: str, part: Part) -> list[Problem]:
 
 def _problem(row: Mapping[str, Any]) -> Problem:
     question = row["question"] if isinstance(row["question"], str) else tuple(row["question"])
-    return Problem(row["id"], question, row["answer"], row["columns"])
+    return Problem(row["id"], question, row["answer"], row["columns"], tuple(row.get("also", ())))
 
 
 def write(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: Mapping[str, Any]) -> None:
@@ -96,4 +97,5 @@ def write(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: Mapping[s
 
 def _row(problem: Problem) -> dict[str, Any]:
     question = problem.question if isinstance(problem.question, str) else list(problem.question)
-    return {"id": problem.id, "question": question, "answer": problem.answer, "columns": dict(problem.columns)}
+    row = {"id": problem.id, "question": question, "answer": problem.answer, "columns": dict(problem.columns)}
+    return {**row, "also": list(problem.also)} if problem.also else row

@@ -49,7 +49,7 @@ class ProblemSet:
         digest = hashlib.blake2b(digest_size=8)
         for part in (self.train, self.held_out):
             for p in part:
-                digest.update(json.dumps([p.id, question_key(p), p.answer]).encode())
+                digest.update(json.dumps([p.id, question_key(p), *p.accepted]).encode())
             digest.update(b"|")
         return digest.hexdigest()
 

@@ -68,7 +68,7 @@ def contradictions(problems: ProblemSet) -> Evidence | None:
     """The same question with different reference answers."""
     found = []
     for same in repeated(problems.train):
-        other = next((p for p in same[1:] if not agree(p.answer, same[0].answer)), None)
+        other = next((p for p in same[1:] if not agree(p, same[0])), None)
         if other is not None:
             found.append((same[0], other))
     if not found:
@@ -77,12 +77,13 @@ def contradictions(problems: ProblemSet) -> Evidence | None:
         f"{len(found):,} questions stand there with different reference answers: whichever the policy gives, one of them is "
         "scored as wrong",
         numbers={"questions": len(found)},
-        examples=tuple(pair(a, b, f"answers {a.answer} and {b.answer}") for a, b in found[:3]),
+        examples=tuple(pair(a, b, f"answers {a.expected} and {b.expected}") for a, b in found[:3]),
     )
 
 
-def agree(first: str, second: str) -> bool:
-    return exact_match(first, second) or numeric_equal(first, second)
+def agree(first: Problem, second: Problem) -> bool:
+    """Whether some answer is right for both."""
+    return any(exact_match(a, b) or numeric_equal(a, b) for a in first.accepted for b in second.accepted)
 
 
 def leakage(problems: ProblemSet) -> Evidence | None:

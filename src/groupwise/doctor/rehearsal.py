@@ -52,7 +52,7 @@ class Rehearsal:
 
     def completions(self, index: int) -> list[Completion]:
         problem, style = self.problems[index], self.prepared.answer_style
-        others = (p for p in self.problems if p.answer != problem.answer)
+        others = (p for p in self.problems if p.answer not in problem.accepted)
         other = next(others, replace(problem, answer="12345.678"))
         texts = (
             worked_completion(problem, style),  # type: ignore[arg-type]

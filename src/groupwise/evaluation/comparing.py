@@ -24,6 +24,8 @@ def paired_comparison(
     several: how many problems got better and worse, and the exact paired permutation test, which exchanges the two models' results
     problem by problem. ``difference`` is after minus before, as a share, with a 95% interval in which problems are the unit.
 
+    Problems with a completion that could not be checked (a verdict of ``None``) are left out.
+
     A paired test sees more than two overlapping intervals do: problems that stayed right or wrong cancel out.
 
     Raises:
@@ -31,7 +33,12 @@ def paired_comparison(
     """
     before, after = by_problem(before_records), by_problem(after_records)
     check_pairs(before, after)
-    rights = [(count_right(before[name], key), count_right(after[name], key)) for name in before]
+    names = [name for name in before if all(record[key] is not None for record in (*before[name], *after[name]))]
+    if not names:
+        raise DataError(
+            "math-verify gave no verdict on any problem that two evaluations share: check that it is installed and starts"
+        )
+    rights = [(count_right(before[name], key), count_right(after[name], key)) for name in names]
     samples = len(next(iter(before.values())))
     differences = [b - a for a, b in rights]
     common: dict[str, Any] = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from groupwise.errors import DataError
 from groupwise.evaluation.records import vote
 from groupwise.evaluation.statistics import clustered_interval, majority_at_k, pass_at_k
 
@@ -24,8 +25,9 @@ def by_problem(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def shares_by_problem(records: Sequence[Record], key: str) -> list[float]:
-    """For each problem the share of its samples in which ``key`` is true."""
-    return [sum(bool(r[key]) for r in samples) / len(samples) for samples in by_problem(records).values()]
+    """For each problem the share of its samples in which ``key`` is true, of those where that is known."""
+    known = [record for record in records if record[key] is not None]
+    return [sum(bool(r[key]) for r in samples) / len(samples) for samples in by_problem(known).values()]
 
 
 def share(records: Sequence[Record], key: str) -> tuple[float, float, float]:
@@ -38,8 +40,15 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     """What the records come to: for each verdict they hold ``[mean, low, high]`` (with several samples this is mean@n), further
     ``pass_at`` and ``majority_at`` by k where there are several samples of every problem, and what was written.
 
-    pass@k and majority@k go by the strict verdict.
+    pass@k and majority@k go by the strict verdict. Records without one (``None``: math-verify gave no verdict) are left out of all
+    figures and counted as ``unchecked``, which is absent where there are none.
+
+    Raises DataError where no record is left.
     """
+    unchecked = sum(record["strict"] is None for record in records)
+    records = [record for record in records if record["strict"] is not None]
+    if not records:
+        raise DataError(f"math-verify gave no verdict on any of {unchecked} completions: check that it is installed and starts")
     grouped = by_problem(records)
     samples = min(len(group) for group in grouped.values())
     found: dict[str, Any] = {
@@ -49,6 +58,8 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
         "stop_rate": math.fsum(r["finish_reason"] == "stop" for r in records) / len(records),
         "mean_tokens": math.fsum(r["tokens"] for r in records) / len(records),
     }
+    if unchecked:
+        found["unchecked"] = unchecked
     for key in VERDICTS:
         if all(key in record for record in records):
             found[key] = list(share(records, key))

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle
+from groupwise.data.latex import renew_budget
 from groupwise.data.sources import held_out_from
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import figures
-from groupwise.evaluation.records import further_verdicts, make_record
+from groupwise.evaluation.records import further_verdicts, make_record, references_of
 from groupwise.tracking import Trackers
 from groupwise.types import Problem, Prompt
 
@@ -101,6 +102,13 @@ def evaluation_of(
 ) -> Evaluation:
     """The figures that ``records`` come to. ``conditions`` has at least ``temperature`` and ``max_tokens``."""
     found = figures(records)
+    if unchecked := found.get("unchecked"):
+        logger.warning(
+            "%d of %d completions are left out of the %s figures: math-verify, asked twice, gave no verdict on their answers",
+            unchecked,
+            len(records),
+            stage.replace("_", " "),
+        )
     return Evaluation(
         stage=stage,
         mode=mode,
@@ -153,13 +161,14 @@ def evaluate(
     sampled = engine.sample(prompts, samples, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=on_progress)
     assert len(sampled) == len(prompts), f"the engine answered {len(sampled)} of {len(prompts)} prompts"
     assert all(len(group) == samples for group in sampled), f"the engine did not sample {samples} of each"
+    renew_budget()
     records = [
         make_record(prompt, completion, style, index)
         for prompt, group in zip(prompts, sampled, strict=True)
         for index, completion in enumerate(group)
     ]
     if further:
-        records = [{**r, **further_verdicts(r["response"], r["expected"], style)} for r in records]
+        records = [{**r, **further_verdicts(r["response"], references_of(r), style)} for r in records]
     sampling = {
         "temperature": 0.0 if settings.greedy else settings.temperature,
         "max_tokens": settings.max_tokens,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, extract_answer, grade, numeric_value
-from groupwise.data.latex import latex_equivalent_in_text
-from groupwise.errors import DataError
+from groupwise.data.answers import (
+    PLACES,
+    AnswerStyle,
+    answers_equal,
+    extract_answer,
+    extract_final_formula,
+    grade,
+    numeric_value,
+)
+from groupwise.errors import DataError, UncheckedAnswerError
 from groupwise.evaluation.field_rules import flexible_extract, matches, strict_match
 from groupwise.types import Completion, Prompt
 
@@ -21,6 +28,7 @@ __all__ = [
     "latex_right",
     "make_record",
     "read_records",
+    "references_of",
     "vote",
 ]
 
@@ -37,44 +45,48 @@ def make_record(prompt: Prompt, completion: Completion, style: AnswerStyle, samp
         "sample": sample,
         "question": question,
         "prompt": prompt.text,
-        "expected": problem.answer,
-        **verdicts(completion.text, problem.answer, style),
+        "expected": problem.expected,
+        **({"accepted": list(problem.accepted)} if problem.also else {}),
+        **verdicts(completion.text, problem.accepted, style),
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
         "response": completion.text,
     }
 
 
-def verdicts(text: str, reference: str, style: AnswerStyle) -> dict[str, Any]:
-    verdict = grade(text, reference, style)
+def verdicts(text: str, references: Sequence[str], style: AnswerStyle) -> dict[str, Any]:
+    """``strict`` and ``lenient`` are ``None`` where math-verify gave no verdict, and ``unchecked`` says why."""
+    verdict = grade(text, references, style)
     return {
         "extracted": verdict.extracted,
         "strict": verdict.strict,
         "lenient": verdict.lenient,
         "format": is_well_formed(text, style),
+        **({} if verdict.failure is None else {"unchecked": verdict.failure}),
     }
 
 
-def further_verdicts(text: str, reference: str, style: AnswerStyle) -> dict[str, bool]:
+def further_verdicts(text: str, references: Sequence[str], style: AnswerStyle) -> dict[str, bool | None]:
     """What ``groupwise eval`` says besides: ``latex``, and by the field's GSM8K rules ``field_strict`` and ``field_flexible``."""
     return {
-        "latex": latex_right(text, reference, style),
-        "field_strict": matches(strict_match(text), reference),
-        "field_flexible": matches(flexible_extract(text), reference),
+        "latex": latex_right(text, references, style),
+        "field_strict": any(matches(strict_match(text), one) for one in references),
+        "field_flexible": any(matches(flexible_extract(text), one) for one in references),
     }
 
 
-def latex_right(text: str, reference: str, style: AnswerStyle) -> bool:
-    """Whether the final answer, wherever it stands, equals ``reference`` as mathematics.
+def latex_right(text: str, references: str | Sequence[str], style: AnswerStyle) -> bool | None:
+    """Whether the final answer, wherever it stands, equals a reference as mathematics; ``None`` where math-verify gave no verdict.
 
-    The final answer is what stands in the place asked for, or else in another style's place, or else what math-verify finds in the
-    text by itself. One answer is compared, unlike in the lenient verdict, which takes a right one from any of these places.
+    The final answer is what stands in the place asked for, or else in another style's place, or else the last formula or number of
+    the text. One answer is compared, unlike in the lenient verdict, which takes a right one from any of these places.
     """
-    for place in (style, *(other for other in PLACES if other != style)):
-        found = extract_answer(text, place)
-        if found is not None:
-            return answers_equal(found, reference)
-    return latex_equivalent_in_text(text, reference)
+    places = (extract_answer(text, place) for place in (style, *(other for other in PLACES if other != style)))
+    final = next((found for found in places if found is not None), None) or extract_final_formula(text)
+    try:
+        return final is not None and answers_equal(final, references)
+    except UncheckedAnswerError:
+        return None
 
 
 def is_well_formed(text: str, style: AnswerStyle) -> bool:
@@ -103,8 +115,15 @@ def vote(record: Mapping[str, Any]) -> Any:
 
 def judge_again(record: Mapping[str, Any]) -> dict[str, Any]:
     """``record`` with every verdict made anew from its response and reference, by the rules of today."""
-    text, reference, style = record["response"], record["expected"], record["style"]
-    return {**record, **verdicts(text, reference, style), **further_verdicts(text, reference, style)}
+    text, references, style = record["response"], references_of(record), record["style"]
+    kept = {key: value for key, value in record.items() if key != "unchecked"}
+    return {**kept, **verdicts(text, references, style), **further_verdicts(text, references, style)}
+
+
+def references_of(record: Mapping[str, Any]) -> Sequence[str]:
+    """Every reference answer of a record."""
+    accepted: Sequence[str] = record.get("accepted") or [record["expected"]]
+    return accepted
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
+from groupwise.data.latex import latex_failures, renew_budget
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.asking import Asker
@@ -247,7 +248,10 @@ class RewardSuite:
         for prompt, completions in batch:
             if not completions:
                 raise RewardError(f"problem {prompt.problem.id!r} has no completions to score: sample at least one")
+        renew_budget()
+        unchecked = sum(latex_failures().values())
         components, failures, metrics = self._call_all(batch, on_progress)
+        metrics["answers/unchecked"] = Sum(sum(latex_failures().values()) - unchecked)
         sound = [g for g in range(len(batch)) if g not in failures]
         for reward in self.rewards:
             judged = [one for g in sound for one in components[g][reward.name]]

@@ -78,6 +78,7 @@ class Teller:
             "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
             "completions": [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for _, p, c in chosen],
             "answer": [p.problem.answer for _, p, _ in chosen],
+            "accepted_answers": [p.problem.accepted for _, p, _ in chosen],
             "answer_style": [self.answer_style for _ in chosen],
             "completion_ids": [list(c.token_ids) for _, _, c in chosen],
             "finish_reason": [c.finish_reason for _, _, c in chosen],

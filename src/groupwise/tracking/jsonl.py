@@ -122,12 +122,13 @@ def completion_rows(
             "sample": completion.sample,
             "prompt": group.prompt.text,
             "completion": completion.text,
-            "expected": group.prompt.problem.answer,
+            "expected": group.prompt.problem.expected,
+            **({"accepted": list(group.prompt.problem.accepted)} if group.prompt.problem.also else {}),
             "reward": group.rewards[g],
             "components": {name: scores[g] for name, scores in group.components.items()},
             **({"steps": {name: scores.steps[g] for name, scores in group.process.items()}} if group.process else {}),
             "advantage": advantages[g] if advantages is not None else None,
-            **(verdict(completion.text, group.prompt.problem.answer, style) if style else {}),
+            **(verdict(completion.text, group.prompt.problem.accepted, style) if style else {}),
             "finish_reason": completion.finish_reason,
             "tokens": len(completion.token_ids),
             "policy_version": completion.policy_version,
@@ -136,8 +137,8 @@ def completion_rows(
     ]
 
 
-def verdict(text: str, expected: str, style: AnswerStyle) -> dict[str, bool]:
-    found = grade(text, expected, style)
+def verdict(text: str, accepted: Sequence[str], style: AnswerStyle) -> dict[str, bool | None]:
+    found = grade(text, accepted, style)
     return {"strict": found.strict, "lenient": found.lenient}
 
 

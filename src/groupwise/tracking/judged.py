@@ -53,6 +53,8 @@ def figure_lines(rows: Rows) -> Iterable[tuple[str, list[str]]]:
         for k in sorted({int(k) for one in found for k in one.get(key, {})} - {1}):
             yield name.format(k), [with_interval(one.get(key, {}).get(str(k))) for one in found]
     yield "in the format", [percent(row["format_rate"]) for _, row in rows]
+    if any("unchecked" in one for one in found):
+        yield "not checked, left out", [str(one.get("unchecked", 0)) for one in found]
     yield "stopped", [percent(row["stop_rate"]) for _, row in rows]
     yield "tokens, mean", [f"{row['mean_tokens']:.0f}" for _, row in rows]
 

@@ -33,6 +33,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "steps/reward_<component>": ("score", "Mean reward of a step, before clipping and weight."),
     "calls/failed_<component>": ("count", "Calls of one function that raised, hung or gave nonsense (rewards.on_error: skip)."),
     "calls/killed_<component>": ("count", "Processes of one isolated function that were killed, or died, and were replaced."),
+    "answers/unchecked": (
+        "count",
+        "Answers on which math-verify, asked twice, gave no verdict: it took too long or its process ended. They are no zeros "
+        "(rewards.on_error).",
+    ),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
     "groups/zero_variance": (

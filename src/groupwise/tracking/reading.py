@@ -278,7 +278,8 @@ def completion_record(
     prompt, said, expected = (text(row.get(key)) for key in ("prompt", "completion", "expected"))
     strict, lenient = truth(row.get("strict")), truth(row.get("lenient"))
     if strict is None and may_grade and row.get("expected") is not None:
-        verdict = grade(said, expected, style)
+        accepted = row.get("accepted")
+        verdict = grade(said, [text(one) for one in accepted] if isinstance(accepted, list) else expected, style)
         strict, lenient = verdict.strict, verdict.lenient
     return CompletionRecord(
         step=step,

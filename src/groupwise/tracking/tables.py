@@ -104,6 +104,8 @@ def shortened(response: str) -> str:
 def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
     if record["strict"]:
         return "right", "green"
+    if record["strict"] is None:
+        return "not checked: math-verify gave no verdict", "yellow"
     return ("right, but not in the form asked for", "yellow") if record["lenient"] else ("wrong", "red")
 
 

@@ -1,4 +1,4 @@
-"""The process behind ``latex.py``: reads ``[answer, reference, timeout_s, in_text]`` lines of JSON, writes ``{"equal": bool}`` lines.
+"""The process behind ``algebra.py``: reads ``[answer, reference, timeout_s]`` lines of JSON, writes ``{"equal": bool}`` lines.
 
 Run as a script, so that it imports math-verify and nothing of groupwise. Its parent kills it when it is late.
 """
@@ -32,14 +32,18 @@ def die_after(seconds: float) -> None:
         signal.alarm(math.ceil(seconds))
 
 
-def equal(answer: str, reference: str, in_text: bool) -> bool:
-    """``in_text``: ``answer`` is a whole text, and math-verify looks for the final answer in it."""
-    from math_verify import parse, verify
+def equal(answer: str, reference: str) -> bool:
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
 
+    # Units are compared before we are asked; math-verify would drop them, and single letters that look like one.
+    as_written = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+    )
+    how = [LatexExtractionConfig(normalization_config=as_written)]
     # Time limits off: they would arm signal.alarm for nothing, and the parent's limit is the one that counts.
-    written = answer if in_text else f"${answer}$"
-    gold, target = (parse(text, parsing_timeout=None) for text in (f"${reference}$", written))
-    return bool(gold and target and verify(gold, target, timeout_seconds=None))
+    gold, target = (parse(f"${text}$", how, parsing_timeout=None) for text in (reference, answer))
+    return bool(gold and target and verify(gold, target, float_rounding=12, timeout_seconds=None))
 
 
 def main() -> None:
@@ -56,10 +60,10 @@ def main() -> None:
 
     reply({"ready": True})
     for line in sys.stdin:
-        answer, reference, timeout_s, in_text = json.loads(line)
+        answer, reference, timeout_s = json.loads(line)
         die_after(timeout_s + 5)
         try:
-            reply({"equal": equal(answer, reference, in_text)})
+            reply({"equal": equal(answer, reference)})
         except Exception as error:
             reply({"error": type(error).__name__})
         die_after(0)

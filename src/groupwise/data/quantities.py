@@ -1,0 +1,291 @@
+r"""Reading a short answer as a quantity: an exact number with its unit, a time of day, a ratio. Strings in, no floating point.
+
+A wrong answer that is paid teaches worse than a right one that is missed. So a word after a number counts as its unit only where it
+cannot change the number, and two quantities with different units are never equal.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+__all__ = ["Quantity", "colon_parts", "plain_text", "quantities_equal", "read_quantity", "same_unit", "split_unit", "time_of_day"]
+
+LONGEST_NUMBER = 100
+"""Characters; beyond this a text is not read as one number (and Python refuses to convert 4,300 digits)."""
+
+# Digits are written out as [0-9] because \d also matches other scripts' digits.
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+UNSIGNED = rf"(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+SIGN = r"(?P<sign>[+-]?)\s?"
+NUMBER = re.compile(rf"{SIGN}(?:(?P<whole>{DIGITS})\s(?=[0-9]+/))?(?P<value>{UNSIGNED})(?:\s?/\s?(?P<denominator>{DIGITS}))?")
+FRACTION = re.compile(
+    rf"{SIGN}(?P<whole>[0-9]+)?\s?\\[dtc]?frac\s?"
+    r"(?:\{(?P<top>[+-]?[0-9]+)\}\s?(?:\{(?P<bottom>[0-9]+)\}|(?P<digit>[0-9]))|(?P<a>[0-9])\s?(?:(?P<b>[0-9])|\{(?P<c>[0-9]+)\}))"
+)
+REPEATING = re.compile(rf"{SIGN}(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline\s?\{{(?P<repeated>[0-9]+)\}}")
+CURRENCY_BEFORE = re.compile(r"(?P<sign>[+-]?)\s?(?P<currency>[$€£¥₹])\s?(?P<rest>.*)", re.DOTALL)
+DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "‐": "-", "‑": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textnormal|textrm|textbf|mathbf|operatorname|rm)\s?"
+TRAILING_TEXT = re.compile(
+    rf"(?P<body>.*?)(?:\\[ ,;!]|~|\s)*{TEXT_COMMAND}\{{(?P<words>[^{{}}]*)\}}\s?(?P<power>\^\{{?[23]\}}?)?\s?\.?", re.DOTALL
+)
+TRAILING_WORDS = re.compile(
+    r"(?P<body>.*?[0-9)}\]])(?P<space>(?:\\[ ,;!]|~|\s)*)(?P<words>[A-Za-z](?:[A-Za-z'/. -]*[A-Za-z])?)\s?(?P<power>\^\{?[23]\}?|[²³])?\.?",
+    re.DOTALL,
+)
+PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
+DEGREES = re.compile(r"\s?(?:\^\s?\\circ|\^\{\s?\\circ\s?\}|°)(?![A-Za-z])")
+SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
+COMMAND_BEFORE = re.compile(r"\\[A-Za-z]*$")
+WORD = re.compile(r"[A-Za-z]+")
+
+CHANGES_THE_VALUE = frozenset(
+    WORD.findall(
+        """
+    and or plus minus times over under above below more less fewer than of to out off from by into mod modulo remainder rem choose
+    base root roots inverse reciprocal repeating recurring negative prime factorial
+    squared cubed fold double doubled triple tripled twice thrice quadruple
+    half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths
+    tenth tenths eleventh elevenths twelfth twelfths thirteenth thirteenths fourteenth fourteenths fifteenth fifteenths sixteenth
+    sixteenths seventeenth seventeenths eighteenth eighteenths nineteenth nineteenths twentieth twentieths thirtieth thirtieths
+    fortieth fortieths fiftieth fiftieths sixtieth sixtieths seventieth seventieths eightieth eightieths ninetieth ninetieths
+    hundredth hundredths thousandth thousandths millionth millionths billionth billionths trillionth trillionths
+    first firsts nth st nd rd th
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+    twenty thirty forty fifty sixty seventy eighty ninety ones twos tens
+    hundred hundreds thousand thousands million millions billion billions trillion trillions quadrillion quadrillions
+    mil mill mills mln mio bn bil bln tn trn tril lakh lakhs lac lacs crore crores cr myriad gross grand kilo mega giga milli micro
+    dozen dozens pair pairs couple couples score scores few several bps ppm permille
+    am pm noon midnight morning afternoon evening night oclock bc bce ad ce ago later before after early late
+    loss debt deficit
+    """
+    )
+)
+"""Words after a number that change its value or its meaning, so that the whole is not read as that number with a unit."""
+FUNCTION_WORDS = frozenset({"pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp"})
+"""Words after a number that are a part of the expression."""
+
+
+def _table(groups: str) -> dict[str, str]:
+    return {word: words.split()[0] for words in re.split(r"[|\n]", groups) for word in words.split()}
+
+
+MEASURES = _table(
+    """
+    kilometer kilometers kilometre kilometres km kms | centimeter centimeters centimetre centimetres cm cms
+    millimeter millimeters millimetre millimetres mm | meter meters metre metres m
+    inch inches in | foot feet ft | yard yards yd yds | mile miles mi
+    kilogram kilograms kg kgs | gram grams g gm gms | milligram milligrams mg | pound pounds lb lbs | ounce ounces oz | ton tons
+    tonne tonnes | liter liters litre litres l | milliliter milliliters millilitre millilitres ml | gallon gallons gal
+    quart quarts qt | pint pints pt
+    second seconds secs s | minute minutes min mins | hour hours hr hrs h | day days | week weeks wk wks | month months
+    year years yr yrs | dollar dollars usd buck bucks | cent cents | euro euros eur | pence penny pennies | yen jpy | rupee rupees inr
+    degree degrees deg | radian radians rad | percent percentage pct | square sq | cubic cu | per | unit units | mph | kmh kph
+    acre acres | celsius | fahrenheit
+    """
+)
+"""Every spelling of a unit of measure, and the one that stands for it."""
+PLURALS = _table(
+    """
+    person persons people | child children | man men | woman women | mouse mice | goose geese | tooth teeth | loaf loaves | leaf leaves
+    knife knives | shelf shelves | wolf wolves | bus buses | gas gases
+    """
+)
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number, and what it counts."""
+
+    value: Decimal | Fraction
+    unit: str | None = None
+    """In its normal form: singular, small letters; ``None`` where nothing was written."""
+    words: int = 0
+    """Words that the unit was written in."""
+    tight: bool = False
+    """Whether the unit may also be a product of letters (``5m``, ``5km``): then it is one only beside the same unit."""
+
+
+def plain_text(text: str) -> str:
+    r"""Without the dress that leaves an answer what it is: ``$...$``, ``**...**``, ``\$``, ``{,}``, unusual dashes and spaces."""
+    text = text.translate(DASHES).strip()
+    undressed = None
+    while text != undressed:
+        undressed = text
+        for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`")):
+            if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+                text = text[len(left) : -len(right)].strip()
+    for written, meant in (("{,}", ","), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(written, meant)
+    text = re.sub(r"\\!\s*", "", text)
+    return re.sub(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", "", text).strip()
+
+
+def split_unit(text: str) -> tuple[str, str | None, int, bool]:
+    r"""What ``text`` (as ``plain_text`` gave it) measures and in what: body, unit, the unit's words, and whether the unit is tight
+    (see ``Quantity``).
+
+    The unit is ``""`` where a word follows that changes the value, and ``None`` where there is none.
+    """
+    text = text.strip()
+    currency = CURRENCY_BEFORE.fullmatch(text)
+    if currency and (rest := currency["rest"]) and "$" not in rest:
+        body, unit, words, _ = split_unit(rest)
+        name = _CURRENCIES[currency["currency"]]
+        unit = name if unit in (None, name) else f"{name} {unit}" if unit.startswith("per ") else ""
+        both_signs = currency["sign"] and body[:1] in "+-"
+        return currency["sign"] + body, "" if both_signs else unit, max(words, 1), False
+    if text[-1:] in _CURRENCIES and len(text) > 1 and "$" not in text[:-1]:
+        return text[:-1].rstrip(), _CURRENCIES[text[-1]], 1, False
+    if percent := PERCENT.fullmatch(text):
+        return percent["body"], "percent" if "%" not in percent["body"] else "", 1, False
+    if degrees := DEGREES.search(text):
+        if scale := SCALE.fullmatch(text[degrees.end() :]):
+            return text[: degrees.start()], {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
+        return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
+    if (found := TRAILING_TEXT.fullmatch(text)) and re.search("[0-9]", found["body"]):
+        unit = _unit_of(found["words"], found["power"])
+        return (text, None, 0, False) if unit is None else (found["body"].strip(), unit, len(WORD.findall(found["words"])), False)
+    found = TRAILING_WORDS.fullmatch(text)
+    if found is None or COMMAND_BEFORE.search(found["body"]):
+        return text, None, 0, False
+    return _split_words(text, found)
+
+
+def _split_words(text: str, found: re.Match[str]) -> tuple[str, str | None, int, bool]:
+    """``split_unit`` where bare words follow: several only where each is known, one that is not known only behind a number."""
+    body, words = found["body"], WORD.findall(found["words"])
+    known = all(word.lower() in MEASURES for word in words)
+    word = words[0]
+    if not found["space"] or (len(words) == 1 and len(word) == 1):
+        if known and len(words) == 1 and (word.islower() or word == "L"):
+            return body, _unit_of(word, found["power"]), 1, True
+        changes = not found["space"] and word.lower() in ("st", "nd", "rd", "th", "am", "pm")
+        return (body, "", 1, False) if changes else (text, None, 0, False)
+    if any(word.lower() in FUNCTION_WORDS for word in words):
+        return text, None, 0, False
+    if any(word.lower() in CHANGES_THE_VALUE for word in words):
+        return body, "", len(words), False
+    noun = (
+        len(words) == 1
+        and not found["power"]
+        and len(word) > 2
+        and not word.isupper()
+        and bool(re.search("[aeiouyAEIOUY]", word))
+    )
+    if known or (noun and _number(body) is not None):
+        return body, _unit_of(found["words"], found["power"]), len(words), False
+    return text, None, 0, False
+
+
+def _unit_of(text: str, power: str | None) -> str | None:
+    """The unit in its normal form; ``""`` where a word changes the value; ``None`` where there are no words."""
+    text = text.lower().replace("/", " per ")
+    words = WORD.findall(text)
+    if not words:
+        return "" if power or text.strip(" .") else None
+    if re.search("[0-9]", text) or re.search(r"\b[ap]\.\s?m\b", text) or any(word in CHANGES_THE_VALUE for word in words):
+        return ""
+    if len(words) == 1 and len(words[0]) == 1 and words[0] not in MEASURES:
+        return ""
+    names = [_singular(word) for word in words]
+    if power:
+        names.insert(0, "square" if power.strip("^{}") in "2²" else "cubic")
+    joined = " ".join(names).replace("mph", "mile per hour").replace("kmh", "kilometer per hour")
+    return joined.replace("degree celsius", "celsius").replace("degree fahrenheit", "fahrenheit")
+
+
+def _singular(word: str) -> str:
+    if word in MEASURES or word in PLURALS:
+        return MEASURES.get(word) or PLURALS[word]
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    if word.endswith(("ches", "shes", "sses", "xes", "zes")):
+        return word[:-2]
+    return word[:-1] if word.endswith("s") and not word.endswith(("ss", "us", "is")) and len(word) > 2 else word
+
+
+def same_unit(left: str | None, right: str | None) -> bool:
+    """Whether quantities so measured can be compared: in one unit, or one of them without any. ``""`` compares with nothing."""
+    return left != "" and right != "" and (left is None or right is None or left == right)
+
+
+def read_quantity(text: str) -> Quantity | None:
+    r"""The quantity that ``text`` is, exactly, or ``None`` where it is anything else.
+
+    Read are signs, thousands separators, decimals, a trailing period, ``a/b``, ``1 1/2``, ``\frac{a}{b}``, ``1\frac{1}{2}``,
+    ``0.\overline{3}``, and before or after them a unit: ``$``, ``%``, degrees, a word behind a space, known units of measure, and
+    what stands in ``\text{}``. A percent sign is a unit: ``50%`` is 50 percent, and not 1/2.
+    """
+    if len(text) > LONGEST_NUMBER:
+        return None
+    text = re.sub(r"\\[, ;]|~", " ", plain_text(text))
+    value = _number(text)
+    if value is not None:
+        return Quantity(value)
+    body, unit, words, tight = split_unit(text)
+    value = None if unit in (None, "") else _number(body)
+    return None if value is None else Quantity(value, unit, words, tight)
+
+
+def _number(text: str) -> Decimal | Fraction | None:
+    text = text.strip().removesuffix(".").strip()
+    if text.startswith("{") and text.endswith("}"):
+        text = text[1:-1].strip()
+    if found := NUMBER.fullmatch(text):
+        value = Decimal(found["value"].replace(",", ""))
+        if found["denominator"] is None:
+            return value.copy_negate() if found["sign"] == "-" and value else value
+        return _signed(found, found["whole"], Fraction(value), found["denominator"])
+    if found := FRACTION.fullmatch(text):
+        top, bottom = found["top"] or found["a"], found["bottom"] or found["digit"] or found["b"] or found["c"]
+        if found["whole"] and top.startswith(("+", "-")):
+            return None
+        return _signed(found, found["whole"], Fraction(int(top)), bottom)
+    if found := REPEATING.fullmatch(text):
+        fixed, repeated = found["fixed"], found["repeated"]
+        digits = Fraction(int(fixed + repeated) - int(fixed or 0), (10 ** len(repeated) - 1) * 10 ** len(fixed))
+        return (-1 if found["sign"] == "-" else 1) * (int(found["whole"] or 0) + digits)
+    return None
+
+
+def _signed(found: re.Match[str], whole: str | None, top: Fraction, denominator: str) -> Fraction | None:
+    bottom = int(denominator.replace(",", ""))
+    if bottom == 0:
+        return None
+    return (-1 if found["sign"] == "-" else 1) * (int((whole or "0").replace(",", "")) + top / bottom)
+
+
+def quantities_equal(left: Quantity, right: Quantity) -> bool:
+    """The same number in the same unit, or one of them without a unit."""
+    if Fraction(left.value) != Fraction(right.value) or not same_unit(left.unit, right.unit):
+        return False
+    return left.unit == right.unit or not (left.tight or right.tight)
+
+
+def time_of_day(text: str) -> tuple[tuple[int, ...], str] | None:
+    """Hours, minutes and seconds of ``3:30 pm`` and ``3 p.m.``, and ``am`` or ``pm``; ``None`` for what names no half of a day."""
+    bare = re.sub(rf"{TEXT_COMMAND}|[{{}}~]|\\[ ,;!]", " ", plain_text(text).replace("\\!", ""))
+    bare = " ".join(bare.split()).lower()
+    found = re.fullmatch(r"([0-9]{1,2})((?: ?: ?[0-9]{2}){0,2}) ?(?:([ap]) ?\.? ?m ?\.?)", bare)
+    if not found:
+        return None
+    clock = [int(found[1]), *(int(part) for part in found[2].replace(" ", "").split(":")[1:])]
+    while len(clock) > 1 and clock[-1] == 0:
+        clock.pop()
+    return tuple(clock), found[3] + "m"
+
+
+def colon_parts(text: str) -> list[str] | None:
+    """The parts of a ratio or a clock time, ``3:5`` or ``05:00``; ``None`` where no colon stands outside brackets."""
+    parts, depth, begin = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "({[") - (sign in ")}]")
+        if sign == ":" and depth == 0:
+            parts.append(text[begin:place].strip())
+            begin = place + 1
+    return [*parts, text[begin:].strip()] if parts else None
