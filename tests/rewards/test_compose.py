@@ -131,6 +131,7 @@ def test_chat_prompts_arrive_as_messages_with_every_column():
         "completions": [[{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]],
         "difficulty": [3, 3],
         "answer": ["72", "72"],
+        "accepted_answers": [("72",), ("72",)],
         "answer_style": ["boxed", "boxed"],
         "completion_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]],
         "finish_reason": ["length", "stop"],
@@ -407,9 +408,9 @@ def test_no_completions_is_an_error():
 
 @pytest.fixture
 def no_verdict(monkeypatch):
-    """math-verify never answers."""
+    """math-verify never answers on ``x + 10``."""
     monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
-    monkeypatch.setattr(algebra._Checker, "_ask_once", lambda *_: "timeout")
+    monkeypatch.setattr(algebra._Checker, "_ask_once", lambda self, answer, *_: "timeout" if answer == "x + 10" else False)
 
 
 UNCHECKED = "<reasoning>\nr\n</reasoning>\n<answer>\nx + 10\n</answer>\n"
