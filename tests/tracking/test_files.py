@@ -115,7 +115,8 @@ def test_json_nested_too_deeply_is_told_as_a_damaged_file(tmp_path, name):
 
 def test_json_nested_too_deeply_is_left_out_of_a_run_s_folder(tmp_path):
     folder = RunFolder(tmp_path)
-    for path in (folder.config, folder.environment, folder.metrics, folder.summary, tmp_path / "metadata.json"):
+    folder.config.write_text("[" * 3000)
+    for path in (folder.environment, folder.metrics, folder.summary, tmp_path / "metadata.json"):
         path.write_text(ENDLESS + "\n")
     assert ending_of(folder) is None
     assert (last_step(folder.metrics), steps_in_settings(folder.config), is_prepared(str(tmp_path))) == (0, 0, False)

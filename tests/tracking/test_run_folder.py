@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision
-from groupwise.tracking.secrets import hide_secrets, hide_secrets_in_command
+from groupwise.tracking.secrets import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
 def test_it_holds_the_resolved_config_and_the_environment(tmp_path):
@@ -124,8 +126,9 @@ def test_a_reward_functions_key_is_in_no_file_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["Authorization", "apiKey", "judgeApiKey", "openai_key", "API_KEYS", "hf_token_2", "password", "cookie"]
-)
+    "name", ["Authorization", "apiKey", "judgeApiKey", "openai_key", "API_KEYS", "hf_token_2", "password", "cookie", "pat", "GITLAB_PAT",
+             "db_pwd", "jwt", "sentryDsn", "key", "arguments.key"],
+)  # fmt: skip
 def test_a_name_of_a_secret_hides_whatever_it_holds(name):
     assert hide_secrets({name: "a", "b": {name: ["c", {"d": "e", "n": 1}]}}) == {
         name: "<hidden>",
@@ -134,17 +137,76 @@ def test_a_name_of_a_secret_hides_whatever_it_holds(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["answer_key", "tokenizer", "max_tokens", "keyword", "monkey", "author", "compass", "secretary", "pwd"]
+    "name", ["answer_key", "tokenizer", "max_tokens", "keyword", "monkey", "author", "compass", "secretary", "pattern", "format"]
 )
 def test_other_names_hide_nothing(name):
     assert hide_secrets({name: "abc"}) == {name: "abc"}
 
 
-@pytest.mark.parametrize("text", ["AIza" + "a1" * 16, "xoxb-1234567890-ab", "eyJhbGciOiJI.eyJzdWIi.sig-_1", "gsk_" + "a1" * 10])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AIza" + "a1" * 16, "xoxb-1234567890-ab", "eyJhbGciOiJI.eyJzdWIi.sig-_1", "gsk_" + "a1" * 10, "sk_live_" + "a1" * 10,
+        "npm_" + "a1" * 18, "ya29.a0-" + "a1" * 10,
+    ],
+)  # fmt: skip
 def test_what_is_shaped_like_a_secret_is_hidden_anywhere(text):
     assert hide_secrets(["use " + text]) == ["use <hidden>"]
     assert "abc" not in hide_secrets("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\n")
     assert hide_secrets("POST https://hooks.slack.com/services/T0/B0/XX now") == "POST https://hooks.slack.com/<hidden> now"
+
+
+ATTACKS = [
+    "https://a.b/?" + "?key" * 50_000, "https://a.b/?" + "key" * 50_000 + "=", "https://a.b/?" + "key" * 50_000 + "=&",
+    "https://" + "?a" * 100_000, "://" * 50_000, "://a" * 50_000 + "@", "https://hooks." * 15_000, "eyJhbGciOiJI-" * 15_000,
+    "eyJhbGciOiJI." * 15_000, "eyJhbGciOiJI.eyJzdWIi" * 20_000, "-eyJ" * 50_000 + ".eyJzdWIi.", "bearer " * 30_000,
+    "bearer" + " " * 200_000, "-----BEGIN " * 15_000, "-----BEGIN " + "PRIVATE KEY" * 20_000, "-----BEGIN RSA PRIVATE KEY-----" * 10_000,
+    "-----BEGIN PRIVATE KEY-----" + "-----END " * 20_000, "hf_" * 50_000, "sk-" * 50_000, "xoxa-" * 30_000, "ya29." * 30_000,
+    "api_key=" * 50_000, "api_" * 50_000, "a." * 100_000 + "key", "key" + "1" * 200_000, "token" + " " * 200_000, 'token="' * 30_000,
+]  # fmt: skip
+"""Where a pattern goes over the same text again and again, each takes minutes to days; in proportion to the text, a moment."""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ATTACKS, ids=[text[:12] + "..." + text[-8:] for text in ATTACKS])
+def test_secrets_are_looked_for_in_time_proportional_to_the_text(text):
+    hide_shaped_secrets(text)
+    hide_secrets({text: text})
+    hide_secrets_in_command([text, f"--x={text}"])
+
+
+PLAIN = [
+    (re.compile(r"\beyJ[\w-]{8,}\.eyJ[\w-]{4,}\.[\w-]+"), HIDDEN),
+    (re.compile(r"(?<=://)[^/\s@]+@"), f"{HIDDEN}@"),
+    (
+        re.compile(r"([?&][^?=&#\s]*(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^?=&#\s]*=)[^&#\s\"'\]},]+"),
+        rf"\1{HIDDEN}",
+    ),
+]
+"""What is meant, as patterns that say no more than that, and take their time."""
+
+
+PIECES = "eyJ,eyJabcde,eyJhbGciOiJI,.,-,?,&,=,#,key,token,sig,x-,a,b12,/,://,@,',],\",é, "
+
+
+def test_the_quick_patterns_hide_what_the_plain_ones_hide():
+    pieces = [*PIECES.split(","), ","]
+    rng = random.Random(0)
+    found = 0
+    for _ in range(20_000):
+        text = "://" + "".join(rng.choices(pieces, k=rng.randint(3, 14)))
+        plain = text
+        for pattern, shown in PLAIN:
+            plain = pattern.sub(shown, plain)
+        assert hide_shaped_secrets(text) == plain
+        found += plain != text
+    assert found > 2000
+
+
+def test_the_working_directory_is_no_secret_though_its_variable_is_called_pwd(tmp_path, monkeypatch):
+    monkeypatch.setenv("PWD", "/home/a1/project")
+    monkeypatch.setenv("DB_PWD", "tr0ub4dor")
+    assert hide_secrets({"a": "/home/a1/project/runs tr0ub4dor"}) == {"a": "/home/a1/project/runs <hidden>"}
 
 
 def test_numbers_are_no_secrets():

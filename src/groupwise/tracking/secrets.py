@@ -23,35 +23,51 @@ _OWNERS = (
 )
 _NAME = (
     rf"(?:(?:{_OWNERS})[_-]?keys?|auth|authorization|bearer|token|(?:api|auth|access|hf|hub)[_-]?tokens|secrets?|passwords?|passwd|"
-    r"passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
+    r"pwd|pat|jwt|dsn|passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
 )
-SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$")
-"""As a whole, or as the last words of a name: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``."""
+SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$|(?:^|\.)key$")
+"""As a whole, or as the last words of a name: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A ``key`` alone is
+one too, and ``answer_key`` is none."""
+_LONGEST_NAME = 120
+_NO_SECRETS = ("PWD", "OLDPWD")
+"""Of the environment: the working directory."""
+
+# Each pattern takes time in proportion to the text, whatever stands in it: a completion may hold anything. So no part may be tried twice
+# over the same characters: a part ends where the next one begins (`++`, `*+`: what was taken is not given back), or has a longest length.
 SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
-    r"AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}|(?:gsk|r8)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|pplx-[\w-]{16,}|"
-    r"eyJ[\w-]{8,}\.eyJ[\w-]{4,}\.[\w-]+)|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[prs]k_(?:live|test)_[A-Za-z0-9]{10,}|npm_[A-Za-z0-9]{16,}|ya29\.[\w-]{16,}|"
+    r"pypi-[\w-]{16,}|dckr_pat_[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
+    r"AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}|(?:gsk|r8)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|pplx-[\w-]{16,})"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|$)",
     re.DOTALL,
 )
-AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+JWT = re.compile(r"(?<![\w-])(?=[\w-]*+\.eyJ[\w-]{4,}+\.[\w-])([\w-]*?\b)eyJ[\w-]{8,}+\.eyJ[\w-]++\.[\w-]++")
+AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s{1,20}+[\w.~+/=-]{8,}")
 URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 URL_SECRET = re.compile(
-    r"(?i)([?&][^=&#\s]*(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^=&#\s]*=)[^&#\s\"'\]},]+"
+    r"(?i)([?&](?=[^?=&#\s]*+=[^&#\s\"'\]},])[^?=&#\s]*?(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^?=&#\s]*+=)"
+    r"[^&#\s\"'\]},]++"
 )
 HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
-PAIR = re.compile(rf"""(?i)((?<![\w])(?:[\w.-]*[._-])?{_NAME}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}\]"']+)""")
+PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)["']?\s*+[:=]\s*+""")
+PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
 """``api_key: abc`` inside a word of the command, as in YAML."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether what bears this name is a credential."""
+    return SECRET_NAME.search(name[-_LONGEST_NAME:]) is not None
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
     """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth. Numbers stay."""
     if isinstance(value, Mapping):
-        inherited = name if SECRET_NAME.search(name) else None
+        inherited = name if is_secret(name) else None
         return {key: hide_secrets(item, inherited or str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [hide_secrets(item, name) for item in value]
     if isinstance(value, str):
-        return HIDDEN if SECRET_NAME.search(name) else hide_secrets_in_text(value)
+        return HIDDEN if is_secret(name) else hide_secrets_in_text(value)
     return value
 
 
@@ -62,7 +78,7 @@ def hide_secrets_in_text(text: str) -> str:
 
 def hide_shaped_secrets(text: str) -> str:
     """``text`` without what is shaped like a credential, or stands where one does in a URL; quick enough for every completion."""
-    text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", SECRET_VALUE.sub(HIDDEN, text))
+    text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", JWT.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text)))
     if "://" not in text:
         return text
     return HOOK.sub(rf"\1{HIDDEN}", URL_SECRET.sub(rf"\1{HIDDEN}", URL_LOGIN.sub(f"{HIDDEN}@", text)))
@@ -74,7 +90,8 @@ def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> 
     ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
     """
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 8 and not value.isalpha() and written(value) in text:
+        known = is_secret(name) and name not in _NO_SECRETS and len(value) >= 8 and not value.isalpha()
+        if known and written(value) in text:
             text = text.replace(written(value), HIDDEN)
     return text
 
@@ -95,4 +112,10 @@ def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
 
 
 def _without_pairs(word: str) -> str:
-    return PAIR.sub(lambda found: found[0] if found[2].startswith(("<", "{", "[")) else f"{found[1]}{HIDDEN}", word)
+    shown, done = [], 0
+    for found in PAIR_NAME.finditer(word):
+        value = PAIR_VALUE.match(word, found.end()) if found.start() >= done and is_secret(found[1]) else None
+        if value and not value[0].startswith(("<", "{", "[")):
+            shown += [word[done : found.end()], HIDDEN]
+            done = value.end()
+    return "".join([*shown, word[done:]])
