@@ -189,3 +189,40 @@ def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwi
 def test_a_dry_run_for_several_processes_asks_for_deepspeed(groupwise, small, no_weights, monkeypatch):
     monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
     assert "groupwise[deepspeed]" in refusal(groupwise, *small, "training.sharding=zero2", "--num-processes", "2")
+
+
+KEYED = "def score(completions, api_key=None, db=None, **columns):\n    return [0.0] * len(completions)\n"
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_dry_run_shows_no_secret_and_obeys_no_text(groupwise, small, no_weights, tmp_path, as_json, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "from-the-environment-1")
+    (tmp_path / "mine.py").write_text(KEYED)
+    arguments = "arguments: {api_key: topsecret, db: 'x://me:pw1234@h/?token=topsecret from-the-environment-1'}"
+    functions = f"rewards.functions=[{{function: '{tmp_path / 'mine.py'}:score', {arguments}}}]"
+    hostile = f"prompt.system=be \x9b31m \x1b]0;title\x07 \u202e hf_{'a1' * 10}"
+    result = groupwise("train", "quickstart", *small, functions, hostile, "--dry-run", *as_json)
+    assert result.exit_code == 0, result.output
+    for leaked in ("topsecret", "pw1234", "from-the-environment-1", "hf_a1a1", "\x1b", "\x9b", "\x07", "\u202e"):
+        assert leaked not in result.output, leaked
+    if as_json:
+        assert "\x9b31m \x1b]0;title\x07 \u202e" in json.loads(result.stdout)["config"]["prompt"]["system"], (
+            "JSON is escaped, and whole"
+        )
+
+
+def test_an_error_shows_no_secret_and_obeys_no_text(groupwise, small, tmp_path):
+    result = groupwise("train", f"no\x1b]0;title\x07such\x9b31m-hf_{'a1' * 10}.yaml")
+    assert result.exit_code == 2
+    assert "no\\x1b]0;title\\x07such\\x9b31m" in result.stderr
+    assert not {"\x1b", "\x07", "\x9b"} & set(result.stderr)
+    said = groupwise("train", "quickstart", "rewards.functions=[{function: a, arguments: {api_key: topsecret}}, 7]").stderr
+    said += groupwise("train", "quickstart", "rewards={'api_key': 'topsecret'}", "model={api_key: topsecret}").stderr
+    said += groupwise("train", "quickstart", "rewards.functions[0].arguments.password=[topsecret").stderr
+    said += groupwise("train", "quickstart", "rewards.functions[0].arguments=[{'api_key': 'topsecret'}]").stderr
+    assert "topsecret" not in said
+    assert "hf_a1a1" not in result.stderr
+
+
+def test_help_in_an_error_stays_readable(groupwise):
+    assert "written key=value, such as training.steps=10" in groupwise("train", "quickstart", "x").stderr

@@ -41,7 +41,9 @@ class Door(TyperGroup):
             if os.environ.get("GROUPWISE_DEBUG") == "1":
                 raise
             if not error.told:
-                typer.echo(f"groupwise: {error}", err=True)
+                from groupwise.tracking.text import message
+
+                typer.echo(f"groupwise: {message(error)}", err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("\ngroupwise: stopped", err=True)

@@ -80,13 +80,14 @@ def evaluate(
     aside = console(stderr=True, quiet=not is_first_process())
     judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], aside)
     from groupwise.evaluation.models import compare_models, write_records
+    from groupwise.tracking.text import harmless
 
     if not is_first_process():
         return
     comparisons = compare_models(judged)
     if out is not None:
         count = write_records(out, judged)
-        console(stderr=True).print(f"{count:,} completions with their verdicts in {out}", soft_wrap=True, markup=False)
+        console(stderr=True).print(harmless(f"{count:,} completions with their verdicts in {out}"), soft_wrap=True)
     if as_json:
         print_json(_as_json(judged, comparisons, data or source))
     else:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from groupwise.tracking.files import json_text
-from groupwise.tracking.text import harmless
+from groupwise.tracking.text import harmless, visible_character
 
 __all__ = ["console", "print_json", "print_notes", "table"]
 
@@ -20,8 +20,13 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """``value`` on standard output as indented JSON, and nothing else."""
-    print(json_text(value, indent=2))
+    """``value`` on standard output as indented JSON, and nothing else; what a terminal would obey is escaped."""
+    print("".join(c if visible_character(c) == c else _in_json(c) for c in json_text(value, indent=2)))
+
+
+def _in_json(character: str) -> str:
+    units = character.encode("utf-16-be", errors="surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
 def print_notes(notes: Iterable[str], to: Console) -> None:

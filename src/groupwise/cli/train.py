@@ -144,9 +144,11 @@ def _dry_run(config: Config, as_json: bool, num_processes: int) -> None:
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:
+    from groupwise.tracking.secrets import hide_secrets
+
     first = prepared.train_prompts[0]
     return {
-        "config": prepared.config.model_dump(mode="json"),
+        "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "training_problems": len(prepared.train_prompts),
         "held_out_problems": len(prepared.held_out_prompts),
         "answer_style": prepared.answer_style,
@@ -157,7 +159,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
                 "weight": row.weight,
                 "source": row.source,
                 "summary": row.summary,
-                "arguments": dict(row.arguments),
+                "arguments": hide_secrets(dict(row.arguments)),
                 "called": row.called,
             }
             for row in prepared.rewards.describe()
@@ -174,12 +176,12 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
 
 def _print_prepared(prepared: Prepared) -> None:
     from groupwise.cli.show import console, print_notes, table
-    from groupwise.config import dump_config
+    from groupwise.config.load import yaml_text
     from groupwise.tracking.text import harmless
 
     out, facts = console(), _facts(prepared)
     out.print(harmless("Settings", "bold"))
-    out.print(harmless(dump_config(prepared.config)), soft_wrap=True)
+    out.print(harmless(yaml_text(facts["config"])), soft_wrap=True)
     rows = [(row["name"], row["weight"], row["arguments"] or None, row["called"], row["summary"]) for row in facts["rewards"]]
     out.print(table(["reward", "weight", "arguments", "sees one", "what it scores"], rows))
     first = facts["first_prompt"]

@@ -14,6 +14,7 @@ from rich.text import Text
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.live import LiveDisplay, Phase
 from groupwise.tracking.numbers import clock, fields, headline, interval, percent
+from groupwise.tracking.secrets import hide_secrets_in_text
 from groupwise.tracking.tables import before_and_after, next_command, stage_label, summary_lines, summary_table, transcript
 from groupwise.tracking.text import visible
 from groupwise.types import Group
@@ -58,7 +59,7 @@ class ConsoleTracker:
 
     def text(self, content: str, style: str = "") -> Text:
         """Text that no terminal obeys and that this terminal's encoding can carry."""
-        shown = visible(content)
+        shown = visible(hide_secrets_in_text(content))
         encoding = self.console.encoding
         if not encoding.startswith("utf"):
             shown = shown.translate(ASCII).encode(encoding, "replace").decode(encoding)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "HIDDEN", "hide_environment_secrets", "hide_secrets", "hide_secrets_in_command", "hide_secrets_in_text", "hide_shaped_secrets",
+    "HIDDEN", "hide_environment_secrets", "hide_secrets", "hide_secrets_in_command", "hide_secrets_in_message", "hide_secrets_in_text",
+    "hide_shaped_secrets",
 ]  # fmt: skip
 
 HIDDEN = "<hidden>"
@@ -49,7 +50,7 @@ URL_SECRET = re.compile(
     r"[^&#\s\"'\]},]++"
 )
 HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
-PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)["']?\s*+[:=]\s*+""")
+PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+[:=])\s*+""")
 PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
 """``api_key: abc`` inside a word of the command, as in YAML."""
 
@@ -111,10 +112,17 @@ def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def _without_pairs(word: str) -> str:
+def hide_secrets_in_message(text: str) -> str:
+    """A sentence that may quote settings, as in ``{'api_key': 'abc'}`` or ``judge.password=abc``. ``token:`` is a word."""
+    return _without_pairs(hide_secrets_in_text(text), quoted=True)
+
+
+def _without_pairs(word: str, quoted: bool = False) -> str:
+    """With ``quoted``: only those pairs whose name stands in quotes, or before ``=``; but for ``key=value``, as help has it."""
     shown, done = [], 0
     for found in PAIR_NAME.finditer(word):
-        value = PAIR_VALUE.match(word, found.end()) if found.start() >= done and is_secret(found[1]) else None
+        meant = found[2][0] in "\"'" or (found[2] == "=" and found[1] != "key") if quoted else True
+        value = PAIR_VALUE.match(word, found.end()) if meant and found.start() >= done and is_secret(found[1]) else None
         if value and not value[0].startswith(("<", "{", "[")):
             shown += [word[done : found.end()], HIDDEN]
             done = value.end()

@@ -6,7 +6,9 @@ import unicodedata
 
 from rich.text import Text
 
-__all__ = ["harmless", "visible"]
+from groupwise.tracking.secrets import hide_secrets_in_message, hide_secrets_in_text
+
+__all__ = ["harmless", "message", "visible", "visible_character"]
 
 KEPT_FORMAT_CHARACTERS = "\u200c\u200d"
 """Joiners that some scripts and emoji need; every other invisible character is shown as an escape."""
@@ -35,5 +37,10 @@ def visible_character(character: str) -> str:
 
 
 def harmless(text: str, style: str = "") -> Text:
-    """``text`` for rich: shown letter by letter, so that ``[bold]`` or ``[link=...]`` in it is no markup."""
-    return Text(visible(text), style=style)
+    """``text`` for rich: shown letter by letter, so that ``[bold]`` or ``[link=...]`` in it is no markup; without secrets."""
+    return Text(visible(hide_secrets_in_text(text)), style=style)
+
+
+def message(error: object) -> str:
+    """What an exception says, for a terminal: it may quote settings, files and other processes."""
+    return visible(hide_secrets_in_message(str(error)))
