@@ -5,6 +5,11 @@ A kernel computes in fp32 and rounds once, so its results are compared with the 
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -327,7 +332,60 @@ class TestWithout:
     def test_compiled_once_and_kept(self, tmp_path):
         first = build.kernels.__wrapped__()
         assert first.library is not None
-        (kept,) = (tmp_path / "cache" / "groupwise").iterdir()
+        (kept,) = (tmp_path / "cache" / "groupwise" / "kernels").iterdir()
         before = kept.stat().st_mtime_ns
         assert build.kernels.__wrapped__().library is not None
         assert kept.stat().st_mtime_ns == before
+        assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+
+    def cached(self, tmp_path):
+        """One that was built and is not loaded in this process: what is cut short there ends nobody."""
+        code = "from groupwise.models.native import build; print(build.kernels().library is not None)"
+        self.load_elsewhere(code)
+        (kept,) = (tmp_path / "cache").rglob("kernels-*.so")
+        return kept
+
+    def load_elsewhere(self, code="from groupwise.models.native import build; print(build.kernels().library is not None)"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (0, "True\n"), done
+
+    @needs_kernels
+    @pytest.mark.slow
+    @pytest.mark.parametrize("harm", ["half", "empty", "one byte", "planted", "writable", "link"])
+    def test_what_is_not_sound_in_the_cache_is_built_anew(self, tmp_path, harm):
+        kept = self.cached(tmp_path)
+        whole = kept.read_bytes()
+        damaged = {
+            "half": whole[: len(whole) // 2], "empty": b"", "one byte": whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+            "planted": b"\x7fELF and not ours" * 4000,
+        }.get(harm, whole)  # fmt: skip
+        kept.write_bytes(damaged)
+        if harm == "writable":
+            kept.chmod(0o722)
+        if harm == "link":
+            kept.rename(tmp_path / "elsewhere.so")
+            kept.symlink_to(tmp_path / "elsewhere.so")
+        before = kept.lstat()
+        self.load_elsewhere()
+        after = kept.lstat()
+        assert after.st_ino != before.st_ino
+        assert after.st_mode & 0o777 == 0o700
+        assert len(kept.read_bytes()) == len(whole)
+
+    def test_a_folder_that_others_can_write_is_not_used(self, tmp_path):
+        folder = tmp_path / "cache" / "groupwise" / "kernels"
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        assert build._cache_folder() != folder
+        folder.chmod(0o755)
+        assert build._cache_folder() == folder
+
+    def test_a_file_of_somebody_else_is_not_loaded(self, tmp_path, monkeypatch):
+        path = tmp_path / "kernels.so"
+        content = b"anything"
+        path.write_bytes(content + hashlib.sha256(content).digest())
+        path.chmod(0o700)
+        with path.open("rb") as file:
+            assert build._is_sound(file.fileno())
+            monkeypatch.setattr(build.os, "getuid", lambda: os.stat(path).st_uid + 1)
+            assert not build._is_sound(file.fileno())

@@ -1,5 +1,6 @@
 """A run's folder never mixes two runs, says what it needs, and keeps no secrets."""
 
+import errno
 import json
 import os
 import random
@@ -87,6 +88,77 @@ def test_a_full_disk_later_is_one_clear_sentence(tmp_path, monkeypatch):
         folder.write_summary({})
     with pytest.raises(TrainingError, match=r"base-greedy\.jsonl"):
         folder.write_records("base", "greedy", [{}])
+
+
+def locks_on_files_alone(fcntl, errno_of_folders, errno_of_files=None):
+    """``fcntl.flock`` as on NFS: a handle that is not open for writing has no lock."""
+    real = fcntl.flock
+
+    def flock(handle, how):
+        wanted = errno_of_files if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR else errno_of_folders
+        if wanted is not None:
+            raise OSError(wanted, os.strerror(wanted))
+        real(handle, how)
+
+    return flock
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EINVAL])
+def test_a_folder_on_nfs_is_locked_by_a_file_in_it(tmp_path, monkeypatch, caplog, number):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, number))
+    first = RunFolder.create(Config(), tmp_path / "run", "x")
+    assert first.is_in_use()
+    with pytest.raises(ConfigError, match="another run is going on"):
+        RunFolder(first.path).lock()
+    with pytest.raises(ConfigError, match="another run is going on"):
+        RunFolder.reopen(first.path)
+    first.release()
+    assert not first.is_in_use()
+    again = RunFolder.reopen(first.path)
+    assert again is not None
+    assert again.is_in_use()
+    again.release()
+    assert not caplog.records
+
+
+def test_a_folder_of_nothing_but_its_lock_is_unused(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, errno.EBADF))
+    RunFolder(tmp_path).lock()
+    assert os.listdir(tmp_path) == [".lock"]
+    assert RunFolder.reopen(tmp_path) is None
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, errno.ENOLCK, errno.ENOLCK))
+    folder = RunFolder.create(Config(), tmp_path / "run", "x")
+    assert not folder.is_in_use()
+    (said,) = caplog.messages
+    assert "has no locks" in said
+    assert "one at a time" in said
+
+
+def test_leftovers_go_and_what_a_user_calls_partial_stays(tmp_path):
+    ours = [
+        ".final_model.partial",
+        ".final_model.new.partial",
+        "..final_model.new.partial.partial",
+        "checkpoints/.step-12.partial",
+    ]
+    theirs = [".notes.partial", "notes.partial", ".data.part", "checkpoints/.mine.partial", ".summary.json.partial"]
+    RunFolder.create(Config(), tmp_path, "x").release()
+    for name in [*ours, *theirs]:
+        (tmp_path / name).mkdir(parents=True)
+    files = [".metrics.jsonl.ab_1cd2e.part", "evaluations/.end-greedy.jsonl.abcdefgh.part"]
+    for name in [*files, ".thesis.txt.part", "evaluations/mine.part"]:
+        (tmp_path / name).write_text("x")
+    folder = RunFolder.reopen(tmp_path)
+    assert folder is not None
+    folder.release()
+    assert not [name for name in [*ours, *files] if (tmp_path / name).exists()]
+    assert not [name for name in [*theirs, ".thesis.txt.part", "evaluations/mine.part"] if not (tmp_path / name).exists()]
 
 
 TOKEN = "hf_" + "Ab1" * 10

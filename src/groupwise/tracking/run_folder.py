@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,12 @@ PROBES = 10
 """Tries to lock a folder before it counts as taken."""
 EARLIER_MODEL = ".final_model.earlier.partial"
 """The final model of an earlier end, for the moment in which the new one takes its place."""
+LOCK_FILE = ".lock"
+"""Only where the folder itself cannot be locked, as on NFS, which locks files alone."""
+LEFTOVER_FOLDER = re.compile(r"\.{1,2}(?:final_model|step-\d+)[\w.-]*\.partial")
+LEFTOVER_FILE = re.compile(r"\.[\w.-]+\.(?:ya?ml|jsonl?|html)\.\w+\.part")
+
+logger = logging.getLogger("groupwise")
 
 
 class RunFolder:
@@ -51,7 +58,8 @@ class RunFolder:
     def lock(self) -> None:
         """Keep every other run out of this folder until ``release``, or until this process ends, however it ends.
 
-        The lock is the system's, on the folder itself: no file is left behind. Where the file system has none, nothing is locked.
+        The lock is the system's, on the folder itself; on NFS on a file in it, which stays. Where the file system has none, a warning
+        says so.
 
         Raises:
             ConfigError: a run is going on in it.
@@ -59,6 +67,11 @@ class RunFolder:
         for last in (*[False] * PROBES, True):  # somebody may just be looking whether a run is going on in it
             try:
                 self._lock = flock(self.path, shared=False)
+                if self._lock is None:
+                    logger.warning(
+                        "the file system of %r has no locks, so that a second run in this folder would go unnoticed: start one at a time",
+                        str(self.path),
+                    )
                 return
             except BlockingIOError:
                 if last:
@@ -237,21 +250,28 @@ class RunFolder:
 
 
 def flock(path: Path, *, shared: bool) -> int | None:
-    """An open handle that holds the system's lock on ``path``; None where there is none to be had. Raises BlockingIOError: it is taken."""
+    """An open handle that holds the system's lock on the folder ``path``; None where there is none to be had. Raises BlockingIOError: it is
+    taken.
+
+    NFS makes locks of ranges of bytes of these, for which a handle must be open for writing: a folder's cannot be, and a file's can.
+    """
     try:
         import fcntl
     except ImportError:  # not a Unix
         return None
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+    for place, flags in ((path, os.O_RDONLY), (path / LOCK_FILE, os.O_RDWR | os.O_CREAT)):
+        handle = None
+        try:
+            handle = os.open(place, flags, 0o666)
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if handle is not None:
+                os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise
+            continue
+        return handle
+    return None
 
 
 def make_named(path: Path) -> Path:
@@ -273,7 +293,7 @@ def make_named(path: Path) -> Path:
 
 def is_unused(path: Path) -> bool:
     """Whether the folder holds nothing, or only what a run leaves that is killed before its settings are written."""
-    rest = [p for p in path.iterdir() if not is_leftover(p)]
+    rest = [p for p in path.iterdir() if p.name != LOCK_FILE and not is_leftover(p)]
     return not rest or ([p.name for p in rest] == ["evaluations"] and rest[0].is_dir() and is_empty(rest[0]))
 
 
@@ -282,8 +302,8 @@ def is_empty(path: Path) -> bool:
 
 
 def is_leftover(path: Path) -> bool:
-    """A file or model folder that was being written aside when its process was killed."""
-    return path.name.startswith(".") and path.name.endswith((".part", ".partial"))
+    """A file or model folder that was being written aside when its process was killed; not what else is called ``.partial``."""
+    return (LEFTOVER_FOLDER if path.is_dir() else LEFTOVER_FILE).fullmatch(path.name) is not None
 
 
 def clear_leftovers(path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = ["Kernels", "kernels"]
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TIME_LIMIT_S = 120
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def kernels() -> Kernels:
         return Kernels(None, "no C compiler found (cc, gcc or clang)")
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
-        return Kernels(ctypes.CDLL(str(_built(compiler, version))), version)
+        return Kernels(_loaded(compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return Kernels(None, f"could not be compiled: {_last_line(error)}")
 
@@ -69,17 +71,61 @@ def _last_line(error: Exception) -> str:
     return text.splitlines()[-1] if text else type(error).__name__
 
 
-def _built(compiler: list[str], version: str) -> Path:
-    """The shared library for this source, compiler and processor: a cached one, or a new one that is renamed into place."""
+def _loaded(compiler: list[str], version: str) -> ctypes.CDLL:
+    """The shared library for this source, compiler and processor: a cached one that is sound, else a new one in its place.
+
+    A library that is cut short ends the process when it is loaded (SIGBUS), and one of somebody else runs as the user: so the file ends in
+    a digest of itself, is the user's own, and what was looked at is what is loaded.
+    """
     identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *compiler, version, *FLAGS, _processor()])
-    name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
-    folder = _cache_folder()
-    if not (folder / name).exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            aside = Path(scratch) / name
-            _run([*compiler, *FLAGS, "-o", str(aside), str(SOURCE), "-lm"])
-            aside.replace(folder / name)
-    return folder / name
+    path = _cache_folder() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    for last in (False, True):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            if last:
+                raise
+        else:
+            try:
+                if _is_sound(handle):
+                    return ctypes.CDLL(f"/proc/self/fd/{handle}")
+            finally:
+                os.close(handle)
+        if not last:
+            _build(compiler, path)
+    raise OSError(f"{path} is not what was written there")
+
+
+def _build(compiler: list[str], path: Path) -> None:
+    """Compile, with the digest at the end, where the linker does not look; on disk before it has its name."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        aside = Path(scratch) / path.name
+        _run([*compiler, *FLAGS, "-o", str(aside), str(SOURCE), "-lm"])
+        with aside.open("r+b") as file:
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+            file.flush()
+            os.fchmod(file.fileno(), 0o700)
+            os.fsync(file.fileno())
+        aside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _is_sound(handle: int) -> bool:
+    """Whether an open file is the user's own, nobody else can write it, and it is whole."""
+    if not _is_own(os.fstat(handle)):
+        return False
+    with os.fdopen(os.dup(handle), "rb") as file:
+        content = file.read()
+    return len(content) > _DIGEST_BYTES and hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _processor() -> str:
@@ -93,16 +139,16 @@ def _processor() -> str:
 
 def _cache_folder() -> Path:
     """The user's own cache. What is loaded from there runs as the user, so nobody else may be able to write it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        if os.access(folder, os.W_OK) and _is_own(folder.stat()):
             return folder
     except OSError:
         pass
-    return _temporary_folder()
+    return Path(_temporary_folder().name)
 
 
 @functools.cache
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="groupwise-kernels-"))
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="groupwise-kernels-")
