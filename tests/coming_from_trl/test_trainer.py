@@ -1,18 +1,21 @@
 """What scripts written for TRL do with the trainer: rewards of every kind, callbacks, evaluation, checkpoints, adapters, errors."""
 
 import asyncio
+import errno
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, ModelError, RewardError
-from groupwise.trl import GRPOConfig, GRPOTrainer
+from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import summary_in
 
 NAMES = {
@@ -237,6 +240,91 @@ def test_a_run_that_was_killed_before_its_summary_has_the_loss_that_it_logged():
     rows = [{"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 9.0}, {"step": 3, "loss": 4.0}]
     assert summary_in(rows) == {"train_loss": pytest.approx((2 * 1.0 + 4.0) / 3)}
     assert math.isnan(summary_in([])["train_loss"])
+
+
+@pytest.fixture
+def saved(tiny_folder, prompts, letters, settings):
+    """A run of two steps, each of which was saved, and what saves its last step again."""
+    args = settings(save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+    trainer.train()
+    return Path(args.output_dir), trainer._save_checkpoint
+
+
+@pytest.mark.parametrize("place", ["save_file", "save_model", "_sync", "rename"])
+def test_a_full_disk_is_told_and_the_checkpoint_of_this_step_stays(saved, monkeypatch, place):
+    output, save_again = saved
+    before = contents(output)
+
+    def full(*_, **__):
+        raise {
+            "save_file": SafetensorError("I/O error: No space left on device"),
+            "save_model": ModelError("the model cannot be written to x (No space left on device): check free space"),
+        }.get(place, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(*((Path, "rename") if place == "rename" else (checkpoint, place)), full)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 cannot be written \(.*No space left.*free space"):
+        save_again()
+    assert contents(output) == before
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_earlier_one_goes_last(saved, monkeypatch):
+    output, save_again = saved
+    calls = []
+    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def noted(call, name, real):
+        return lambda *a, **k: (calls.append((call, name(*a))), real(*a, **k))[1]
+
+    monkeypatch.setattr(os, "fsync", noted("sync", lambda handle: Path(os.readlink(f"/proc/self/fd/{handle}")).name, fsync))
+    monkeypatch.setattr(Path, "rename", noted("rename", lambda old, new: f"{old.name} {Path(new).name}", rename))
+    monkeypatch.setattr(shutil, "rmtree", noted("remove", lambda path, **_: Path(path).name, rmtree))
+    save_again()
+    aside, earlier = ".checkpoint-2.partial", ".checkpoint-2.earlier.partial"
+    last = calls.index(("rename", f"{aside} checkpoint-2"))
+    assert calls[last - 1 :] == [
+        ("rename", f"checkpoint-2 {earlier}"), ("rename", f"{aside} checkpoint-2"), ("sync", output.name), ("remove", earlier),
+    ]  # fmt: skip
+    names = {path.name for path in (output / "checkpoint-2").iterdir()}
+    assert names | {aside} <= {name for call, name in calls[:last] if call == "sync"}
+
+
+def test_a_kill_between_the_two_renames_loses_no_checkpoint(saved):
+    output, _ = saved
+    (output / "checkpoint-2").rename(output / ".checkpoint-2.earlier.partial")
+    assert checkpoint.find(output, True) == output / "checkpoint-2"
+
+
+@pytest.mark.parametrize("harm", ["short", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(saved, caplog, harm):
+    output, _ = saved
+    path = output / "checkpoint-2" / ("manifest.json" if harm == "manifest" else "optimizer.safetensors")
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-10])
+    assert checkpoint.find(output, True) == output / "checkpoint-1"
+    assert "checkpoint-2 is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.find(output, str(output / "checkpoint-2"))
+
+
+def test_files_of_others_in_a_checkpoint_and_one_without_a_manifest_are_taken(saved):
+    output, _ = saved
+    (output / "checkpoint-2" / "notes.txt").write_text("mine")
+    assert checkpoint.find(output, True) == output / "checkpoint-2"
+    (output / "checkpoint-2" / "manifest.json").unlink()
+    assert checkpoint.find(output, True) == output / "checkpoint-2"
+
+
+def test_files_of_a_checkpoint_have_the_rights_that_the_umask_leaves(saved):
+    output, save_again = saved
+    old = os.umask(0o027)
+    try:
+        save_again()
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in (output / "checkpoint-2").iterdir()} == {0o640}
 
 
 def test_the_checkpoint_just_written_is_kept_where_an_earlier_run_came_further(tiny_folder, prompts, letters, settings):

@@ -3,7 +3,10 @@ learning beside the weights. Safetensors and JSON; nothing is pickled."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.trainer_callback import TrainerState
 
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
+from groupwise.tracking.files import current_umask, sync_folder
 from groupwise.training.learner import Learner
 from groupwise.trl.entropy import EntropyControl
 
 __all__ = ["find", "renew_state", "restore", "save", "save_policy"]
 
-_ENTROPY = "entropy_ctrl_state.json"
+_ENTROPY, _MANIFEST = "entropy_ctrl_state.json", "manifest.json"
+logger = logging.getLogger("groupwise")
 _OPTIMIZER, _REFERENCE, _SCHEDULER, _STATE = (
     "optimizer.safetensors",
     "reference.safetensors",
@@ -39,7 +44,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
         model: Any = policy.model
         model.save_pretrained(folder, selected_adapters=[model.active_adapter])
         policy.tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be written ({error}): free space or make it writable") from error
 
 
@@ -54,11 +59,16 @@ def save(
     limit: int | None,
     entropy: EntropyControl,
 ) -> Path:
-    """Write ``checkpoint-N`` aside, rename it when it is whole, and remove the oldest beyond ``limit``."""
+    """Write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond ``limit``. One of this step,
+    of an earlier run, goes when the new one is in its place.
+
+    Raises CheckpointError where the disk does not take it; the checkpoints before it are untouched.
+    """
     target, aside = output / f"checkpoint-{state.global_step}", output / f".checkpoint-{state.global_step}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    save_policy(policy, aside)
+    earlier = _set_aside(target)
     try:
+        shutil.rmtree(aside, ignore_errors=True)
+        save_policy(policy, aside)
         if not only_model:
             save_file({n: t.detach().contiguous() for n, t in learner.optimizer.state().items()}, aside / _OPTIMIZER)
             if learner.moving_reference is not None:
@@ -67,10 +77,21 @@ def save(
             (aside / _SCHEDULER).write_text(json.dumps(_plain(scheduler.state_dict())))
             (aside / _ENTROPY).write_text(json.dumps(entropy.state_dict()))
         state.save_to_json(str(aside / _STATE))
-        shutil.rmtree(target, ignore_errors=True)
+        _seal(aside)
+        shutil.rmtree(earlier, ignore_errors=True)
+        if target.exists():
+            target.rename(earlier)
         aside.rename(target)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {target} cannot be written ({error}): free space or make it writable") from error
+        sync_folder(output)
+    except (OSError, SafetensorError, ModelError, CheckpointError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        _set_aside(target)
+        why = error.__cause__ or error
+        raise CheckpointError(
+            f"the checkpoint {target} cannot be written ({getattr(why, 'strerror', None) or why}): free space or make the folder writable; "
+            "the checkpoints before it are whole"
+        ) from error
+    shutil.rmtree(earlier, ignore_errors=True)
     # By time, since an earlier run may have come further.
     others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
     for old in others[: 1 - limit or None] if limit else []:
@@ -83,13 +104,18 @@ def renew_state(output: Path, state: TrainerState) -> None:
     target, aside = (output / f"checkpoint-{state.global_step}" / name for name in (_STATE, f".{_STATE}.partial"))
     try:
         state.save_to_json(str(aside))
+        _sync(aside)
         aside.replace(target)
+        sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error}): free space or make it writable") from error
 
 
 def find(output: Path, wanted: str | bool | None) -> Path | None:
-    """The checkpoint that ``resume_from_checkpoint`` means: none, the newest in ``output``, or the one named."""
+    """The checkpoint that ``resume_from_checkpoint`` means: none, the newest whole one in ``output``, or the one named.
+
+    Raises CheckpointError where there is none, or the one named is damaged.
+    """
     if wanted is None or wanted is False:
         return None
     if wanted is True:
@@ -98,9 +124,17 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
             raise CheckpointError(
                 f"resume_from_checkpoint=True, but there is no checkpoint in {output}: leave it out to start anew"
             )
-        return found[-1]
+        for checkpoint in reversed(found):
+            damage = _damage(checkpoint)
+            if damage is None:
+                return checkpoint
+            logger.warning("%s is damaged (%s): the one before it is taken", checkpoint, damage)
+        raise CheckpointError(f"every checkpoint in {output} is damaged: start anew, with another output_dir")
     if not (Path(wanted) / _STATE).is_file():
         raise CheckpointError(f"{wanted} is no checkpoint of groupwise.trl: name a folder checkpoint-N in output_dir")
+    damage = _damage(Path(wanted))
+    if damage is not None:
+        raise CheckpointError(f"the checkpoint {wanted} is damaged ({damage}): use another")
     return Path(wanted)
 
 
@@ -145,6 +179,56 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _set_aside(target: Path) -> Path:
+    """Where ``target`` lies while another takes its place; what a kill left there is put back."""
+    earlier = target.with_name(f".{target.name}.earlier.partial")
+    if earlier.is_dir() and not target.exists():
+        earlier.rename(target)
+    return earlier
+
+
+def _seal(folder: Path) -> None:
+    """Write sizes and digests of all files beside them, and force everything to the disk, with the rights that the umask leaves."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    told = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
+    del told[_STATE]  # it is replaced at the end of a run, as a whole
+    (folder / _MANIFEST).write_text(json.dumps({"files": told}, indent=1), encoding="utf-8")
+    for path in [*files, folder / _MANIFEST]:
+        path.chmod(0o666 & ~current_umask())
+        _sync(path)
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_folder(path)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None where nothing is, or it has no manifest. Others may lie beside them."""
+    try:
+        told = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, file in told.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != file["bytes"] or _digest(path) != file["sha256"]:
+                return f"{name} is not what was written"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{_MANIFEST}: {error}"
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _all(output: Path) -> list[Path]:
+    for earlier in output.glob(".checkpoint-*.earlier.partial"):
+        _set_aside(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
     found = [p for p in output.glob("checkpoint-*") if (p / _STATE).is_file() and p.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))
