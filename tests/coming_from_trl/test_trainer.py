@@ -251,7 +251,7 @@ def saved(tiny_folder, prompts, letters, settings):
     return Path(args.output_dir), trainer._save_checkpoint
 
 
-@pytest.mark.parametrize("place", ["save_file", "save_model", "_sync", "rename"])
+@pytest.mark.parametrize("place", ["save_file", "save_model", "sync_tree", "rename"])
 def test_a_full_disk_is_told_and_the_checkpoint_of_this_step_stays(saved, monkeypatch, place):
     output, save_again = saved
     before = contents(output)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers.trainer_callback import TrainerState
 from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
-from groupwise.tracking.files import current_umask, sync_folder
+from groupwise.models.saving import sync, sync_tree
 from groupwise.training.learner import Learner
 from groupwise.trl.entropy import EntropyControl
 
@@ -82,7 +81,7 @@ def save(
         if target.exists():
             target.rename(earlier)
         aside.rename(target)
-        sync_folder(output)
+        sync(output)
     except (OSError, SafetensorError, ModelError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         _set_aside(target)
@@ -104,9 +103,9 @@ def renew_state(output: Path, state: TrainerState) -> None:
     target, aside = (output / f"checkpoint-{state.global_step}" / name for name in (_STATE, f".{_STATE}.partial"))
     try:
         state.save_to_json(str(aside))
-        _sync(aside)
+        sync(aside)
         aside.replace(target)
-        sync_folder(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written ({error}): free space or make it writable") from error
 
@@ -188,16 +187,12 @@ def _set_aside(target: Path) -> Path:
 
 
 def _seal(folder: Path) -> None:
-    """Write sizes and digests of all files beside them, and force everything to the disk, with the rights that the umask leaves."""
+    """Write sizes and digests of all files beside them, and force everything to the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     told = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
     del told[_STATE]  # it is replaced at the end of a run, as a whole
     (folder / _MANIFEST).write_text(json.dumps({"files": told}, indent=1), encoding="utf-8")
-    for path in [*files, folder / _MANIFEST]:
-        path.chmod(0o666 & ~current_umask())
-        _sync(path)
-    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        sync_folder(path)
+    sync_tree(folder)
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -220,11 +215,6 @@ def _damage(checkpoint: Path) -> str | None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _all(output: Path) -> list[Path]:
