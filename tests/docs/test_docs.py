@@ -337,3 +337,37 @@ def test_the_table_of_named_data_sets_is_that_of_the_code():
     rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| (\w+) \| ([\d,]+) \| (.*) \|$", page("docs/how-to/data.md"), flags=re.MULTILINE)
     known = [(name, one.hub, one.eval_split, f"{one.rows:,}", one.about) for name, one in NAMED.items()]
     assert rows == known
+
+
+def test_the_lock_has_what_groupwise_needs_in_the_pinned_versions_with_digests():
+    """But PyTorch, which each machine has in a build of its own, and what comes with that."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    def entries(name):
+        text = re.sub(r"^#.*$|\\\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        rows = [line.split(" --hash=") for line in text.splitlines() if line.strip()]
+        found = [(Requirement(row[0].strip()), [part.strip() for part in row[1:]]) for row in rows]
+        return {canonicalize_name(row.name): (str(row.specifier), digests) for row, digests in found}
+
+    def needed(name):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        found = [Requirement(text) for text in (project["dependencies"] if name == "groupwise" else requires(name) or [])]
+        return {canonicalize_name(row.name) for row in found if row.marker is None or row.marker.evaluate({"extra": ""})}
+
+    lock, pins = entries("requirements.lock"), entries("constraints.txt")
+    assert all(digests and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in digests) for _, digests in lock.values())
+    assert {name: lock[name][0] for name in lock.keys() & pins.keys()} == {
+        name: pins[name][0] for name in lock.keys() & pins.keys()
+    }
+    of_torch = needed("torch") | {"torch"}
+    missing, left = set(), [*needed("groupwise") - of_torch]
+    seen = set(left)
+    while left:
+        name = left.pop()
+        missing |= {name} - lock.keys()
+        left += needed(name) - of_torch - seen
+        seen |= needed(name)
+    assert not missing, "run scripts/write_lock.py"
