@@ -24,14 +24,18 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 sampler=${nodes[0]}
 trainers=$(IFS=,; echo "${nodes[*]:1}")
 
+# Whoever knows it may replace the weights and sample: srun hands it to the server and the trainers through their environment, where
+# nobody else can read it. On the network it is not encrypted.
+export GROUPWISE_VLLM_SECRET=${GROUPWISE_VLLM_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+
 # Step 0: the server, with all GPUs and CPUs of its node.
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$sampler" --gpu-bind=none \
     --cpus-per-task=$((SLURM_CPUS_PER_TASK * SLURM_NTASKS_PER_NODE)) \
     "${VLLM_PYTHON:?name the interpreter of the environment of vLLM}" -m groupwise.engines.vllm "$model" \
-    --host 0.0.0.0 --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-8}" &
+    --host "${VLLM_HOST:-0.0.0.0}" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-8}" &
 server=$!
 trap 'kill "$server" 2>/dev/null' EXIT
-until curl --silent --fail --output /dev/null "http://$sampler:$port/groupwise"; do
+until curl --silent --fail --output /dev/null --header @<(printf 'Authorization: Bearer %s' "$GROUPWISE_VLLM_SECRET") "http://$sampler:$port/groupwise"; do
     kill -0 "$server" 2>/dev/null || { echo "the server did not come up: see its lines above" >&2; exit 1; }
     sleep 2
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,9 @@ from groupwise.threads import fix_threads
 # The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
 settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("certain")
+
+# Sampling servers of the tests and their trainers know each other by it, and nothing is written into the user's own cache.
+os.environ.setdefault("GROUPWISE_VLLM_SECRET", "0f1e2d3c4b5a69788796a5b4c3d2e1f0")
 
 # Under nohup and in some build services a hangup is ignored, and every child inherits that; tests of signals mean a plain terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

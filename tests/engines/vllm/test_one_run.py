@@ -19,9 +19,10 @@ from tests.engines.vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=8)
 ANOTHER = """
-import http.client, sys
+import http.client, os, sys
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
-connection.request("POST", "/groupwise/hold", body='{"owner": "another", "who": "another run"}')
+headers = {"Authorization": "Bearer " + os.environ["GROUPWISE_VLLM_SECRET"], "Content-Type": "application/json"}
+connection.request("POST", "/groupwise/hold", body='{"owner": "another", "who": "another run"}', headers=headers)
 print(connection.getresponse().readline().decode(), flush=True)
 sys.stdin.read()
 """

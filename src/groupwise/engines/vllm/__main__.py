@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from groupwise.engines.vllm.protocol import SECRET
 from groupwise.errors import ConfigError, GroupwiseError, ModelError, TrainingError
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ __all__ = ["main"]
 
 PORT = 8300
 _PROGRAM = "python -m groupwise.engines.vllm"
-_HELP = """Serve a model by vLLM to a run of groupwise, which sends it the policy's weights after every update.
+_HELP = f"""Serve a model by vLLM to a run of groupwise, which sends it the policy's weights after every update.
 
-It runs in vLLM's environment, with groupwise's source on PYTHONPATH, and works for one run at a time. Whoever reaches the port can
-replace the weights: let it be a network that you trust.
+It runs in vLLM's environment, with groupwise's source on PYTHONPATH, and works for one run at a time. Server and run share a secret:
+{SECRET} on both sides, or the file ~/.cache/groupwise/vllm-secret, which the first server makes. It travels unencrypted.
 """
 _EXAMPLES = f"""examples:
   {_PROGRAM} Qwen/Qwen2.5-1.5B-Instruct
@@ -42,14 +43,15 @@ and in the trainer's environment, once it says that it samples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until stopped; the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, _stop)
     try:
         _serve(_parser().parse_args(arguments))
     except GroupwiseError as error:
         if os.environ.get("GROUPWISE_DEBUG") == "1":
             raise
-        print(f"groupwise: {error}", file=sys.stderr)
+        print(f"groupwise: {_printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except _StoppedError as stopped:
         print(f"groupwise: the server was stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
@@ -157,7 +159,12 @@ def _checked_model(model: str) -> str:
 
 
 def _say(sentence: str) -> None:
-    print(f"groupwise: {sentence}", flush=True)
+    print(f"groupwise: {_printable(sentence)}", flush=True)
+
+
+def _printable(text: str) -> str:
+    """A trainer's name comes from another machine, and what a terminal would obey in it is shown as an escape."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _StoppedError(BaseException):

@@ -13,7 +13,18 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm.protocol import BeginAgain, Job, Refused, StaleWeights, Starting, Unreachable, settings_values
+from groupwise.engines.vllm.protocol import (
+    SECRET,
+    BeginAgain,
+    Job,
+    NotTrusted,
+    Refused,
+    StaleWeights,
+    Starting,
+    Unreachable,
+    find_secret,
+    settings_values,
+)
 from groupwise.errors import ConfigError
 
 __all__ = ["Client"]
@@ -24,10 +35,11 @@ _CONNECT_S = 10.0
 class Client:
     """One connection per call: a server that was started anew in between is simply found again."""
 
-    def __init__(self, url: str, *, patience_s: float = 300.0, shared: Path | None = None) -> None:
-        """``patience_s``: how long the server may be silent within a call. ``shared``: a folder that both see, for weights.
+    def __init__(self, url: str, *, patience_s: float = 300.0, shared: Path | None = None, secret: str | None = None) -> None:
+        """``patience_s``: how long the server may be silent within a call. ``shared``: a folder that both see, for weights. ``secret``:
+        the server's, by default that of `find_secret`.
 
-        Raises ConfigError for what is no HTTP address.
+        Raises ConfigError for what is no HTTP address, and for what is no secret.
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -36,6 +48,7 @@ class Client:
         self._host, self._port = parts.hostname, parts.port or 80
         self._shared = None if shared is None else shared.expanduser().resolve()
         self._files: list[Path] = []
+        self._secret = secret or find_secret()
 
     def hello(self) -> dict[str, Any]:
         """Who answers. Raises Unreachable, also for a server of another kind."""
@@ -147,11 +160,18 @@ class Client:
             connection.connect()
             connection.sock.settimeout(timeout_s)
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.request(method, path, body=body, headers={"Connection": "close"})
+            connection.request(method, path, body=body, headers=self._headers(method, path))
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise Unreachable(f"{self.where} does not answer ({_brief(error)})") from error
+
+    def _headers(self, method: str, path: str) -> dict[str, str]:
+        """The secret is found again where a server has made one meanwhile."""
+        self._secret = self._secret or find_secret()
+        told = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        kind = "application/octet-stream" if path.startswith("/groupwise/bucket") else "application/json"
+        return {"Connection": "close", **told, **({"Content-Type": kind} if method == "POST" else {})}
 
     def _values(self, answer: http.client.HTTPResponse) -> dict[str, Any]:
         """The answer's object; the exceptions of ``protocol`` for the others."""
@@ -163,6 +183,12 @@ class Client:
             values = None
         if not isinstance(values, dict):
             raise Refused(f"{self.where} answers, but is no sampling server of groupwise (status {answer.status})")
+        if answer.status == 401:
+            why = "was started with another secret" if self._secret else "wants a secret, and this run has none"
+            raise NotTrusted(
+                f"the server at {self.where} {why}: put the same into {SECRET} on both sides, or copy the server's "
+                "~/.cache/groupwise/vllm-secret"
+            )
         if "starting" in values:
             raise Starting(f"{self.where} is still loading its model")
         if "stale" in values:

@@ -11,7 +11,7 @@ from groupwise import __version__
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.protocol import PROTOCOL, Link, Refused, Starting, Unreachable, shape_of
+from groupwise.engines.vllm.protocol import PROTOCOL, Link, NotTrusted, Refused, Starting, Unreachable, shape_of
 from groupwise.engines.vllm.versions import check_versions
 from groupwise.errors import ConfigError
 
@@ -54,6 +54,8 @@ def _check_server(client: Client, hf_config: Any, model: str) -> int:
             f"rollout.vllm.url is {client.where!r}, where nobody answers ({error}): start a server in vLLM's environment with "
             f"`python -m groupwise.engines.vllm {model}`, or sample here with rollout.engine=auto"
         ) from error
+    except NotTrusted as stranger:
+        raise ConfigError(str(stranger)) from stranger
     except Refused as refused:
         raise ConfigError(
             f"rollout.vllm.url is {client.where!r}, but {refused}: name a sampling server of groupwise"

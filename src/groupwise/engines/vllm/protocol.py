@@ -1,6 +1,9 @@
 """What a trainer and a sampling server say to each other. Plain Python: both environments import it.
 
-    GET  /groupwise            who answers: protocol, versions, the model's shape, which weights it holds, who uses it
+Every message carries ``Authorization: Bearer SECRET``: whoever has the secret may replace the weights and sample, and nobody else gets
+an answer. It is in GROUPWISE_VLLM_SECRET on both sides, or in a file of the user's own that the first server makes (`find_secret`).
+
+    GET  /groupwise            who answers: protocol, versions, the model's shape, the version of its weights, who uses it
     POST /groupwise/hold       {owner, who}: the server is this run's, as long as the connection stays open; refused where it is another's
     POST /groupwise/begin      {id}: an update begins
     POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see
@@ -15,30 +18,39 @@ sealed by a digest over the parts: nothing that was put together from two pushes
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.engines.base import SamplingSettings
+from groupwise.errors import ConfigError
 
 __all__ = [
     "PROTOCOL",
+    "SECRET",
     "BeginAgain",
     "Broken",
     "Job",
     "Link",
+    "NotTrusted",
     "Refused",
     "StaleWeights",
     "Starting",
     "Unreachable",
     "digest_of",
+    "find_secret",
     "owner_of",
     "settings_from",
     "settings_values",
     "shape_of",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
+SECRET = "GROUPWISE_VLLM_SECRET"
+_SHORTEST_SECRET = 16
 
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -56,6 +68,10 @@ class Job:
 
 class Refused(Exception):
     """The server understood, and will not; the message is for a person."""
+
+
+class NotTrusted(Refused):
+    """The secret is missing, or is not the server's."""
 
 
 class Broken(Refused):
@@ -98,6 +114,44 @@ class Link(Protocol):
         self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool
     ) -> Any: ...
     def close(self) -> None: ...
+
+
+def find_secret(make: bool = False) -> str | None:
+    """What server and trainer know and nobody else: of GROUPWISE_VLLM_SECRET, else of a file in the user's cache, which is made with
+    ``make``. None where there is neither.
+
+    Raises ConfigError where it is too short to be one, or others can read the file.
+    """
+    given = os.environ.get(SECRET)
+    if given is not None:
+        return _checked(given, SECRET)
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "vllm-secret"
+    try:
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"the secret in {path} is not for this user's eyes alone: remove the file, a server makes another"
+                )
+            return _checked(file.read(), str(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the secret in {path} cannot be read ({error}): put one into {SECRET} on both sides") from error
+
+
+def _checked(secret: str, place: str) -> str:
+    text = secret.strip()
+    if len(text) < _SHORTEST_SECRET or not (text.isascii() and text.isprintable()) or " " in text:
+        raise ConfigError(
+            f"{place} holds no secret: it must be {_SHORTEST_SECRET} or more letters and digits that nobody can guess, such as those of "
+            "`openssl rand -hex 32`"
+        )
+    return text
 
 
 def owner_of(weights: str | None) -> str | None:

@@ -1,7 +1,14 @@
-"""A sampling server over HTTP, by the standard library alone: ``protocol`` says what it understands."""
+"""A sampling server over HTTP, by the standard library alone: ``protocol`` says what it understands.
+
+Nothing of a request is read before its secret was seen to be the server's. A browser that a stranger's page sends here has none, and is
+refused besides: by its ``Origin``, by a ``Host`` that is not this machine's (where only this machine is served), and by its
+``Content-Type``.
+"""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import json
 import socket
 import threading
@@ -11,27 +18,32 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, settings_from
-from groupwise.engines.vllm.service import Service
+from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, find_secret, settings_from
+from groupwise.engines.vllm.service import MOST_BYTES, Service
 
 __all__ = ["Server"]
 
-_MOST_BYTES = 4 * 2**30
+_MOST_JSON_BYTES = 2**29
+_PIECE_BYTES = 2**20
+_MOST_CONNECTIONS = 512
+"""At once: of each trainer process one that holds the server, and one for each request."""
+_SILENCE_S = 60.0
+"""How long a peer may say nothing in the middle of a message, or take nothing of an answer."""
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A trainer's machine that is gone without a word is noticed after a minute. (Seconds; names as in ``socket``.)"""
 
 
 class Server:
-    """Answers in threads of its own from construction until ``close``. Whoever reaches the port can replace the weights: bind it to
-    a network that you trust."""
+    """Answers in threads of its own from construction until ``close``, to those who know the secret. It travels as it is: on a network
+    where others listen, put a tunnel around it."""
 
-    def __init__(self, service: Service | None, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Port 0 takes a free one. Without a ``service`` it asks for patience until ``open`` brings one. Raises OSError where the port
-        is taken."""
+    def __init__(self, service: Service | None, host: str = "127.0.0.1", port: int = 0, *, secret: str | None = None) -> None:
+        """Port 0 takes a free one. ``secret``: by default that of `find_secret`, which makes one. Without a ``service`` it asks for
+        patience until ``open`` brings one. Raises OSError where the port is taken, ConfigError for what is no secret."""
         self.service, self._holders = service, set[socket.socket]()
-        self._handler: Any = type("Handler", (_Handler,), {"service": service, "holders": self._holders})
-        self._http = ThreadingHTTPServer((host, port), self._handler)
-        self._http.daemon_threads = True
+        own = {"service": service, "holders": self._holders, "secret": secret or find_secret(make=True), "host": host}
+        self._handler: Any = type("Handler", (_Handler,), own)
+        self._http = _Bounded((host, port), self._handler)
         self.port = self._http.server_address[1]
         self.url = f"http://{host}:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
@@ -50,15 +62,67 @@ class Server:
             self.service.close()
 
 
+class _Bounded(ThreadingHTTPServer):
+    """With a limit to the connections at once, each of which has a thread; one too many is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a peer that is gone, or was silent, is no news."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     service: Any
     """A `Service`; None until there is one."""
     holders: set[socket.socket]
+    secret: str
+    host: str
+    timeout = _SILENCE_S
     protocol_version = "HTTP/1.1"
     server_version = "groupwise"
     disable_nagle_algorithm = True
 
+    def _is_trusted(self) -> bool:
+        """Whether the request is one of ours; what it is refused with is answered, and its body is not read."""
+        headers, refusal = self.headers, None
+        given = headers.get("Authorization", "").encode("utf-8", errors="replace")
+        if headers.get("Origin") is not None or not self._is_host(headers.get("Host", "")):
+            refusal = 403, "this server answers no browsers"
+        elif not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
+            refusal = 401, "the secret is missing, or is not this server's"
+        elif self.command == "POST" and headers.get("Content-Type") not in ("application/json", "application/octet-stream"):
+            refusal = 415, "a message is application/json, and a part of weights application/octet-stream"
+        if refusal is not None:
+            self.close_connection = True
+            self._answer(refusal[0], {"refused": refusal[1]})
+        return refusal is None
+
+    def _is_host(self, given: str) -> bool:
+        """Whether a client that wants this machine may have said so. A page whose name was made to lead here says its own name."""
+        if not _is_loopback(self.host):
+            return True
+        name = urlsplit(f"//{given}").hostname or ""
+        return name in (self.host, "localhost") or _is_loopback(name)
+
     def do_GET(self) -> None:
+        if not self._is_trusted():
+            return
         if urlsplit(self.path).path.rstrip("/") != "/groupwise":
             self._answer(404, {"refused": f"there is nothing at {self.path}"})
             return
@@ -71,9 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_POST(self) -> None:
+        if not self._is_trusted():
+            return
         path = urlsplit(self.path)
         try:
-            body = self.rfile.read(self._length())
+            body = self._body(MOST_BYTES if path.path == "/groupwise/bucket" else _MOST_JSON_BYTES)
             if self.service is None:
                 self._answer(503, {"starting": True})
             elif path.path == "/groupwise/sample":
@@ -92,16 +158,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400, {"refused": str(refused)})
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             self._answer(400, {"refused": f"the request is not understood ({type(error).__name__}: {error})"})
+        except TimeoutError:
+            self.close_connection = True
         except OSError as error:
             self._answer(500, {"refused": f"the server could not keep what it got ({error})"})
 
-    def _length(self) -> int:
+    def _body(self, most: int) -> bytearray:
+        """What was sent. Memory is taken for what came, and not for what was announced."""
         length = int(self.headers.get("Content-Length") or 0)
-        if not 0 <= length <= _MOST_BYTES:
-            raise Refused(f"a message of {length} bytes is more than {_MOST_BYTES}: send smaller parts (rollout.vllm.bucket_mib)")
-        return length
+        if not 0 <= length <= most:
+            self.close_connection = True
+            raise Refused(f"a message of {length} bytes is more than {most}: send smaller parts (rollout.vllm.bucket_mib)")
+        body = bytearray()
+        while len(body) < length:
+            piece = self.rfile.read1(min(_PIECE_BYTES, length - len(body)))  # type: ignore[attr-defined]
+            if not piece:
+                raise TimeoutError
+            body += piece
+        return body
 
-    def _act(self, path: str, query: str, body: bytes) -> dict[str, Any]:
+    def _act(self, path: str, query: str, body: bytearray) -> dict[str, Any]:
         service = self.service
         if path == "/groupwise/bucket":
             asked = {name: values[0] for name, values in parse_qs(query).items()}
@@ -130,6 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             self._begin_rows()
             self._chunk({"holds": values["owner"]})
+            self.connection.settimeout(None)
             self.rfile.read(1)  # nothing more is ever sent
         except OSError:
             pass  # gone, and not in good order
@@ -152,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin_rows()
         try:
             self._write_rows(first, rows)
-        except (BrokenPipeError, ConnectionResetError, Broken):
+        except (BrokenPipeError, ConnectionResetError, TimeoutError, Broken):
             self.close_connection = True
         finally:
             rows.close()  # type: ignore[attr-defined]
@@ -164,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             for row in rows:
                 self._chunk(row)
             self._chunk({"done": True})
-        except (BrokenPipeError, ConnectionResetError, Broken):
+        except (BrokenPipeError, ConnectionResetError, TimeoutError, Broken):
             raise
         except StaleWeights as stale:
             self._chunk({"stale": stale.wanted, "held": stale.held})
@@ -187,3 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a run asks thousands of times."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

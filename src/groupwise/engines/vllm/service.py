@@ -20,7 +20,10 @@ from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Job, Refused, StaleWeights, digest_of, owner_of
 
-__all__ = ["Backend", "Service"]
+__all__ = ["MOST_BYTES", "Backend", "Service"]
+
+MOST_BYTES = 4 * 2**30
+"""Of one part of an update."""
 
 
 class Backend(Protocol):
@@ -93,9 +96,9 @@ class Service:
 
     def hello(self) -> dict[str, Any]:
         with self._lock:
-            lease, held = self._lease, (self.weights, self.version, self.digest)
+            lease, held = self._lease, (self.version, self.digest)
         return {
-            "protocol": PROTOCOL, "groupwise": __version__, "weights": held[0], "version": held[1], "digest": held[2],
+            "protocol": PROTOCOL, "groupwise": __version__, "version": held[0], "digest": held[1],
             "used_by": f"{lease.who} since {lease.since}" if lease else None,
             "shared": str(self.shared) if self.shared else None, **self.backend.about(),
         }  # fmt: skip
@@ -129,16 +132,15 @@ class Service:
         server."""
         with self._lock:
             self._lock.wait_for(lambda: not self._loading)
+            self._check_lease(weights)
             if weights == self.weights:
                 return self.digest
-            if self._lease is None or self._lease.owner != owner_of(weights):
-                raise BeginAgain(f"{self.where} does not know of this run: it was started anew")
             if self._update is None or self._update.id != weights:  # else two processes of one run, which send the same
                 self._drop()
                 self._update = _Update(weights, Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool)))
             return None
 
-    def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None:
+    def bucket(self, weights: str, index: int, data: bytes | bytearray, sha256: str) -> None:
         """Some of the tensors. Raises BeginAgain where they are not what was sent."""
         update = self._of(weights)
         if update is None:
@@ -166,12 +168,13 @@ class Service:
         path = (self.shared / name).resolve()
         if self.shared not in path.parents or not path.is_file():
             raise Refused(f"{name!r} is no file in the server's shared folder {self.shared}: name the same folder on both sides")
-        if _sha256_of(path) != sha256:
-            raise BeginAgain(f"part {index} of the weights {weights} is damaged in {path}: its checksum is another")
-        self._arrived(update, index, path, sha256)
+        if path.stat().st_size > MOST_BYTES:
+            raise Refused(f"{path} is larger than {MOST_BYTES} bytes: send smaller parts (rollout.vllm.bucket_mib)")
+        # A copy: whatever becomes of the file, the bytes that are checked are those that will be loaded.
+        self.bucket(weights, index, path.read_bytes(), sha256)
 
     def _arrived(self, update: _Update, index: int, path: Path, sha256: str) -> None:
-        """Files are never written to again: whatever else arrives, one that is being loaded stays as it is."""
+        """Files are the server's own, and never written to again: whatever else arrives, one that is being loaded stays as it is."""
         with self._lock:
             update.arrived[index] = (path, sha256)
 
@@ -247,6 +250,7 @@ class Service:
     def _of(self, weights: str) -> _Update | None:
         """The update under way; None where these weights are held already, since another process of the run was quicker."""
         with self._lock:
+            self._check_lease(weights)
             if weights == self.weights:
                 return None
             if self._update is None or self._update.id != weights:
@@ -254,6 +258,11 @@ class Service:
                     f"no update to the weights {weights} is under way: it was given up, or this server was started anew"
                 )
             return self._update
+
+    def _check_lease(self, weights: str) -> None:
+        """Raises BeginAgain unless the run of these weights holds the server. The lock is held."""
+        if self._lease is None or self._lease.owner != owner_of(weights):
+            raise BeginAgain(f"{self.where} does not know of this run: it was started anew")
 
     def _drop(self) -> None:
         if self._update is not None:
@@ -264,11 +273,3 @@ class Service:
         with self._lock:
             self._drop()
         self.backend.close()
-
-
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(1 << 24), b""):
-            digest.update(piece)
-    return digest.hexdigest()
