@@ -59,7 +59,7 @@ def test_a_dry_run_tells_of_settings_without_effect(groupwise, small, no_weights
 
 def test_kernels_that_the_lean_decoder_never_calls_are_told(groupwise, small, no_weights):
     told = groupwise("train", "quickstart", *small, "model.attention=eager", "--dry-run").stdout
-    assert "model.attention=eager has no effect here: a llama model is computed by" in " ".join(told.split())
+    assert "model.attention=eager has no effect here: a qwen2 model is computed by" in " ".join(told.split())
     assert "model.attention" not in "".join(prepare(load_config("quickstart", [*small, "model.attention=sdpa"])).notes)
 
 

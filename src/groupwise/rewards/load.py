@@ -51,6 +51,7 @@ OFFERED = (
     "prompts",
     "completions",
     "answer",
+    "accepted_answers",
     "answer_style",
     "completion_ids",
     "finish_reason",
