@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from groupwise import memory
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
 
 MIB = 2**20
@@ -46,14 +47,14 @@ def test_the_allocator_is_left_alone_on_request(monkeypatch):
 
 IN_BETWEEN = """
 import psutil
-from groupwise.memory import growing_blocks, keep_freed_memory
+from groupwise.memory import blocks_of_their_own, keep_freed_memory
 made, resident = keep_freed_memory(), psutil.Process().memory_info
 def given_back():
     blocks = [bytearray(2**18) for _ in range(512)]
     full = resident().rss
     del blocks
     return (full - resident().rss) // 2**20
-with growing_blocks():
+with blocks_of_their_own():
     between = given_back()
 print(made, between, given_back())
 """
@@ -111,3 +112,58 @@ def test_the_peak_is_in_bytes_and_grows_with_what_is_used():
     assert peak >= held + len(block) // 2
     del block
     assert peak_memory_bytes() >= peak  # it was reached, so it stays
+
+
+def steps(monkeypatch, resident):
+    """Whether anything was given back after each of steps that leave ``resident`` with the process."""
+    left = iter(resident)
+    monkeypatch.setattr(memory, "_kept", True)
+    monkeypatch.setattr(memory, "release_freed_memory", lambda: True)
+    kept = memory.KeptMemory(lambda: next(left))
+    return [kept.after_step() for _ in resident]
+
+
+def test_kept_memory_that_creeps_is_given_back_and_what_a_step_needs_is_kept(monkeypatch):
+    assert steps(monkeypatch, [100, 101, 102, 100]) == [False] * 4
+    assert steps(monkeypatch, [100, 103, 100, 101, 103, 100]) == [False, True, False, False, True, False]
+
+
+def test_kept_memory_is_looked_at_only_where_it_is_kept(monkeypatch):
+    monkeypatch.setattr(memory, "_kept", False)
+    assert not memory.KeptMemory(lambda: 1 / 0).after_step()
+
+
+MAPPED = """
+import re, sys, torch
+from safetensors.torch import load_file, save_file
+from groupwise.memory import keep_freed_memory, own_memory
+def now(what):
+    return int(re.search(what + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+save_file({f"t{i}": torch.full((4 * 2**20,), float(i)) for i in range(12)}, sys.argv[1])
+keep_freed_memory()
+tensors = load_file(sys.argv[1])
+assert [float(t.max()) for t in tensors.values()] == list(range(12))
+tied = tensors["t3"].view(-1)
+before = now("RssFile"), now("RssAnon"), now("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+own_memory([*tensors.values(), tied])
+print(now("RssFile") - before[0], now("RssAnon") - before[1], now("VmHWM") - before[2])
+assert [float(t.max()) for t in tensors.values()] == list(range(12))
+assert tied.data_ptr() == tensors["t3"].data_ptr()
+tensors.clear()
+del tied
+print(now("RssAnon") - before[1])
+"""
+
+
+@glibc
+def test_weights_move_from_their_file_into_memory_one_at_a_time_and_go_back_at_once(tmp_path):
+    """192 MiB in twelve tensors: never more than one of them twice, and all given back when they are let go of."""
+    command = [sys.executable, "-c", MAPPED, str(tmp_path / "a.safetensors")]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    file, own, twice, left = map(int, out.stdout.split())
+    assert file < -180
+    assert own > 180
+    assert twice < 24
+    assert left < 64 + 8, "what the heap had room for, 64 MiB at most, was taken from there"

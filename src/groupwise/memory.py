@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 __all__ = [
     "DEVICE_WIDE",
+    "KeptMemory",
     "available_memory_bytes",
+    "blocks_of_their_own",
     "give_back_freed_memory",
-    "growing_blocks",
     "keep_freed_memory",
+    "own_memory",
     "peak_memory_bytes",
     "reclaim_memory",
     "release_freed_memory",
@@ -58,12 +62,13 @@ def give_back_freed_memory() -> bool:
 
 
 @contextmanager
-def growing_blocks() -> Iterator[None]:
-    """While blocks are replaced by slightly larger ones again and again, as a cache's are that grows with each token: give back those of
-    128 KiB and more as soon as they are freed, also where freed memory is kept otherwise.
+def blocks_of_their_own() -> Iterator[None]:
+    """Blocks of 128 KiB and more that are taken in here lie outside the heap, and go back to the system as soon as they are freed, also
+    where freed memory is kept otherwise. For what is replaced by slightly larger blocks again and again, as a cache is that grows with each
+    token, and for what lives long and goes at once, as weights and copies of them.
 
-    None of them fits into the hole that the last one left, so that kept holes would add up to all sizes there ever were: for a cache of T
-    tokens T/2 times its own.
+    None of a growing cache's blocks fits into the hole that the last one left, so that kept holes would add up to all sizes there ever
+    were: for a cache of T tokens T/2 times its own.
     """
     if not _kept:
         yield
@@ -73,6 +78,74 @@ def growing_blocks() -> Iterator[None]:
         yield
     finally:
         keep_freed_memory()
+
+
+class KeptMemory:
+    """Gives kept memory back where it grows from step to step though the steps do not.
+
+    Completions differ in length, so the blocks of one step do not quite fit into the holes of the last, and the heap creeps. What a step
+    needs is what it takes from a heap without holes: the first one after they were given back. More than ``_CREEP`` above that is holes.
+    Giving them back costs the next step a page fault for each page, so it is not done otherwise.
+    """
+
+    def __init__(self, resident_bytes: Callable[[], int] = lambda: psutil.Process().memory_info().rss) -> None:
+        self.resident_bytes = resident_bytes
+        self.needed: int | None = None
+        """What the first step after the holes were given back left with the process, in bytes."""
+
+    def after_step(self) -> bool:
+        """Returns whether anything was given back."""
+        if not _kept:
+            return False
+        now = self.resident_bytes()
+        if self.needed is None:
+            self.needed = now
+        if now <= _CREEP * self.needed:
+            return False
+        self.needed = None
+        return release_freed_memory()
+
+
+_CREEP = 1.02
+
+
+def own_memory(tensors: Iterable[Any]) -> None:
+    """Copy what is mapped from a file into memory of the process, one tensor at a time; each copy takes the place of its file's pages.
+
+    Such pages look free of charge, but the kernel drops them as soon as memory is short, and reads them from the disk again at every step.
+    """
+    files, copies = _mapped_files(), {}
+    with blocks_of_their_own():
+        for tensor in tensors:
+            address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+            if tensor.device.type != "cpu" or not any(start <= address < end for start, end in files):
+                continue
+            key = (address, tensor.shape, tensor.stride())
+            if key not in copies:
+                copies[key] = tensor.data.clone()
+                _forget(address, min(size, tensor.numel() * tensor.element_size()))
+            tensor.data = copies[key]
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Addresses at which files are mapped, where the system says so."""
+    try:
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        return []
+    spans = [line[0].split("-") for line in lines if len(line) == 6 and line[5].startswith("/")]
+    return [(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+def _forget(address: int, size: int) -> None:
+    """Let go of whole pages of a file's mapping: who reads them again finds them in the file."""
+    page = mmap.PAGESIZE
+    start, end = -(-address // page) * page, (address + size) // page * page
+    try:
+        if end > start:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 4)  # MADV_DONTNEED
+    except (OSError, AttributeError):
+        pass
 
 
 def _set(*settings: tuple[int, int]) -> bool:

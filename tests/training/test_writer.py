@@ -12,6 +12,7 @@ from groupwise.errors import CheckpointError
 from groupwise.models.load import copy_to_cpu
 from groupwise.training import checkpoint as checkpoints
 from groupwise.training import writer as writers
+from groupwise.training.run import Run
 from groupwise.training.start import start
 from groupwise.training.writer import CheckpointWriter
 
@@ -22,27 +23,30 @@ def manifests(folder):
 
 @pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 2, "alpha": 4}}])
 def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, letters, quiet, tmp_path, monkeypatch, model):
-    """The first checkpoint is held up until the second step has changed every weight."""
+    """The first checkpoint is held up until the second batch has been sampled; learning from that waits for it."""
     sections = {"model": model, "training": {"steps": 3}, "algorithm": {"beta": 0.1, "updates_per_batch": 2}}
-    learnt, write = threading.Event(), checkpoints._write
+    sampled, write, learn = threading.Event(), checkpoints._write, Run.learn
 
     def late(aside, snapshot):
         assert threading.current_thread() is not threading.main_thread()
-        assert learnt.wait(60)
+        assert sampled.wait(60)
         write(aside, snapshot)
 
-    def note(report):
-        if report.step == 2:
-            learnt.set()
+    def note(run, rollout):
+        if run.done == 1:
+            assert not (run.folder.checkpoints / "step-1").exists()
+            sampled.set()
+        return learn(run, rollout)
 
     wanted = train(
         small_config(**sections, output={"checkpoint_every": 1, "keep_checkpoints": 3, "checkpoint_in_background": False}),
         rewards=letters, console=quiet, run_folder=tmp_path / "waiting",
     )  # fmt: skip
     monkeypatch.setattr(checkpoints, "_write", late)
+    monkeypatch.setattr(Run, "learn", note)
     found = train(
         small_config(**sections, output={"checkpoint_every": 1, "keep_checkpoints": 3}),
-        rewards=letters, console=quiet, run_folder=tmp_path / "beside", on_step=note,
+        rewards=letters, console=quiet, run_folder=tmp_path / "beside",
     )  # fmt: skip
     one, other = manifests(wanted.folder), manifests(found.folder)
     assert one.keys() == other.keys() == {"step-1", "step-2", "step-3"}
@@ -50,6 +54,20 @@ def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, l
         for changing in ("state.json", "model/adapter/adapter_config.json"):  # the setting in question; a set in any order
             one[name].pop(changing, None), other[name].pop(changing, None)
         assert one[name] == other[name]
+
+
+def test_on_a_cpu_a_checkpoint_beside_the_run_takes_no_memory(small_config, letters, quiet, tmp_path):
+    run = start(small_config(algorithm={"beta": 0.1}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run.begin_learning()
+    snapshot = checkpoints.take_snapshot(0, run.policy, run.learner)
+    copied = snapshot.copied(run.policy.tokenizer)
+    assert snapshot.copied_bytes() == sum(
+        t.nbytes for name, of in snapshot.tensors.items() if name.startswith("part-") for t in of.values()
+    )
+    assert copied.policy.model is run.policy.model
+    masters = snapshot.tensors["optimizer.safetensors"]
+    assert all(copied.tensors["optimizer.safetensors"][name] is tensor for name, tensor in masters.items())
+    run.close()
 
 
 def test_of_divided_weights_the_critic_is_copied_too(small_config, letters, quiet, tmp_path):
@@ -77,7 +95,7 @@ def test_a_copy_shares_nothing_with_the_model_and_ties_what_is_tied(tiny_qwen2):
 
 def snapshot(size_bytes=1):
     return SimpleNamespace(
-        name="step-1", policy=SimpleNamespace(tokenizer=None), size_bytes=lambda: size_bytes, copied=lambda tokenizer: "a copy"
+        name="step-1", policy=SimpleNamespace(tokenizer=None), copied_bytes=lambda: size_bytes, copied=lambda tokenizer: "a copy"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.limit import RowLimit
-from groupwise.memory import growing_blocks
+from groupwise.memory import blocks_of_their_own
 from groupwise.metrics import Metric
 from groupwise.models.spread import input_device, is_spread
 from groupwise.types import Completion, Prompt
@@ -70,7 +70,7 @@ class TransformersEngine:
             sequences = [
                 _Sequence(prompts[i], sample, seed_key(seed, scope, prompts[i].problem.id, sample)) for i, sample in part
             ]
-            with growing_blocks():
+            with blocks_of_their_own():
                 for _ in self._decode(sequences, settings):
                     if on_progress:
                         on_progress(start + sum(s.ended for s in sequences), tokens + sum(len(s.tokens) for s in sequences))

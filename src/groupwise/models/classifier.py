@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from groupwise.config.rewards import RewardModelConfig
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.memory import own_memory
 from groupwise.models.folder import check_folder, is_folder_name
 from groupwise.models.hub import only_from_cache
 from groupwise.models.load import load_model_config, load_tokenizer, resolve_device
@@ -95,6 +96,7 @@ def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
                 f"model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"
             ) from error
         model, info = loaded
+        own_memory([*model.parameters(), *model.buffers()])
         if missing := sorted(info["missing_keys"]):
             raise ModelError(
                 f"the weights of {config.name!r} lack {len(missing)} tensors of its architecture (such as {missing[0]}), which would "

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
 from groupwise.models.decoder import FAMILIES
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
@@ -125,6 +126,8 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     model = settle(_load_weights(config, _attention(config, target), target))
+    if config.device_map is None:  # else what lies on the disk stays there
+        own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
     _check_vocabulary(config, tokenizer, model)

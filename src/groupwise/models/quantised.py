@@ -98,17 +98,8 @@ def _from_4_bits(weight: Any) -> Tensor:
 
 
 def settle(model: Any) -> Any:
-    """Let the quantised layers of ``model`` multiply with dequantised weights, and return it. Repeating it changes nothing.
-
-    On CPUs what was not quantised is copied out of the model's file, of which it is a view: one such view keeps the whole file in memory,
-    the weights that were quantised included.
-    """
-    found = quantised_layers(model)
-    of_few_bits = {id(layer.weight) for layer in found}
-    for parameter in model.parameters() if found else ():
-        if parameter.device.type == "cpu" and id(parameter) not in of_few_bits:
-            parameter.data = parameter.data.clone()
-    for layer in found:
+    """Let the quantised layers of ``model`` multiply with dequantised weights, and return it. Repeating it changes nothing."""
+    for layer in quantised_layers(model):
         if type(layer) not in _PLAIN.values():
             if type(layer) not in _PLAIN:
                 _PLAIN[type(layer)] = type(type(layer).__name__, (type(layer),), {"forward": _forward})

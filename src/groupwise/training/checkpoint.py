@@ -23,6 +23,7 @@ from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError, ModelError
+from groupwise.memory import blocks_of_their_own
 from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, copy_to_cpu, save_model
 from groupwise.models.saving import sync, sync_tree, write_tensors
@@ -48,7 +49,7 @@ __all__ = [
 MODEL = "model"
 """The policy's folder inside a checkpoint."""
 _STATE, _OPTIMIZER, _REFERENCE, _MANIFEST = "state.json", "optimizer.safetensors", "reference.safetensors", "manifest.json"
-_CRITIC = "critic.safetensors"
+_CRITIC, _PART = "critic.safetensors", "part-"
 _NAME = re.compile(r"step-(\d+)(?:-update-(\d+))?")
 
 
@@ -66,22 +67,40 @@ class Snapshot:
     is_copy: bool = False
     """Whether learning does not touch any of it, so that it need not be copied."""
 
-    def size_bytes(self) -> int:
+    @property
+    def _whole_copy(self) -> bool:
+        """Whether a copy must be one of everything: on a GPU, where nobody may read while another thread captures a graph."""
+        return not self.is_copy and self.policy.device.type != "cpu"
+
+    def copied_bytes(self) -> int:
         """How much memory ``copied`` takes."""
-        if self.is_copy:
-            return 0
-        model = self.policy.model
-        everything = [*(p for p in model.parameters() if p.requires_grad or not is_adapted(model)), *model.buffers()]
-        everything += [tensor for file in self.tensors.values() for tensor in file.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in everything)
+        return sum(t.numel() * t.element_size() for t in self._to_copy())
+
+    def _to_copy(self) -> list[Tensor]:
+        files = [of_file for file, of_file in self.tensors.items() if self._whole_copy or self._is_part(file)]
+        found = [] if self.is_copy else [tensor for of_file in files for tensor in of_file.values()]
+        if self._whole_copy:
+            model = self.policy.model
+            found += [*(p for p in model.parameters() if p.requires_grad or not is_adapted(model)), *model.buffers()]
+        return found
+
+    @staticmethod
+    def _is_part(file: str) -> bool:
+        return file.startswith(_PART)
 
     def copied(self, tokenizer: Any) -> Snapshot:
-        """The same in memory of its own, on the CPU, which learning does not touch; ``tokenizer`` takes the place of the one in use."""
+        """What may be written while the next batch is sampled; ``tokenizer`` takes the place of the one in use.
+
+        On a CPU weights and optimiser are those of the run, which must wait until it is written before it changes them. All else is copied,
+        on the CPU.
+        """
         if self.is_copy:
             return replace(self, policy=replace(self.policy, tokenizer=tokenizer))
-        policy = replace(self.policy, model=copy_to_cpu(self.policy.model), tokenizer=tokenizer)
-        tensors = {file: _copies(of_file) for file, of_file in self.tensors.items()}
-        return replace(self, policy=policy, tensors=tensors, is_copy=True)
+        whole = self._whole_copy
+        with blocks_of_their_own():
+            tensors = {file: _copies(found) if whole or self._is_part(file) else found for file, found in self.tensors.items()}
+            model = copy_to_cpu(self.policy.model) if whole else self.policy.model
+        return replace(self, policy=replace(self.policy, model=model, tokenizer=tokenizer), tensors=tensors, is_copy=whole)
 
 
 def take_snapshot(
@@ -102,7 +121,7 @@ def take_snapshot(
     for name, part in learner.parts.items():
         of_part, parts[name] = part.checkpoint_state()
         if of_part:
-            tensors[f"part-{name}.safetensors"] = _copies(of_part) if copied else of_part
+            tensors[f"{_PART}{name}.safetensors"] = _copies(of_part) if copied else of_part
     state = {
         "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
         "renewed_before": learner.renewed_before, "parts": parts,
@@ -295,7 +314,7 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
         if learner.kl_control is not None and state.get("kl_control"):
             learner.kl_control = AdaptiveKL.from_state_dict(state["kl_control"])
         for name, part in learner.parts.items():
-            tensors = checkpoint / f"part-{name}.safetensors"
+            tensors = checkpoint / f"{_PART}{name}.safetensors"
             part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state.get("parts", {}).get(name, {}))
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise _unreadable(checkpoint, error) from error

@@ -17,7 +17,7 @@ from groupwise.engines.base import close_engine, engine_metrics, tell_of_limit
 from groupwise.engines.dealt import DealtEngine
 from groupwise.errors import StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
-from groupwise.memory import peak_memory_bytes
+from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
@@ -94,6 +94,7 @@ class Run:
     budget: PassBudget = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
+    kept: KeptMemory = field(default_factory=KeptMemory)
     ahead: Ahead | None = None
     """What is sampled for later steps, where the config wants it."""
 
@@ -141,6 +142,7 @@ class Run:
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
         self.notices.exchange()
+        release_freed_memory()  # its batches are of other sizes than a step's
         self.evaluations.extend(results)
 
     @contextmanager
@@ -229,6 +231,7 @@ class Run:
         every = self.config.algorithm.reference_every
         new_iteration = step * outer // steps != (step - 1) * outer // steps
         if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
+            self.writer.finish()
             self.learner.renew_reference(step)
 
     def collect(self, step: int, bar: Phase) -> Rollout:
@@ -273,6 +276,7 @@ class Run:
             self.ahead.learnt(self.done)
         if not rollout.groups:
             return []
+        self.writer.finish()  # it writes from the weights that are about to change
         try:
             advantages, found = self.learner.learn(rollout.groups, stop=self.signals.at_once_and_received, held=self.held.take())
         except WindowOpenError as halfway:
@@ -308,6 +312,7 @@ class Run:
             | self._threads()
         )
         self.done = step + 1
+        self.kept.after_step()
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)

@@ -1,4 +1,8 @@
-"""Writing checkpoints beside the run: a copy of the state is taken, and a thread writes it while the next step is sampled."""
+"""Writing checkpoints beside the run: a thread writes the state while the next batch is sampled.
+
+Sampling changes neither weights nor optimiser, so on a CPU they are written from where they are, and learning waits for it (``finish``). On
+a GPU a copy in the machine's memory is written.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import CheckpointError
-from groupwise.memory import available_memory_bytes
+from groupwise.memory import available_memory_bytes, release_freed_memory
 from groupwise.training.checkpoint import Snapshot, write_snapshot
 
 __all__ = ["CheckpointWriter"]
@@ -33,7 +37,7 @@ class CheckpointWriter:
         return write_snapshot(self.folder, snapshot, self.keep, keep_best=self.keep_best)
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy it and go on; without memory for a copy, or with ``in_background`` off, wait for the disk."""
+        """Begin and go on; without memory for what is copied, or with ``in_background`` off, wait for the disk."""
         self.finish()
         if not self.in_background or self._is_short(snapshot):
             self._try(snapshot)
@@ -48,6 +52,7 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            release_freed_memory()  # a thread's own heap is of no use to the next one
 
     def news(self) -> list[str]:
         """What has gone wrong since this was asked last, a sentence each."""
@@ -63,7 +68,7 @@ class CheckpointWriter:
             self._news.append(f"NOT SAVED: {snapshot.name} ({type(error).__name__}: {error})")
 
     def _is_short(self, snapshot: Snapshot) -> bool:
-        needed, there = snapshot.size_bytes() * _SPARE, available_memory_bytes()
+        needed, there = snapshot.copied_bytes() * _SPARE, available_memory_bytes()
         if needed > there and not self._told_of_memory:
             self._told_of_memory = True
             self._news.append(
