@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import hmac
 import json
 import os
 import sys
@@ -15,9 +17,11 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError, RankError
 
-__all__ = ["Board", "Failure", "LostTouch", "RankLost", "Watch", "as_error", "exchanging"]
+__all__ = ["Board", "Failure", "LostTouch", "RankLost", "Seal", "Watch", "as_error", "exchanging"]
 
 _KEY = "failure"
+_LONGEST = 4000
+"""Characters of a failure's message."""
 _LOOK_EVERY_S = 0.5
 _GRACE_S = 20.0
 """How long the main thread may take to come out by itself once another process has failed."""
@@ -59,24 +63,64 @@ class Failure:
     exit_code: int
 
 
-class Board:
-    """A place that all processes can read, where the first failure is written: the key-value store of torch.distributed."""
+class Seal:
+    """What a message of this run's own processes carries: a code that takes their secret to make (HMAC, SHA-256).
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self.store, self.rank = store, rank
+    Without a secret, as other launchers start processes, a message carries nothing, and whoever reaches the processes is believed.
+    """
+
+    size = hashlib.sha256().digest_size
+
+    def __init__(self, secret: str = "", run: str = "") -> None:
+        self._secret, self._run = secret.encode(), run
+
+    def closed(self, body: bytes, what: str) -> bytes:
+        """``what``: what the message is, so that none can be sent again as another."""
+        return self._code(body, what) + body
+
+    def opened(self, message: bytes, what: str) -> bytes | None:
+        """The body, or None where nobody of this run can have written it."""
+        code = self._code(b"", what)[:0] if not self._secret else message[: self.size]
+        body = message[len(code) :]
+        return body if hmac.compare_digest(code, self._code(body, what)) else None
+
+    def _code(self, body: bytes, what: str) -> bytes:
+        if not self._secret:
+            return b""
+        return hmac.new(self._secret, f"{self._run}, {what}\n".encode() + body, hashlib.sha256).digest()
+
+
+class Board:
+    """A place that all processes can read, where the first failure is written: the key-value store of torch.distributed.
+
+    What stands there is believed as far as it is sealed, in the form of a failure, and no longer than a message should be.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int = 1 << 30, seal: Seal | None = None) -> None:
+        self.store, self.rank, self.size, self.seal = store, rank, size, seal or Seal()
 
     def post(self, error: BaseException) -> None:
         known = isinstance(error, GroupwiseError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         code = error.exit_code if isinstance(error, GroupwiseError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone: there is nobody left to tell
-            self.store.compare_set(_KEY, "", json.dumps(asdict(Failure(self.rank, message, code))))
+            written = json.dumps(asdict(Failure(self.rank, message[:_LONGEST], code))).encode()
+            self.store.compare_set(_KEY, "", self.seal.closed(written, _KEY).hex())
 
     def read(self) -> Failure | None:
-        """The failure that was written first, or None. Raises RuntimeError when the store is gone."""
+        """The failure that was written first, or None; its message cannot act on a terminal. Raises RuntimeError when the store is gone."""
         if not self.store.check([_KEY]):
             return None
-        return Failure(**json.loads(self.store.get(_KEY)))
+        try:
+            body = self.seal.opened(bytes.fromhex(self.store.get(_KEY).decode()), _KEY)
+            found = {} if body is None else json.loads(body)
+            rank, message, code = found["rank"], found["message"], found["exit_code"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if type(rank) is not int or not 0 <= rank < self.size or type(message) is not str:
+            return None
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:_LONGEST])
+        return Failure(rank, shown, code if type(code) is int and 0 < code < 256 else 1)
 
     def wait(self, seconds: float = _WAIT_FOR_WORD_S) -> Failure | None:
         """As ``read``, for a failure of another process that may be a moment late."""

@@ -7,6 +7,7 @@ moment to end with its error, and are then ended; the exit code is that of the f
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,10 +19,12 @@ from types import FrameType
 
 from groupwise.distributed.signals import stop_signals
 
-__all__ = ["LAUNCHER", "cores_per_process", "launch"]
+__all__ = ["LAUNCHER", "SECRET", "cores_per_process", "launch"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it is gone."""
+SECRET = "GROUPWISE_SECRET"
+"""In the environment of all processes of a run, by which they know each other's messages. Set it yourself for several machines."""
 _GRACE_S = 30.0
 _LOOK_EVERY_S = 0.2
 
@@ -35,8 +38,11 @@ def launch(command: Sequence[str], processes: int, environment: Mapping[str, str
 def _launch(command: Sequence[str], processes: int, environment: Mapping[str, str], port: int) -> int:
     shared = {
         **environment, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), LAUNCHER: str(os.getpid()),
+        "MASTER_PORT": str(port), LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32),
     }  # fmt: skip
+    if sys.platform.startswith("linux"):  # nothing that this machine's processes say to each other is for its network
+        for library in ("GLOO", "NCCL"):
+            shared.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []

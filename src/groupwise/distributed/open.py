@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from groupwise.distributed.failures import Board
+from groupwise.distributed.failures import Board, Seal
+from groupwise.distributed.launch import LAUNCHER, SECRET
 from groupwise.distributed.world import World
 from groupwise.errors import ConfigError
 
@@ -88,9 +90,28 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
-        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s))
+        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **_own_store(timeout_s))
     _joined = _Joined(state.process_index, state.num_processes, state.device)
     atexit.register(_leave)
+
+
+def _own_store(timeout_s: float) -> dict[str, Any]:
+    """Where our own launcher started us, all on this machine: a store that listens to this machine alone. Torch's own would listen to the
+    network, whatever MASTER_ADDR is, and do what anybody there says."""
+    if LAUNCHER not in os.environ:
+        return {}
+    import torch.distributed as dist
+
+    rank, size, place = int(os.environ["RANK"]), world_size(), ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    listening = None
+    if rank == 0:
+        with socket.socket() as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(place)
+            door.listen(128)
+            listening = door.detach()
+    store = dist.TCPStore(*place, size, rank == 0, timedelta(seconds=timeout_s), master_listen_fd=listening)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def _joined_to_the_end() -> None:
@@ -127,7 +148,9 @@ def _next_world(timeout_s: float) -> World:
     _joined.done = False
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
-    return World(_joined.rank, _joined.size, control=control, board=Board(store, _joined.rank), device=_joined.device)
+    seal = Seal(os.environ.get(SECRET, ""), f"run {_joined.runs}")
+    board = Board(store, _joined.rank, _joined.size, seal)
+    return World(_joined.rank, _joined.size, control=control, board=board, device=_joined.device, seal=seal)
 
 
 def _check(on_cpu: bool) -> None:

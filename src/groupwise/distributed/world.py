@@ -7,6 +7,7 @@ the passes are divided. What is decided from the batch is decided alike everywhe
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.distributed.deal import deal
-from groupwise.distributed.failures import Board, LostTouch, RankLost, Watch, as_error
+from groupwise.distributed.failures import Board, LostTouch, RankLost, Seal, Watch, as_error
 from groupwise.errors import GroupwiseError, RankError
 from groupwise.metrics import Metric, Sum, merge
 
@@ -33,11 +34,13 @@ class World:
     """This process among ``size`` of them. Methods that say so are for all processes at once: each must call them, in one order."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, *, control: Any = None, board: Board | None = None, device: torch.device | None = None
-    ) -> None:
+        self, rank: int = 0, size: int = 1, *, control: Any = None, board: Board | None = None, device: torch.device | None = None,
+        seal: Seal | None = None,
+    ) -> None:  # fmt: skip
         """``control``: the process group for Python objects, on CPUs whatever computes. ``device``: this process's part of the group
-        in which tensors are added up; None where that takes tensors wherever they are."""
+        in which tensors are added up; None where that takes tensors wherever they are. ``seal``: by which objects are known."""
         self.rank, self.size = rank, size
+        self._seal, self._gathered = seal or Seal(), 0
         self._control, self._board, self._device = control, board, device
 
     @property
@@ -50,13 +53,33 @@ class World:
         return list(range(len(costs))) if self.size == 1 else deal(costs, self.size)[self.rank]
 
     def gather(self, value: T) -> list[T]:
-        """For all at once: everybody's value, in the order of the processes."""
+        """For all at once: everybody's value, in the order of the processes. Raises RankError where one is nobody's of this run."""
         if self.size == 1:
             return [value]
-        out: list[Any] = [None] * self.size
+        self._gathered += 1
+        what = [f"value {self._gathered} of process {rank}" for rank in range(self.size)]
+        found = []
+        for rank, message in enumerate(self._gather_bytes(self._seal.closed(pickle.dumps(value), what[self.rank]))):
+            body = self._seal.opened(message, what[rank])
+            if body is None:
+                raise RankError(
+                    f"a message of process {rank} of {self.size} is not sealed with this run's secret: some other program sent it, or "
+                    "GROUPWISE_SECRET is not the same for all processes",
+                    1,
+                )
+            found.append(pickle.loads(body))
+        return found
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Not torch's own for objects, which opens what it gets before anybody can look at it."""
         with _in_touch():
-            dist.all_gather_object(out, value, group=self._control)
-        return out
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._control)
+            longest = int(max(lengths))
+            padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self._control)
+        return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def first_does(self, action: Callable[[], T]) -> T:
         """For all at once: only the first process acts; its result, or its exception, is everybody's."""
