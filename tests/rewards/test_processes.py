@@ -78,6 +78,10 @@ def step(suite, *texts):
     return suite.score_all([(make_prompt(), make_completions(text)) for text in texts])
 
 
+def call_counts(scoring):
+    return {name: value for name, value in values(scoring.metrics).items() if name.startswith("calls/")}
+
+
 def is_alive(pid):
     """A zombie is not: whoever inherits it need not be quick to bury it."""
     try:
@@ -113,8 +117,8 @@ def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, limits_only_fo
         f"reward 'obey' on completion 0 of problem '{make_prompt().problem.id}' did not return within its timeout_s = 1 seconds"
     )
     assert scoring.failures[0].message == said
-    assert values(scoring.metrics) == {"calls/killed_obey": 3, "calls/failed_obey": 3}
-    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+    assert call_counts(scoring) == {"calls/killed_obey": 3, "calls/failed_obey": 3}
+    assert call_counts(step(suite, "fine")) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
 
 
 def test_what_a_killed_process_has_started_ends_with_it(mischief, limits_only_for, tmp_path):
@@ -135,7 +139,7 @@ def test_what_ends_or_fills_its_process_is_told_apart_from_what_works(mischief):
     assert said[1] == "nothing, but its process ended with status 3"
     assert said[2].startswith("ValueError: no (mine.py, line ")
     assert "while its result was sent" in said[3]
-    assert values(scoring.metrics) == {"calls/killed_obey": 2, "calls/failed_obey": 4}
+    assert call_counts(scoring) == {"calls/killed_obey": 2, "calls/failed_obey": 4}
 
 
 def test_a_process_is_used_again_and_ends_with_the_suite(mischief):
@@ -183,7 +187,7 @@ def test_loading_starts_a_first_process_and_only_for_isolated_functions(mischief
     suite.load()
     suite.load()
     assert len(suite._processes._alive) == 1
-    assert values(step(suite, "fine").metrics) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+    assert call_counts(step(suite, "fine")) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
     plain = async_suite(lambda completions: [1.0])
     plain.load()
     assert not plain._processes._alive
