@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithm.ratio import MAX_LOG_RATIO
-from groupwise.algorithm.sequences import at_least_fp32, segment_sum
+from groupwise.algorithm.sequences import at_least_fp32, segment_mean, segment_sum
 from groupwise.metrics import Mean, Metric
 
-__all__ = ["sampler_correction"]
+__all__ = ["off_policy_mask", "sampler_correction"]
 
 
 @torch.no_grad()
@@ -53,3 +53,13 @@ def sampler_correction(
     total, cut, kl = torch.stack([factor_T.sum(), beyond_T.sum().to(factor_T.dtype), kl_T.sum()]).tolist()
     tokens = factor_T.numel()
     return factor_T, {"correction": Mean(total, tokens), "correction_cut": Mean(cut, tokens), "sampler_kl": Mean(kl, tokens)}
+
+
+@torch.no_grad()
+def off_policy_mask(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, sequence_T: Tensor, completions: int, limit: float
+) -> Tensor:
+    """``kept_T``: False for completions with a negative advantage from which the policy has moved by more than ``limit``, the mean of
+    log pi_old - log pi over their tokens in nats: DeepSeek-V3.2 (arXiv 2512.02556, "off-policy sequence masking")."""
+    moved_N = segment_mean(old_logprobs_T - logprobs_T, sequence_T, completions)
+    return (advantages_T >= 0) | (moved_N <= limit)[sequence_T]

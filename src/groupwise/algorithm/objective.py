@@ -13,11 +13,12 @@ from torch import Tensor
 
 from groupwise.algorithm.advantages import Rewards, group_advantages, token_advantages
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.correction import off_policy_mask
 from groupwise.algorithm.kl import k3, kl_per_token
 from groupwise.algorithm.process import Steps, process_advantages
 from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean
-from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
+from groupwise.algorithm.surrogate import SURROGATES, ClipBounds, Surrogate
 from groupwise.algorithm.values import PerToken, value_advantages
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
@@ -33,7 +34,7 @@ class Objective:
     scale: str = "group_std"
     advantage_epsilon: float = 1e-4
     ratio_level: str = "token"
-    surrogate: str = "clip"
+    surrogate: str | Surrogate = "clip"
     bounds: ClipBounds = ClipBounds(0.2, 0.2)  # noqa: RUF009 (frozen)
     aggregation: str = "sequence_mean"
     kl_estimator: str = "k3"
@@ -43,6 +44,8 @@ class Objective:
     gamma: float = 1.0
     gae_lambda: float = 0.95
     value_clip: float | None = None
+    off_policy_limit: float | None = None
+    """See ``correction.off_policy_mask``; None: nothing is left out."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
@@ -170,7 +173,11 @@ def policy_loss(
     assert logprobs_T.shape == old_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, "one value per token"
 
     ratio_T = RATIOS[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
-    surrogate_T, clipped_T = SURROGATES[objective.surrogate](ratio_T, advantages_T, logprobs_T, objective.bounds)
+    surrogate = SURROGATES[objective.surrogate] if isinstance(objective.surrogate, str) else objective.surrogate
+    surrogate_T, clipped_T = surrogate(ratio_T, advantages_T, logprobs_T, objective.bounds)
+    if objective.off_policy_limit is not None:
+        kept_T = off_policy_mask(logprobs_T, old_T, advantages_T, sequence_T, completions, objective.off_policy_limit)
+        surrogate_T = surrogate_T * kept_T.to(surrogate_T.dtype)
     if factor_T is not None:
         surrogate_T = surrogate_T * factor_T.detach().to(surrogate_T.dtype)
     loss = policy = (weights_T * surrogate_T).sum()

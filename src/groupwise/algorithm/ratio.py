@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from groupwise.algorithm.sequences import segment_mean
+from groupwise.algorithm.sequences import segment_mean, segment_sum
 
-__all__ = ["MAX_LOG_RATIO", "sequence_importance", "sequence_ratio", "token_ratio"]
+__all__ = ["MAX_LOG_RATIO", "product_ratio", "sequence_importance", "sequence_ratio", "token_ratio"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here, in nats, before exp: a ratio of 5e8 is already far beyond any clip bound, and fp32 overflows at 88."""
@@ -35,16 +37,36 @@ def sequence_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tenso
     return (log_s_T + (logprobs_T - logprobs_T.detach())).clamp(max=MAX_LOG_RATIO).exp()
 
 
-RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"token": token_ratio, "sequence": sequence_ratio}
-
-
 def sequence_importance(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
     """The value of ``sequence_ratio`` with its true gradient, which runs into all tokens of the completion: GSPO, eq. 7.
 
-    As a factor of something else than a completion's advantage the two forms differ.
+    As a factor of something else than a completion's advantage the two forms differ, and where some of its tokens are left out.
     """
     log_s_N = segment_mean(logprobs_T - old_logprobs_T, sequence_T, completions)
     return log_s_N.clamp(max=MAX_LOG_RATIO).exp()[sequence_T]
 
 
-IMPORTANCE: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"token": token_ratio, "sequence": sequence_importance}
+@torch.no_grad()
+def product_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
+    """pi(completion) / pi_old(completion), given to each of its tokens, without a gradient: the weight in VESPO.
+
+    Between 1e-8 and exp(20); each token's log-ratio is cut at 20 either way first, as in the authors' code.
+    """
+    log_T = (logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return segment_sum(log_T, sequence_T, completions).clamp(math.log(1e-8), MAX_LOG_RATIO).exp()[sequence_T]
+
+
+Ratio = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+RATIOS: dict[str, Ratio] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "whole_sequence": sequence_importance,
+    "product": product_ratio,
+}
+IMPORTANCE: dict[str, Ratio] = {
+    "token": token_ratio,
+    "sequence": sequence_importance,
+    "whole_sequence": sequence_importance,
+    "product": token_ratio,
+}
+"""What the KL is multiplied by where it is corrected: a ratio with its gradient."""

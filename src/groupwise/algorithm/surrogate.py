@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ClipBounds", "cispo", "clip", "dual_clip", "reinforce", "two_sided"]
+__all__ = ["ClipBounds", "Surrogate", "cispo", "clip", "dual_clip", "reinforce", "sapo", "two_sided", "vespo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,32 @@ def reinforce(advantages_T: Tensor, logprobs_T: Tensor) -> tuple[Tensor, Tensor]
     return -advantages_T * logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool)
 
 
+def sapo(
+    ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: object = None, *, positive: float, negative: float
+) -> tuple[Tensor, Tensor]:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau ``positive`` for A > 0 and ``negative`` otherwise: SAPO (arXiv 2511.20347).
+
+    A gate in place of the clip: its slope is 1 at r = 1 and fades on both sides, faster with a larger tau. Nothing counts as clipped.
+    """
+    tau_T = torch.where(advantages_T > 0, positive, negative).to(ratio_T.dtype)
+    return -torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+def vespo(
+    ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: object = None, *,
+    positive: tuple[float, float], negative: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-sg[phi(w)] A log pi with phi(w) = w^k exp(lambda (1 - w)): VESPO (arXiv 2602.10693); w is ``ratio_T``, the completion's whole ratio.
+
+    (k, lambda) is ``positive`` for A >= 0, else ``negative``. phi is 1 at w = 1, and 0 for what has become very likely or very unlikely.
+    """
+    power_T, fade_T = (torch.where(advantages_T >= 0, p, n).to(ratio_T.dtype) for p, n in zip(positive, negative, strict=True))
+    fade_T = fade_T.clamp(min=1e-4)
+    w_T = ratio_T.detach()
+    phi_T = (power_T * w_T.log() + fade_T * (1 - w_T)).exp()
+    return -phi_T * advantages_T * logprobs_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
 def _clip_family(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
     if bounds.dual is not None:
         return dual_clip(ratio_T, advantages_T, bounds.low, bounds.high, bounds.dual)
@@ -82,7 +108,10 @@ def _reinforce(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds
     return reinforce(advantages_T, logprobs_T)
 
 
-SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, ClipBounds], tuple[Tensor, Tensor]]] = {
+Surrogate = Callable[[Tensor, Tensor, Tensor, ClipBounds], tuple[Tensor, Tensor]]
+"""Of ratios, advantages, log-probabilities and bounds; the loss of each token, and whether the clip acts on it."""
+
+SURROGATES: dict[str, Surrogate] = {
     "clip": _clip_family,
     "cispo": _cispo,
     "reinforce": _reinforce,

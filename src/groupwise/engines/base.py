@@ -21,8 +21,13 @@ class SamplingSettings:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Rule out tokens less likely than this share of the likeliest one, after the temperature (arXiv 2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that have occurred, in the prompt too, and multiplies the negative ones (arXiv 1909.05858).
+    Only the engine over transformers modules knows it."""
     greedy: bool = False
-    """Take the likeliest token; temperature, top_k and top_p then have no effect on the choice."""
+    """Take the likeliest token; temperature, top_k, top_p and min_p then have no effect on the choice."""
 
 
 class Engine(Protocol):

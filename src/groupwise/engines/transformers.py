@@ -126,6 +126,7 @@ class TransformersEngine:
             inputs, mask = _left_padded([s.prompt.token_ids for s in alive], device)
             keys = torch.tensor([s.key for s in alive], device=device)
             draw: Draw | None = None
+            seen: Tensor | None = None
             cache: Any = None
             position = 0
             while alive:
@@ -139,6 +140,9 @@ class TransformersEngine:
                 )
                 logits, cache = out.logits[:, -1], out.past_key_values
                 draw = draw or Draw(settings, logits.shape[1], device)
+                if settings.repetition_penalty != 1.0:
+                    seen = _note(seen, inputs, mask, logits)
+                    logits = torch.where(seen, _penalised(logits.float(), settings.repetition_penalty), logits.float())
                 tokens, logprobs = draw(logits, keys, torch.full_like(keys, position))
                 position += 1
                 for sequence, token, logprob in zip(alive, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -152,8 +156,21 @@ class TransformersEngine:
                     index = torch.tensor(keep, device=device)
                     cache.batch_select_indices(index.cpu() if is_spread(self.model) else index)
                     alive, inputs, mask, keys = [alive[i] for i in keep], inputs[index], mask[index], keys[index]
+                    seen = None if seen is None else seen[index]
         finally:
             self.model.train(training)
+
+
+def _note(seen: Tensor | None, inputs: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+    """``[B, V]``: which tokens have occurred in each row, with those that are fed in now."""
+    seen = torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen
+    rows, places = mask[:, -inputs.shape[1] :].nonzero(as_tuple=True)
+    seen[rows, inputs[rows, places]] = True
+    return seen
+
+
+def _penalised(logits: Tensor, penalty: float) -> Tensor:
+    return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
 class _Sequence:

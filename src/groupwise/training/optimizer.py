@@ -8,6 +8,7 @@ are. So by default the optimiser keeps fp32 masters, adds gradients up in fp32, 
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class MasterAdamW:
         self.parameters = [p for _, p in parameters if p.requires_grad]
         self._scale = LossScale() if any(p.dtype == torch.float16 for _, p in parameters) else None
         self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False  # the parameters may live on, and learn by another optimiser
+        self._collected: list[Tensor] = []
+        """Of each hook, the master whose gradient it collects."""
         self._sums: dict[Tensor, Tensor] = {}
         self.lost: Mean | None = None
         """Of the last step's updates, those that were rounded away; None where no weight had a gradient."""
@@ -126,19 +130,30 @@ class MasterAdamW:
         stochastic = self.config.precision == "stochastic"
         master = parameter if stochastic else parameter.detach().to(self.home or parameter.device, torch.float32, copy=True)
 
+        # A parameter keeps its hooks, and torch's collector does not look into them: by a strong reference neither would be freed.
+        own, place = weakref.ref(self), len(self._hooks)
+
         def collect(p: Tensor) -> None:
-            assert p.grad is not None
-            grad, p.grad = p.grad, None
-            found = self._sums.get(master)
-            if found is None:  # taken now, when the activations that led here are free again: not at the peak
-                self._sums[master] = grad.to(master.device, torch.float32)
-            else:
-                found.add_(grad.to(master.device))
-            if not stochastic:
-                master.grad = self._sums[master]
+            optimizer = own()
+            if optimizer is not None:
+                optimizer._collect(p, place)
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(collect))
+        self._collected.append(master)
         return master
+
+    def _collect(self, parameter: Tensor, place: int) -> None:
+        """Move a parameter's gradient into its fp32 sum."""
+        assert parameter.grad is not None
+        master = self._collected[place]
+        grad, parameter.grad = parameter.grad, None
+        found = self._sums.get(master)
+        if found is None:  # taken now, when the activations that led here are free again: not at the peak
+            self._sums[master] = grad.to(master.device, torch.float32)
+        else:
+            found.add_(grad.to(master.device))
+        if self.config.precision != "stochastic":
+            master.grad = self._sums[master]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> tuple[float, bool]:
@@ -191,8 +206,7 @@ class MasterAdamW:
 
     def close(self) -> None:
         """Let go of the parameters: another optimiser may take them over."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
     def state(self) -> dict[str, Tensor]:
         """Masters, moments and loss scale by name, for a checkpoint; the tensors are not copies."""
@@ -238,6 +252,11 @@ class MasterAdamW:
         for key, value in mine.items():
             if state[key].shape != value.shape:
                 raise ValueError(f"{key} is {tuple(state[key].shape)}, but this model's is {tuple(value.shape)}")
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def adds_up_itself(parameter: nn.Parameter, config: OptimizerConfig) -> bool:

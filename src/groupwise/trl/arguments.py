@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ARGUMENTS", "Argument", "Fate", "render_table"]
+__all__ = ["ARGUMENTS", "GONE", "Argument", "Fate", "render_table"]
 
 Fate = Literal["honoured", "harmless", "refused"]
 
@@ -45,12 +45,12 @@ _TABLE = """
 output_dir | str? | None | h | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
 per_device_train_batch_size | int | 8 | h | Completions in one sweep; several may be computed at once or in parts.
 num_train_epochs | float | 3.0 | h | Passes over the data set.
-max_steps | int | -1 | h | Optimiser steps; wins over `num_train_epochs`.
-learning_rate | float | 1e-06 | h | Peak rate of AdamW.
+max_steps | int | -1 | h | Optimiser steps; wins over `num_train_epochs`. A stream (`IterableDataset`) needs it.
+learning_rate | float | 1e-06 | h | Peak rate of AdamW; 0 trains nothing.
 lr_scheduler_type | str | 'linear' | h | Any name of transformers' `get_scheduler` but `reduce_lr_on_plateau` and `greedy`.
 lr_scheduler_kwargs | dict? | None | h | Handed to `get_scheduler`.
 warmup_steps | float | 0 | h | Optimiser steps; below 1 a share of the run.
-optim | str | 'adamw_torch_fused' | h | `adamw_torch` or `adamw_torch_fused`; for others pass `optimizers=(optimizer, None)`.
+optim | str | 'adamw_torch_fused' | h | AdamW as `adamw_*` and `paged_adamw_*`, 8-bit too; others: `optimizers=(optimizer, None)`.
 optim_args | str? | None | x | Pass `optimizers=(optimizer, None)` with an optimiser made as you want it.
 weight_decay | float | 0.0 | h | Decoupled; norms and biases are spared, as in transformers.
 adam_beta1 | float | 0.9 | h | AdamW's average of gradients.
@@ -71,8 +71,8 @@ gradient_checkpointing_kwargs | dict? | None | - | Checkpointing is always the n
 torch_compile | bool | False | x | Leave it out: nothing is compiled.
 torch_compile_backend | str? | None | x | Leave it out: nothing is compiled.
 torch_compile_mode | str? | None | x | Leave it out: nothing is compiled.
-use_liger_kernel | bool | False | x | Leave it out: the logits of all tokens never exist at once anyway.
-liger_kernel_config | dict? | None | x | Leave it out: Liger's kernels are not used.
+use_liger_kernel | bool | False | - | What Liger's loss is for is done anyway: the logits of all tokens never exist at once.
+liger_kernel_config | dict? | None | - | Liger's kernels are not used.
 use_cache | bool | False | - | Sampling always has a KV cache, learning never.
 neftune_noise_alpha | float? | None | x | Leave it out: noise on embeddings would make the sampled policy another than the trained one.
 torch_empty_cache_steps | int? | None | h | Frees the accelerator's cached memory every so many optimiser steps.
@@ -83,7 +83,7 @@ logging_first_step | bool | False | h | Log the first step too.
 log_on_each_node | bool | True | - | There is one process.
 logging_nan_inf_filter | bool | True | - | An update whose gradient is not finite is dropped, and its loss left out of the log.
 include_num_input_tokens_seen | flag | 'no' | x | Leave it out: `num_tokens` is always logged.
-log_level | str | 'passive' | - | Set transformers' verbosity yourself: `transformers.utils.logging.set_verbosity_info()`.
+log_level | str | 'passive' | h | transformers' verbosity from the trainer on: `debug` to `critical`; `passive` leaves it.
 log_level_replica | str | 'warning' | - | There is one process.
 disable_tqdm | bool? | None | h | True prints logs instead of a progress bar.
 report_to | names? | 'none' | h | transformers' own callbacks: `wandb`, `tensorboard`, `trackio`, `mlflow` ...
@@ -112,13 +112,13 @@ enable_jit_checkpoint | bool | False | x | Leave it out and set `save_steps`.
 push_to_hub | bool | False | x | Leave it out, and upload the folder of `save_model()` with `hf upload`.
 hub_token | str? | None | - | Only matters with `push_to_hub`.
 hub_private_repo | bool? | None | - | Only matters with `push_to_hub`.
-hub_model_id | str? | None | - | Only matters with `push_to_hub`.
+hub_model_id | str? | None | - | `trainer.hub_model_id`; only matters with `push_to_hub`.
 hub_strategy | str | 'every_save' | - | Only matters with `push_to_hub`.
 hub_always_push | bool | False | - | Only matters with `push_to_hub`.
 hub_revision | str? | None | - | Only matters with `push_to_hub`.
 load_best_model_at_end | bool | False | x | Keep all checkpoints and take the one that `state.log_history` shows to be best.
-metric_for_best_model | str? | None | x | Leave it out: see `load_best_model_at_end`.
-greater_is_better | bool? | None | x | Leave it out: see `load_best_model_at_end`.
+metric_for_best_model | str? | None | h | The metric of evaluation that `state.best_metric` follows, for `EarlyStoppingCallback` too.
+greater_is_better | bool? | None | h | Whether more of it is better; by default unless its name ends in `loss`.
 ignore_data_skip | bool | False | x | Leave it out: the order of prompts is a function of seed and epoch, so that resuming skips nothing.
 restore_callback_states_from_checkpoint | bool | False | x | Leave it out and let your callback keep its own state.
 full_determinism | bool | False | h | transformers' `enable_full_determinism(seed)`.
@@ -128,7 +128,7 @@ use_cpu | bool | False | h | Stay on the CPU where there is an accelerator.
 accelerator_config | dict? | None | x | Leave it out: one process, without Accelerate.
 parallelism_config | dict? | None | x | Leave it out: one process.
 dataloader_drop_last | bool | False | - | A batch of prompts is always whole, in TRL too.
-dataloader_num_workers | int | 0 | - | Prompts are read in this process.
+dataloader_num_workers | int | 0 | - | Prompts are read in this process; `get_train_dataloader()` has as many.
 dataloader_pin_memory | bool | True | - | Prompts are read in this process.
 dataloader_persistent_workers | bool | False | - | Prompts are read in this process.
 dataloader_prefetch_factor | int? | None | - | Prompts are read in this process.
@@ -154,32 +154,32 @@ do_eval | bool | False | - | A flag for scripts; `eval_strategy` decides.
 do_predict | bool | False | - | A flag for scripts; the trainer does not read it.
 resume_from_checkpoint | str? | None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
 local_rank | int | -1 | - | There is one process.
-model_init_kwargs | dict? | None | h | `dtype`, `revision`, `attn_implementation` (sdpa, eager, flash_attention_2); not others.
+model_init_kwargs | dict? | None | h | `dtype`, `revision`, `attn_implementation`, `quantization_config`; not others.
 trust_remote_code | bool | False | h | Run code that comes with a model or reward model.
 router_aux_loss_coef | float? | None | h | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss is not here.
 disable_dropout | bool | False | h | Dropout of the base model never acts here; True silences an adapter's too.
-cast_lm_head_to_fp32 | bool | False | x | Leave it out: log-probabilities are computed in float32 from the head's products anyway.
+cast_lm_head_to_fp32 | bool | False | - | `bf16=False` computes all in float32; else the head is bfloat16, its softmax float32.
 num_generations | int? | 8 | h | Completions of one prompt: the group, G.
 num_generations_eval | int? | None | h | The same in evaluation; by default `num_generations`.
 max_completion_length | int? | 512 | h | Longest completion in tokens; None is refused.
 ds3_gather_for_generation | bool | True | - | There is no DeepSpeed.
-shuffle_dataset | bool? | True | h | Prompts in an order drawn from the seed, epoch by epoch.
+shuffle_dataset | bool? | True | h | Prompts in an order drawn from the seed, epoch by epoch; a stream by its buffer.
 pad_to_multiple_of | number? | 'auto' | - | Nothing is padded.
 generation_batch_size | int? | None | h | Completions sampled at a time.
 steps_per_generation | int? | None | h | Sweeps into which these are divided; by default `gradient_accumulation_steps`.
 temperature | float | 1.0 | h | Of sampling and of the log-probabilities that are trained.
 top_p | float | 1.0 | h | Nucleus sampling.
-top_k | int | 0 | h | Sample among the k likeliest tokens; 0 is off.
-min_p | float? | None | x | Use `top_p` or `top_k`.
-generation_kwargs | dict? | None | x | Leave it out, and use `temperature`, `top_p`, `top_k` and `max_completion_length`.
+top_k | int | 0 | h | Sample among the k likeliest tokens; 0 and below is off.
+min_p | float? | None | h | Tokens less likely than this share of the likeliest are not sampled.
+generation_kwargs | dict? | None | h | `do_sample=True` and what has an argument of its own, such as `min_p`; not others.
 chat_template_kwargs | dict? | None | h | Handed to the chat template.
-repetition_penalty | float | 1.0 | x | Leave it at 1, and punish repetition by a reward function.
+repetition_penalty | float | 1.0 | h | As in transformers, in sampling alone; sampled by the model's own module, which is slower.
 cache_implementation | str? | None | x | Leave it out: the engine has its own cache.
-use_vllm | bool | False | x | Leave it out: completions are sampled by groupwise's own engine from the very weights that are trained.
-vllm_mode | str | 'colocate' | - | Only matters with `use_vllm`.
+use_vllm | bool | False | h | Colocated: groupwise's own engine samples in its place, over the trained weights.
+vllm_mode | str | 'colocate' | h | `colocate`; with `use_vllm`, `server` is refused.
 vllm_model_impl | str | 'vllm' | - | Only matters with `use_vllm`.
 vllm_enable_sleep_mode | bool | False | - | Only matters with `use_vllm`.
-vllm_structured_outputs_regex | str? | None | - | Only matters with `use_vllm`.
+vllm_structured_outputs_regex | str? | None | - | With `use_vllm` it is refused: no engine here is held to a pattern.
 vllm_server_base_url | str? | None | - | Only matters with `use_vllm`.
 vllm_server_host | str | '0.0.0.0' | - | Only matters with `use_vllm`.
 vllm_server_port | int | 8000 | - | Only matters with `use_vllm`.
@@ -192,18 +192,18 @@ beta | float | 0.0 | h | Weight of the KL to the reference; at 0 there is no ref
 num_iterations | int | 1 | h | Times that a generation is gone through (mu).
 epsilon | float | 0.2 | h | Lower clip range, and the upper without `epsilon_high`.
 delta | float? | None | h | Upper bound of the ratio for negative advantages; it must be above 1 + `epsilon_high`.
-epsilon_high | float? | None | h | Upper clip range; with `loss_type="cispo"` the largest weight, which must then be given and be above 1.
-sapo_temperature_neg | float | 1.05 | - | Only matters with `loss_type="sapo"`.
-sapo_temperature_pos | float | 1.0 | - | Only matters with `loss_type="sapo"`.
-vespo_k_pos | float | 2.0 | - | Only matters with `loss_type="vespo"`.
-vespo_lambda_pos | float | 3.0 | - | Only matters with `loss_type="vespo"`.
-vespo_k_neg | float | 3.0 | - | Only matters with `loss_type="vespo"`.
-vespo_lambda_neg | float | 2.0 | - | Only matters with `loss_type="vespo"`.
+epsilon_high | float? | None | h | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon` as in TRL.
+sapo_temperature_neg | float | 1.05 | h | With `loss_type="sapo"`: how sharply the gate closes for negative advantages.
+sapo_temperature_pos | float | 1.0 | h | With `loss_type="sapo"`: the same for positive ones.
+vespo_k_pos | float | 2.0 | h | With `loss_type="vespo"`: the power of a completion's weight, for advantages of 0 and above.
+vespo_lambda_pos | float | 3.0 | h | With `loss_type="vespo"`: how fast large weights fade, for the same.
+vespo_k_neg | float | 3.0 | h | With `loss_type="vespo"`: the power, for negative advantages.
+vespo_lambda_neg | float | 2.0 | h | With `loss_type="vespo"`: how fast large weights fade, for negative advantages.
 importance_sampling_level | str | 'token' | h | `token` or `sequence`.
 reward_weights | floats? | None | h | One for each reward function.
 multi_objective_aggregation | str | 'sum_then_normalize' | h | `sum_then_normalize` or `normalize_then_sum`.
 scale_rewards | str | 'group' | h | True or `group`, `batch`, False or `none`.
-loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`; `sapo` and `vespo` are refused.
+loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`.
 mask_truncated_completions | bool | False | h | Completions cut at `max_completion_length` are left out of the loss.
 sync_ref_model | bool | False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha | float | 0.6 | h | Share of the policy in the new reference.
@@ -220,7 +220,7 @@ vllm_importance_sampling_correction | bool | True | - | Only matters with `use_v
 vllm_importance_sampling_mode | str | 'sequence_mask' | - | Only matters with `use_vllm`.
 vllm_importance_sampling_clip_max | float? | 3.0 | - | Only matters with `use_vllm`.
 vllm_importance_sampling_clip_min | float? | None | - | Only matters with `use_vllm`.
-off_policy_mask_threshold | float? | None | x | Leave it out, or lower `steps_per_generation` and `num_iterations`.
+off_policy_mask_threshold | float? | None | h | Negative advantages are left out once the policy is this far from them (nats a token).
 use_bias_correction_kl | bool | True | h | The KL is multiplied by the ratio, so that its gradient is unbiased.
 log_completions | bool | False | h | Prints completions and writes them to `completions/*.parquet` under `output_dir`.
 log_multimodal | bool | True | - | There is text only.
@@ -251,6 +251,30 @@ def _read(table: str, former: bool) -> list[Argument]:
     rows = [[cell.strip() for cell in line.split(" | ", 4)] for line in table.strip().splitlines()]
     return [Argument(n, kind, ast.literal_eval(default), fates[fate], text, former) for n, kind, default, fate, text in rows]
 
+
+GONE: Mapping[str, str] = {
+    "vllm_device": "there is one device, where the weights that are trained sample too",
+    "vllm_dtype": "sampling has the numbers of training",
+    "vllm_max_model_len": "completions end at max_completion_length",
+    "vllm_enable_prefix_caching": "a prompt is computed once for its whole group",
+    "vllm_guided_decoding_regex": "no engine here is held to a pattern; write a reward function that tests it",
+    "vllm_init_kwargs": "there is no vLLM to configure",
+    "wandb_log_unique_prompts": "completions go to files, whole",
+    "include_inputs_for_metrics": "there is no compute_metrics",
+    "use_mps_device": "the device is found by itself",
+    "half_precision_backend": "use bf16",
+    "fp16_opt_level": "use bf16",
+    "adafactor": "pass optimizers=(optimizer, None)",
+    "dispatch_batches": "prompts are read in this process",
+    "split_batches": "prompts are read in this process",
+    "push_to_hub_model_id": "upload the folder of save_model() with `hf upload`",
+    "push_to_hub_organization": "upload the folder of save_model() with `hf upload`",
+    "push_to_hub_token": "upload the folder of save_model() with `hf upload`",
+    "tpu_num_cores": "there is one process",
+    "use_ipex": "the CPU's own kernels are used",
+    "jit_mode_eval": "nothing is compiled",
+}
+"""Arguments of earlier versions of TRL and transformers that their present ones have no more: why they can be left out."""
 
 ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, False), *_read(_FORMER, True)]}
 

@@ -139,6 +139,15 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
 
 def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, entropy: EntropyControl) -> TrainerState:
     """Weights, optimiser, schedule and reference as they were; returns the trainer's state."""
+    if not (checkpoint / _OPTIMIZER).is_file():
+        by_another = any(
+            (checkpoint / name).exists() for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "global_step0")
+        )
+        raise CheckpointError(
+            f"{checkpoint} was written by TRL, whose pickled optimiser is not read here: pass the folder as model= and train anew from it"
+            if by_another
+            else f"{checkpoint} has no {_OPTIMIZER}: it was saved with save_only_model, so pass the folder as model= and train anew from it"
+        )
     try:
         if is_adapted(policy.model):
             load_adapter(policy.model, checkpoint)
@@ -155,8 +164,7 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, 
         state = TrainerState.load_from_json(str(checkpoint / _STATE))
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            f"the checkpoint {checkpoint} cannot be resumed ({error}): it is damaged, of another model, or was saved with "
-            "save_only_model; use another"
+            f"the checkpoint {checkpoint} cannot be resumed ({error}): it is damaged or of another model; use another"
         ) from error
     learner.updates = state.global_step
     return state

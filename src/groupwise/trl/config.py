@@ -1,38 +1,64 @@
-"""``GRPOConfig`` with TRL's names and defaults. What this project does not do is refused when the config is made, with a remedy."""
+"""``GRPOConfig`` with TRL's names and defaults. What this project does not do is refused with a remedy, wherever it is set."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.trl.arguments import ARGUMENTS, Argument
+from groupwise.trl.arguments import ARGUMENTS, GONE, Argument
 
-__all__ = ["GRPOConfig"]
+__all__ = ["EIGHT_BIT", "ArgumentError", "GRPOConfig"]
 
+EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "optim": ("adamw_torch", "adamw_torch_fused"),
+    "optim": ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", *EIGHT_BIT),
     "logging_strategy": ("no", "steps", "epoch"),
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
+    "log_level": ("passive", "debug", "info", "warning", "error", "critical"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "scale_rewards": ("group", "batch", "none"),
-    "loss_type": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "loss_type": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo", "sapo", "vespo"),
     "lr_scheduler_type": (
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
         "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
     ),
     "router_aux_loss_coef": (None, 0.0),
 }  # fmt: skip
-_POSITIVE = (
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations",
-    "max_completion_length", "temperature", "top_p", "ref_model_sync_steps",
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("above 0", lambda x: x > 0, (
+        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations",
+        "max_completion_length", "temperature", "ref_model_sync_steps", "adam_epsilon", "repetition_penalty",
+        "sapo_temperature_neg", "sapo_temperature_pos", "vespo_lambda_pos", "vespo_lambda_neg",
+    )),
+    ("0 or more", lambda x: x >= 0, (
+        "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "beta", "epsilon", "epsilon_high", "eval_delay",
+        "off_policy_mask_threshold", "entropy_coef",
+    )),
+    ("0 to 1", lambda x: 0 <= x <= 1, ("min_p", "top_entropy_quantile", "warmup_ratio")),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, ("top_p",)),
+    ("0 or more and below 1", lambda x: 0 <= x < 1, ("adam_beta1", "adam_beta2")),
+    ("2 or more, since a completion is judged against the others of its prompt", lambda x: x >= 2, ("num_generations",)),
+    ("1 or more", lambda x: x >= 1, ("num_generations_eval", "generation_batch_size", "steps_per_generation")),
 )  # fmt: skip
-_MODEL_INIT = ("dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map")
+_RULES = {name: (words, holds) for words, holds, names in _BOUNDS for name in names}
+_MODEL_INIT = (
+    "dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map", "quantization_config",
+)  # fmt: skip
+_OF_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FOLLOW = ("generation_batch_size", "steps_per_generation")
+"""Each follows from the other where it is not given."""
+
+
+class ArgumentError(ConfigError, ValueError):
+    """A ``ConfigError`` where TRL raises a ``ValueError``: scripts that catch the one catch the other."""
 
 
 def _field(row: Argument) -> tuple[str, Any, Any]:
@@ -42,43 +68,71 @@ def _field(row: Argument) -> tuple[str, Any, Any]:
     return row.name, row.type, dataclasses.field(default=row.default, metadata={"help": text})
 
 
-_Fields: Any = dataclasses.make_dataclass("_Fields", [_field(row) for row in ARGUMENTS.values()])
+# With __post_init__, so that the __init__ of a subclass that is a dataclass too calls it.
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields", [_field(row) for row in ARGUMENTS.values()], namespace={"__post_init__": lambda self: None}
+)
 
 
 class GRPOConfig(_Fields):
     """TRL's ``GRPOConfig`` as far as it is honoured here: ``docs/how-to/coming-from-trl.md`` has every argument.
 
     Raises ConfigError for an argument that is not honoured (unless it is at TRL's default), for one that does not exist, and for
-    batch sizes that do not divide.
+    batch sizes that do not divide; for all of them at once. An attribute that is set later is held to the same rules: by itself at
+    once, together with the others when the trainer is made. Subclasses may be dataclasses.
     """
 
+    def __new__(cls, *arguments: Any, **named: Any) -> GRPOConfig:
+        taken = inspect.signature(cls.__init__).parameters.values()
+        if not any(p.kind is p.VAR_KEYWORD for p in taken):
+            _check_names(named, {p.name for p in taken})
+        return super().__new__(cls)  # type: ignore[no-any-return]
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        for name in named:
-            if name not in ARGUMENTS:
-                near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.6)
-                hint = f"did you mean {near[0]}?" if near else "`python -m groupwise.trl` lists every argument"
-                raise ConfigError(f"GRPOConfig has no argument {name!r}: {hint}")
+        _check_names(named, {field.name for field in dataclasses.fields(self)})
         super().__init__(*arguments, **named)
-        for name, row in ARGUMENTS.items():
-            value = getattr(self, name)
-            value = getattr(value, "value", value)  # transformers' enums are their values
-            if isinstance(value, str) and row.kind == "dict?":
-                value = json.loads(value)
-            setattr(self, name, value)
-            off = value in (None, "", [], {}) or (value is False and row.default in (None, "no"))
-            if row.fate == "refused" and value != row.default and not off:
-                raise ConfigError(f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}")
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            value = _plain(ARGUMENTS[name], value)
+            if name in _FOLLOW:
+                self.__dict__.setdefault("_given", {})[name] = value
+            if self.__dict__.get("_checked") and (problem := _problem_of(name, value)):
+                raise _told([problem])
+        super().__setattr__(name, value)
+
+    def check(self) -> None:
+        """Hold all arguments, together, to the rules; what follows from others is made to follow again."""
+        self.__dict__["_checked"] = False
+        given = {name: getattr(self, name) for name in ARGUMENTS}
+        for name in _FOLLOW:
+            given[name] = self.__dict__.get("_given", {}).get(name)
+        problems = [problem for name, value in given.items() if (problem := _problem_of(name, value))]
+        if problems:
+            raise _told(problems)
+        for name in ARGUMENTS:  # a subclass may have defaults that no __setattr__ saw
+            self.__dict__[name] = _plain(ARGUMENTS[name], getattr(self, name))
         _follow_old_names(self)
-        _check_values(self)
-        _check_model_init(self)
-        _derive_generation(self)
-        _check_evaluation(self)
+        problems = [*_contradictions(self), *_derive_generation(self, given)]
+        if problems:
+            raise _told(problems)
+        self.__dict__["_checked"] = True
 
     # What callbacks written for transformers read of its TrainingArguments.
 
     world_size = n_gpu = 1
     process_index = local_process_index = 0
     should_save = should_log = True
+
+    @property
+    def device(self) -> Any:
+        """Where the trainer puts a model that it loads."""
+        from groupwise.models.load import resolve_device
+
+        return resolve_device("cpu" if self.use_cpu else "auto")
 
     @property
     def train_batch_size(self) -> int:
@@ -95,7 +149,7 @@ class GRPOConfig(_Fields):
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument but the Hub's token."""
-        return {name: getattr(self, name) for name in ARGUMENTS if name != "hub_token"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "hub_token"}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)
@@ -105,97 +159,152 @@ class GRPOConfig(_Fields):
         return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self.to_dict().items()}
 
 
+def _told(problems: list[str]) -> ArgumentError:
+    """One problem is its own sentence; several come together, so that a script is put right once."""
+    if len(problems) == 1:
+        return ArgumentError(problems[0])
+    listed = "".join(f"\n- {problem}" for problem in problems)
+    return ArgumentError(f"{len(problems)} arguments of GRPOConfig must change to run with groupwise.trl:{listed}")
+
+
+def _check_names(named: Mapping[str, Any], known: set[str]) -> None:
+    unknown = [name for name in named if name not in known]
+    if not unknown:
+        return
+    others = [(name, _plain(ARGUMENTS[name], value)) for name, value in named.items() if name in ARGUMENTS]
+    raise _told([*(_unknown(name) for name in unknown), *(p for name, value in others if (p := _problem_of(name, value)))])
+
+
+def _unknown(name: str) -> str:
+    if name in GONE:
+        return f"{name} is no argument of GRPOConfig any more, in TRL neither: leave it out, {GONE[name]}"
+    near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "`python -m groupwise.trl` lists every argument"
+    return f"GRPOConfig has no argument {name!r}: {hint}"
+
+
+def _plain(row: Argument, value: Any) -> Any:
+    """Enums as their values, JSON as what it says, and numbers that a YAML file left as text as numbers."""
+    value = getattr(value, "value", value)
+    try:
+        if isinstance(value, str) and row.kind == "dict?":
+            return json.loads(value)
+        if isinstance(value, str) and row.kind in ("float", "float?"):
+            return float(value)
+    except ValueError:
+        pass  # what it is instead is told by the check
+    return value
+
+
+def _problem_of(name: str, value: Any) -> str | None:
+    """What is wrong with one argument by itself."""
+    row = ARGUMENTS[name]
+    off = value in (None, "", [], {}) or (value is False and row.default in (None, "no"))
+    if row.fate == "refused":
+        honoured = off or value == row.default
+        return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
+    if name in _CHOICES:
+        if not isinstance(value, list | dict) and value in _CHOICES[name]:
+            return None
+        shown = ", ".join(repr(choice) for choice in _CHOICES[name])
+        return f"{name}={value!r} is not honoured by groupwise.trl: use one of {shown}"
+    if row.kind in ("int", "float", "int?", "float?"):
+        return _wrong_number(name, value, row)
+    if row.kind == "dict?" and not off and not isinstance(value, dict):
+        return f"{name}={value!r} is no mapping: write it as a dict, or as JSON"
+    if name == "model_init_kwargs":
+        return _wrong_keys(name, value, _MODEL_INIT, "load the model yourself and pass it to GRPOTrainer as an object")
+    if name == "generation_kwargs":
+        if not (value or {}).get("do_sample", True):
+            return "generation_kwargs has do_sample=False, but completions that are all the same teach nothing: leave it out"
+        return _wrong_keys(name, value, ("do_sample", *_OF_GENERATION), "leave it out")
+    return None
+
+
+def _wrong_number(name: str, value: Any, row: Argument) -> str | None:
+    rule, holds = _RULES.get(name, ("a number", lambda x: not math.isnan(x)))
+    if value is None and name not in ("max_completion_length", "num_generations"):
+        return None
+    if not isinstance(value, int | float) or (row.kind.startswith("int") and isinstance(value, float) and value % 1):
+        return f"{name} is {value!r}, which is no {'whole ' if row.kind.startswith('int') else ''}number: give it a number"
+    return None if holds(value) else f"{name} is {value}, but it must be {rule}: give it a number that is"
+
+
+def _wrong_keys(name: str, value: Mapping[str, Any] | None, known: tuple[str, ...], remedy: str) -> str | None:
+    for key in value or {}:
+        if key not in known:
+            return f"{name} has {key!r}, which groupwise.trl does not hand on: {remedy}"
+    return None
+
+
 def _lower_start(text: str) -> str:
     return text[0].lower() + text[1:] if text.split(" ")[0][1:].islower() else text
 
 
 def _follow_old_names(args: Any) -> None:
-    args.output_dir = "trainer_output" if args.output_dir is None else str(args.output_dir)
-    args.scale_rewards = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
-    args.bf16 = True if args.bf16 is None else bool(args.bf16)
-    args.use_cpu = args.use_cpu or args.no_cuda
+    own = args.__dict__
+    own["output_dir"] = "trainer_output" if args.output_dir is None else str(args.output_dir)
+    own["scale_rewards"] = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+    own["bf16"] = True if args.bf16 is None else bool(args.bf16)
+    own["use_cpu"] = args.use_cpu or args.no_cuda
     if args.warmup_ratio and not args.warmup_steps:
-        args.warmup_steps = args.warmup_ratio
-    if isinstance(args.report_to, str) or args.report_to is None:
-        args.report_to = [] if args.report_to in (None, "none") else [args.report_to]
+        own["warmup_steps"] = args.warmup_ratio
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    own["report_to"] = [name for name in trackers if name != "none"]
+    own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION}
+    if args.metric_for_best_model and args.greater_is_better is None:
+        own["greater_is_better"] = not args.metric_for_best_model.endswith("loss")
+    if args.eval_strategy != "no" and not args.eval_steps:
+        own["eval_steps"] = args.logging_steps
 
 
-def _check_values(args: Any) -> None:
-    for name, choices in _CHOICES.items():
-        value = getattr(args, name)
-        if value not in choices:
-            shown = ", ".join(repr(choice) for choice in choices)
-            raise ConfigError(f"{name}={value!r} is not honoured by groupwise.trl: use one of {shown}")
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is None or not value > 0:
-            raise ConfigError(f"{name} is {value}, but it must be above 0: give it a number")
-    if args.num_generations is None or args.num_generations < 2:
-        raise ConfigError(
-            f"num_generations is {args.num_generations}, but a completion is judged against the others of its prompt: "
-            "set it to 2 or more"
+def _contradictions(args: Any) -> Iterator[str]:
+    """What is wrong with arguments beside each other."""
+    for name in ("logging", "save", "eval"):
+        steps = getattr(args, f"{name}_steps")
+        if getattr(args, f"{name}_strategy") == "steps" and not steps > 0:
+            yield f"{name}_steps is {steps} with {name}_strategy='steps', but it must be above 0: raise it or set {name}_strategy='no'"
+    if args.use_vllm and args.vllm_mode == "server":
+        yield (
+            "vllm_mode='server' is not honoured by groupwise.trl: leave it and use_vllm out, groupwise's own engine samples from the "
+            "very weights that are trained"
         )
-    if args.loss_type == "cispo" and (args.epsilon_high is None or args.epsilon_high <= 1):
-        raise ConfigError(
-            f"epsilon_high is {args.epsilon_high}, but with loss_type='cispo' it is the largest weight of a token and TRL "
-            f"would scale everything down to it: set epsilon_high=5.0, as ScaleRL has it"
-        )
-    if not 0 <= args.top_entropy_quantile <= 1:
-        raise ConfigError(
-            f"top_entropy_quantile is {args.top_entropy_quantile}, but it is the share of tokens that are learnt from: give 0 to 1"
-        )
+    if args.use_vllm and args.vllm_structured_outputs_regex:
+        yield "vllm_structured_outputs_regex is not honoured by groupwise.trl: leave it out, and reward what matches the pattern"
+    if args.loss_type == "vespo" and args.importance_sampling_level == "sequence":
+        yield "importance_sampling_level='sequence' with loss_type='vespo', which weighs whole completions by itself: leave it at 'token'"
     if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
-        raise ConfigError(
+        yield (
             f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "
             "0 and at most 1, or leave sync_ref_model out"
         )
     if args.sync_ref_model and args.beta == 0:
-        raise ConfigError("sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out")
+        yield "sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out"
     if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
-        raise ConfigError(f"delta is {args.delta}, but it must be above the upper clip bound 1 + epsilon_high: raise it")
-
-
-def _check_model_init(args: Any) -> None:
-    for name in args.model_init_kwargs or {}:
-        if name not in _MODEL_INIT:
-            raise ConfigError(
-                f"model_init_kwargs has {name!r}, which groupwise.trl does not hand on: load the model yourself and pass it "
-                "to GRPOTrainer as an object"
-            )
-
-
-def _derive_generation(args: Any) -> None:
-    """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
-    accumulation of gradients."""
-    sweep, size, steps = args.per_device_train_batch_size, args.generation_batch_size, args.steps_per_generation
-    if size is not None and steps is not None and size != sweep * steps:
-        raise ConfigError(
-            f"generation_batch_size is {size} and steps_per_generation {steps}, but they say the same thing in two ways: "
-            "set only one"
-        )
-    if size is None:
-        args.steps_per_generation = steps = args.gradient_accumulation_steps if steps is None else steps
-        args.generation_batch_size = size = sweep * steps
-    elif size % sweep:
-        raise ConfigError(
-            f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size ({sweep}): change either"
-        )
-    args.steps_per_generation = size // sweep
-    if size % args.num_generations:
-        raise ConfigError(
-            f"the generation batch has {size} completions (per_device_train_batch_size x steps_per_generation), which is no "
-            f"multiple of num_generations ({args.num_generations}): groups must be whole, so change either"
-        )
-
-
-def _check_evaluation(args: Any) -> None:
-    if args.eval_strategy == "no":
-        return
-    if not args.eval_steps:
-        args.eval_steps = args.logging_steps
+        yield f"delta is {args.delta}, but it must be above the upper clip bound 1 + epsilon_high: raise it"
     generations = args.num_generations_eval or args.num_generations
-    if args.per_device_eval_batch_size % generations:
-        raise ConfigError(
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size % generations:
+        yield (
             f"per_device_eval_batch_size is {args.per_device_eval_batch_size}, which is no multiple of the {generations} "
             "completions of a prompt in evaluation: set per_device_eval_batch_size or num_generations_eval"
         )
+
+
+def _derive_generation(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
+    accumulation of gradients."""
+    sweep, size, steps = args.per_device_train_batch_size, *(given[name] for name in _FOLLOW)
+    if size is not None and steps is not None and size != sweep * steps:
+        yield (
+            f"generation_batch_size is {size} and steps_per_generation {steps}, but they say the same thing in two ways: set only one"
+        )
+    elif size is not None and size % sweep:
+        yield f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size ({sweep}): change either"
+    else:
+        size = sweep * (args.gradient_accumulation_steps if steps is None else steps) if size is None else size
+        args.__dict__ |= {"generation_batch_size": size, "steps_per_generation": size // sweep}
+        if size % args.num_generations:
+            yield (
+                f"the generation batch has {size} completions (per_device_train_batch_size x steps_per_generation), which is no "
+                f"multiple of num_generations ({args.num_generations}): groups must be whole, so change either"
+            )

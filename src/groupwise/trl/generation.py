@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.engines import Engine
@@ -15,9 +16,45 @@ from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Generation", "PromptSet", "generate"]
 
-_TEMPLATE_BYTES = 256
-"""What a chat template may add to a prompt, roughly."""
+_MARKS = 8
+"""Tokens that a tokenizer may put around a text, at most."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_IMAGES = ("image", "images")
+
+
+class UnfitDataError(DataError, ValueError):
+    """A ``DataError`` where TRL raises a ``ValueError``."""
+
+
+class Stream:
+    """The rows of an ``IterableDataset`` by their place in it, read as they are asked for, in order; from its start again after its end.
+
+    ``rows``: how many will be needed. It is shuffled as TRL shuffles it, by its own buffer.
+    """
+
+    def __init__(self, dataset: Any, rows: int, seed: int | None) -> None:
+        self.dataset = dataset if seed is None else dataset.shuffle(seed=seed)
+        self.rows, self._read, self._iterator = rows, 0, self._endless()
+        self._last: Mapping[str, Any] = {}
+
+    def _endless(self) -> Iterator[Mapping[str, Any]]:
+        for epoch in range(self.rows):
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            before = self._read
+            yield from self.dataset
+            if self._read == before:
+                raise UnfitDataError("the data set is a stream without rows: give one that has a column 'prompt'")
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        while self._read <= index:
+            self._last = next(self._iterator)
+            self._read += 1
+        assert index == self._read - 1, "a stream is read in order"
+        return self._last
 
 
 class PromptSet:
@@ -27,32 +64,85 @@ class PromptSet:
     """
 
     def __init__(self, dataset: Any, tokenizer: Any, args: GRPOConfig, which: str, room: int) -> None:
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise DataError(
-                f"the {which} data set is a {type(dataset).__name__}, which has no length: take what is needed of it, "
-                "datasets.Dataset.from_list(list(stream.take(1000)))"
-            )
-        if not len(dataset) or "prompt" not in dataset[0]:
-            raise DataError(f"the {which} data set has no rows with a column 'prompt': rename the column that holds the prompts")
-        self.dataset, self.tokenizer, self.which, self.room = dataset, tokenizer, which, room
+        self.tokenizer, self.which, self.room = tokenizer, which, room
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
         self.keep_columns = not args.remove_unused_columns
+        self.shuffles = bool(args.shuffle_dataset)
         self._kept: dict[int, Prompt] = {}
+        self._marks: dict[tuple[str, ...], int] = {}
+        self.dataset = dataset = self._rows(dataset, args)
+        if isinstance(dataset, Stream):
+            self.shuffles = False
+            return
+        if not len(dataset) or "prompt" not in dataset[0]:
+            raise UnfitDataError(
+                f"the {which} data set has no rows with a column 'prompt': rename the column that holds the prompts"
+            )
+        self._check_images(0, dataset[0])
         for index, prompt in enumerate(
             dataset["prompt"] if hasattr(dataset, "column_names") else [row["prompt"] for row in dataset]
         ):
-            if _bytes(prompt) > room - _TEMPLATE_BYTES:  # a token is a byte at least, so that all others are sure to fit
+            if self._most_tokens(prompt) > room:
                 self[index]
+
+    def _rows(self, dataset: Any, args: GRPOConfig) -> Any:
+        """Something with a length and rows."""
+        if isinstance(dataset, Mapping):
+            raise UnfitDataError(
+                f"the {self.which} data set is a {type(dataset).__name__} of {', '.join(map(repr, dataset))}: pass one of them, such as "
+                f"dataset[{next(iter(dataset), 'train')!r}]"
+            )
+        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+            return dataset
+        if not hasattr(dataset, "__iter__"):
+            raise UnfitDataError(f"the {self.which} data set is a {type(dataset).__name__}: pass a Dataset or IterableDataset")
+        if self.which != "training":
+            return list(dataset)
+        if args.max_steps <= 0:
+            raise UnfitDataError("the training data set is a stream, which has no length: set max_steps")
+        sweeps = args.max_steps * args.gradient_accumulation_steps
+        generations = math.ceil(sweeps / (args.steps_per_generation * args.num_iterations))
+        args.dataloader_num_workers = 0  # as TRL sets it, for who looks
+        seed = args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None
+        return Stream(dataset, generations * (args.generation_batch_size // args.num_generations), seed)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Prompt:
+        if isinstance(self.dataset, Stream):
+            return self._render(index, self.dataset[index])
         if index not in self._kept:
             self._kept[index] = self._render(index, self.dataset[index])
         return self._kept[index]
 
+    def _most_tokens(self, prompt: Any) -> float:
+        """More than these it cannot have: a token is a byte at least."""
+        if isinstance(prompt, str):
+            return len(prompt.encode()) + _MARKS
+        roles = tuple(str(m.get("role")) for m in prompt)
+        if roles not in self._marks and len(self._marks) < 64:
+            try:
+                blank = self._chat_ids(0, [{"role": role, "content": "."} for role in roles])
+                self._marks[roles] = len(blank) + len(roles) * _MARKS
+            except Exception:  # a template that wants more than roles and contents
+                return math.inf
+        return self._marks.get(roles, math.inf) + sum(len(str(m.get("content")).encode()) for m in prompt)
+
+    def _check_images(self, index: int, row: Mapping[str, Any]) -> None:
+        for name in _IMAGES:
+            if row.get(name) is not None:
+                raise UnfitDataError(
+                    f"row {index} of the {self.which} data set has something in its column {name!r}, but there is text only here: "
+                    f"dataset.remove_columns({name!r}), or train with TRL"
+                )
+
     def _render(self, index: int, row: Mapping[str, Any]) -> Prompt:
+        self._check_images(index, row)
+        if "prompt" not in row:
+            raise UnfitDataError(
+                f"row {index} of the {self.which} data set has no 'prompt': rename the column that holds the prompts"
+            )
         prompt = row["prompt"]
         if isinstance(prompt, str):
             text, ids, messages = prompt, self.tokenizer(text=prompt)["input_ids"], None
@@ -60,7 +150,7 @@ class PromptSet:
             messages = tuple(dict(m) for m in prompt)
             text, ids = "", self._chat_ids(index, messages)
         if not 0 < len(ids) <= self.room:
-            raise DataError(
+            raise UnfitDataError(
                 f"the prompt in row {index} of the {self.which} data set has {len(ids)} tokens, but the context leaves room for 1 "
                 f"to {self.room} beside a completion: filter such rows out or lower max_completion_length"
             )
@@ -70,9 +160,11 @@ class PromptSet:
 
     def _chat_ids(self, index: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if any(not isinstance(m.get("content"), str) for m in messages):
-            raise DataError(f"row {index} of the {self.which} data set has a message that is not text: there is text only here")
+            raise UnfitDataError(
+                f"row {index} of the {self.which} data set has a message that is not text: there is text only here"
+            )
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise DataError(
+            raise UnfitDataError(
                 f"row {index} of the {self.which} data set is a conversation, but the tokenizer has no chat template: take an "
                 "instruct model, set tokenizer.chat_template, or make the prompts plain text"
             )
@@ -80,10 +172,6 @@ class PromptSet:
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_arguments
         )
         return list(found["input_ids"])
-
-
-def _bytes(prompt: Any) -> int:
-    return len(prompt.encode()) if isinstance(prompt, str) else sum(len(str(m.get("content")).encode()) + 16 for m in prompt)
 
 
 @dataclass
@@ -122,7 +210,8 @@ def generate(
     extras: Mapping[str, Any],
 ) -> Generation:
     """Sample ``group_size`` completions of each prompt and score them all at once. ``extras``: keywords beside the columns."""
-    sampled = engine.sample(prompts, group_size, rollout_settings(rollout), seed=args.seed, scope=scope)
+    settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
+    sampled = engine.sample(prompts, group_size, settings, seed=args.seed, scope=scope)
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
     answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -10,12 +11,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import ConfigError
+from groupwise.models.adapters import KeepsAdapter
 from groupwise.models.load import Policy
+from groupwise.training.learner import Learner
 from groupwise.trl import checkpoint as checkpoints
+from groupwise.trl.arguments import ARGUMENTS
+from groupwise.trl.config import ArgumentError
+from groupwise.trl.entropy import EntropyControl
+from groupwise.trl.rewards import RewardFunctions
+from groupwise.trl.schedule import epoch_order
 
 __all__ = ["Outputs", "drain", "summary_in"]
 
@@ -27,9 +37,14 @@ class Outputs:
 
     args: Any
     policy: Policy
+    learner: Learner
+    rewards: RewardFunctions
+    train_dataset: Any
+    eval_dataset: Any
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
+    entropy: EntropyControl
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and show it to callbacks."""
@@ -42,7 +57,7 @@ class Outputs:
 
     def _finished_before(self, checkpoint: Path) -> TrainOutput:
         """What a run came to that has nothing left to do; nothing is logged that it has not logged itself."""
-        logger.warning("%s is of a run that made all its steps: nothing to carry on", checkpoint)
+        logger.warning("%s is of a run that made all its steps: nothing is left to do", checkpoint)
         self.control = self._event("on_train_begin")
         metrics = summary_in(self.state.log_history)
         self.control = self._event("on_train_end")
@@ -93,12 +108,75 @@ class Outputs:
     def pop_callback(self, callback: Any) -> Any:
         return self.callback_handler.pop_callback(callback)
 
+    # What scripts read of the trainer.
+
+    is_fsdp_enabled = is_deepspeed_enabled = aux_loss_enabled = False
+
+    @functools.cached_property
+    def accelerator(self) -> Any:
+        """Accelerate's own, of one process: for scripts that print, ask which process they are, or unwrap the model by it."""
+        try:
+            from accelerate import Accelerator
+        except ImportError as error:
+            raise ConfigError("trainer.accelerator needs the package accelerate: pip install accelerate") from error
+        return Accelerator(cpu=self.policy.device.type == "cpu")
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference, where it is a model of its own: with ``beta`` and without an adapter."""
+        reference = self.learner.reference
+        return None if reference is None or isinstance(self.learner.scorer, KeepsAdapter) else reference.module
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """Functions, and models as the modules that they are."""
+        return [getattr(f, "model", f) for f in self.rewards.functions]
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizers of reward models; None for functions."""
+        return [getattr(f, "tokenizer", None) for f in self.rewards.functions]
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        return torch.tensor(self.rewards.weights)
+
+    @property
+    def entropy_coef(self) -> float:
+        """As it is now."""
+        return float(self.entropy.coef)
+
+    def get_train_dataloader(self) -> Any:
+        """The first epoch's rows in TRL's order, each ``num_generations`` times: to look at. Training reads the prompts itself."""
+        args, size = self.args, self.args.generation_batch_size // self.args.num_generations
+        sampler = None
+        if hasattr(self.train_dataset, "__len__"):
+            order = epoch_order(len(self.train_dataset), args.seed, args.shuffle_dataset, 0)
+            passes = args.num_iterations * args.steps_per_generation
+            parts = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+            sampler = [i for part in parts for _ in range(passes) for i in part for _ in range(args.num_generations)]
+        return self._loader(self.train_dataset, sampler, args.generation_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The rows of evaluation, each as often as it is answered: to look at."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        times = self.args.num_generations_eval or self.args.num_generations
+        sampler = [i for i in range(len(dataset)) for _ in range(times)] if hasattr(dataset, "__len__") else None
+        return self._loader(dataset, sampler, self.args.per_device_eval_batch_size)
+
+    def _loader(self, dataset: Any, sampler: Any, batch_size: int) -> Any:
+        workers = self.args.dataloader_num_workers if sampler is not None else 0  # several would take turns at a stream
+        return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=list, num_workers=workers)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "accelerator":
-            raise AttributeError(
-                "groupwise.trl has no accelerator: it is one process, so its conditions on processes are all true"
-            )
+        if name in ARGUMENTS:  # TRL's trainer has most of its arguments as attributes too
+            return getattr(self.args, name)
         raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: dir(trainer) lists what it has")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            raise ArgumentError(f"trainer.{name} cannot be set: set {name} in GRPOConfig, before the trainer is made")
+        super().__setattr__(name, value)
 
 
 def drain(numbers: dict[str, list[float]], prefix: str = "") -> dict[str, float | None]:

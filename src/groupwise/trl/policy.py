@@ -8,18 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import Engine, make_engine
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
-from groupwise.models.load import Policy, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
+from groupwise.models.load import Policy, check_model, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
 from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
-from groupwise.trl.config import GRPOConfig
+from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.trl.translate import model_config
 
 log = logging.getLogger(__name__)
@@ -39,14 +40,25 @@ def seed_everything(args: Any) -> None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
 
 
-def make_policy(model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any) -> tuple[Policy, ModelConfig]:
+def make_policy(
+    model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any, quantization_config: Any = None
+) -> tuple[Policy, ModelConfig]:
     """The policy, and the model's part of a config. ``tokenizer`` None takes the model's own.
+
+    ``quantization_config`` (or that of ``model_init_kwargs``) is of a model that is given by its name, with an adapter: QLoRA.
 
     Raises ModelError or ConfigError for a model that cannot be trained here.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("groupwise.trl trains in one process, but WORLD_SIZE is above 1: start the script with plain python")
-    if isinstance(model, str):
+    within = (args.model_init_kwargs or {}).get("quantization_config")
+    if isinstance(model, str) and quantization_config is not None and within is not None:
+        raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
+    if isinstance(model, str) and (quantization_config is not None or within is not None):
+        config = model_config(args, model)
+        loaded = _load_quantised(config, within if quantization_config is None else quantization_config)
+        policy = _adopt(loaded, args, config, tokenizer, peft_config is not None)
+    elif isinstance(model, str):
         config = model_config(args, model)
         policy = load_policy(config)
     else:
@@ -83,6 +95,19 @@ def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Sco
     return scorer, make_engine(policy, config.rollout, scorer)
 
 
+def _load_quantised(config: ModelConfig, how: Any) -> Any:
+    """By transformers, as ``how`` (a BitsAndBytesConfig) says."""
+    check_model(config)
+    config = with_dtype(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code, quantization_config=how,
+            dtype=getattr(torch, config.dtype), device_map={"": str(resolve_device(config.device))},
+        )  # fmt: skip
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        raise ModelError(f"{config.name} cannot be loaded with this quantization_config: {error}") from error
+
+
 def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
@@ -105,7 +130,7 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
 
 def _with_tokenizer(policy: Policy, tokenizer: Any) -> Policy:
     if not hasattr(tokenizer, "decode") or hasattr(tokenizer, "image_processor"):
-        raise ConfigError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, there is text only here")
+        raise ArgumentError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, there is text only here")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     ends = end_token_ids(tokenizer, policy.model.config, getattr(policy.model, "generation_config", None))

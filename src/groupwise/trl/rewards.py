@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from groupwise.trl.config import GRPOConfig
 __all__ = ["Judge", "RewardFunctions", "combine"]
 
 Scores = list[float | None]
+logger = logging.getLogger("groupwise")
 
 
 class Judge(RewardModel):
@@ -49,21 +51,26 @@ class Judge(RewardModel):
         return self.tokenizer(self.text(prompt, completion), add_special_tokens=False, **options)
 
 
+class RewardArgumentError(RewardError, ValueError):
+    """A ``RewardError`` where TRL raises a ``ValueError``."""
+
+
 class RewardFunctions:
     """The trainer's reward functions with their names and weights."""
 
     def __init__(self, functions: Any, args: GRPOConfig, tokenizers: Any, device: torch.device) -> None:
         listed = list(functions) if isinstance(functions, list | tuple) else [functions]
         if not listed or None in listed:
-            raise RewardError(
+            raise RewardArgumentError(
                 "reward_funcs is empty, but there must be something to learn from: pass a function or a model's name"
             )
         given = (
             tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * (1 if tokenizers is not None else len(listed))
         )
         if len(given) != len(listed):
-            raise RewardError(
-                f"there are {len(listed)} reward_funcs but {len(given)} reward_processing_classes: pass one for each, or None"
+            raise RewardArgumentError(
+                f"there are {len(listed)} reward_funcs but {len(given)} reward_processing_classes, and the numbers must match: pass one "
+                "for each, or None"
             )
         self.functions: list[Callable[..., Any]] = [
             self._function(f, t, args, device) for f, t in zip(listed, given, strict=True)
@@ -71,7 +78,9 @@ class RewardFunctions:
         self.names = [_name(function) for function in self.functions]
         self.weights = [1.0] * len(listed) if args.reward_weights is None else [float(w) for w in args.reward_weights]
         if len(self.weights) != len(listed):
-            raise RewardError(f"reward_weights has {len(self.weights)} entries for {len(listed)} reward_funcs: give one for each")
+            raise RewardArgumentError(
+                f"reward_weights has {len(self.weights)} entries for {len(listed)} reward_funcs: give one for each"
+            )
 
     @staticmethod
     def _function(function: Any, tokenizer: Any, args: GRPOConfig, device: torch.device) -> Callable[..., Any]:
@@ -92,14 +101,21 @@ class RewardFunctions:
             results = [None if i in waiting else self._call(i, offered) for i in range(len(self.functions))]
             for i, future in waiting.items():
                 results[i] = future.result()
-        return [_checked(name, result, len(prompts)) for name, result in zip(self.names, results, strict=True)]
+        scores = [_checked(name, result, len(prompts)) for name, result in zip(self.names, results, strict=True)]
+        silent = [i for i, row in enumerate(zip(*scores, strict=True)) if all(score is None for score in row)]
+        if silent:
+            logger.warning(
+                "All reward functions returned None for %d of %d completions, the first to the prompt %.200r: these teach nothing; let at "
+                "least one function give a number", len(silent), len(prompts), prompts[silent[0]],
+            )  # fmt: skip
+        return scores
 
     def _call(self, index: int, offered: Mapping[str, Any]) -> Any:
         function = self.functions[index]
         try:
             return call_with_limit(_plain(function), _accepted(function, offered), None)
         except CallRaised as raised:
-            raise RewardError(f"reward function {self.names[index]!r} raised {raised}: mend it") from raised.__cause__
+            raise RewardError(f"reward function {self.names[index]!r} raised {raised}: correct it") from raised.__cause__
 
 
 def combine(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,41 @@ from groupwise.metrics import Metric, merge
 from groupwise.streams import lasting_output
 from groupwise.training.learner import Learner, MicroBatch, Share
 from groupwise.trl import checkpoint as checkpoints
-from groupwise.trl.callbacks import callback_handler
+from groupwise.trl.arguments import ARGUMENTS
+from groupwise.trl.callbacks import callback_handler, set_verbosity, words_about
 from groupwise.trl.completions import CompletionLog
-from groupwise.trl.config import GRPOConfig
+from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.trl.entropy import EntropyControl
 from groupwise.trl.generation import Generation, PromptSet, generate
 from groupwise.trl.numbers import generation_numbers, sweep_numbers, whole_loss
 from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
-from groupwise.trl.outputs import Outputs, drain
+from groupwise.trl.outputs import Outputs, drain, logger
 from groupwise.trl.policy import make_parts, make_policy, seed_everything
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.schedule import Schedule, deal, epoch_order, flat_index, unit_counts
-from groupwise.trl.translate import to_config
+from groupwise.trl.translate import objective, to_config
 
 __all__ = ["GRPOTrainer"]
 
 _REFUSED = {
-    "quantization_config": "load the model yourself in bfloat16",
     "tools": "there are no tool calls; put what the tools know into the prompt",
     "rollout_func": "groupwise samples by itself; for rollouts of your own use groupwise.rollout",
     "environment_factory": "there are no environments; put the task into the data set's prompts",
 }
 _INTERNALS = frozenset(
-    {
-        "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_generate_single_turn",
-        "_get_per_token_logps_and_entropies", "_get_train_sampler", "_prepare_inputs", "compute_loss", "create_optimizer",
-        "create_scheduler", "get_train_dataloader", "prediction_step", "training_step",
-    }
-)  # fmt: skip
-"""Methods of TRL's trainer that a subclass would override in vain."""
+    """_calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn _get_eval_sampler
+    _get_per_token_logps_and_entropies _get_tool_suffix_ids _get_train_sampler _load_optimizer_and_scheduler _log_completion_extra
+    _log_metric _prepare_inputs _save_checkpoint _set_signature_columns_if_needed _tokenize_prompts _tool_call_loop compute_loss
+    get_eval_dataloader get_gamma_weights get_high_entropy_mask get_off_policy_mask get_train_dataloader prediction_step
+    training_step""".split()  # noqa: SIM905
+)
+"""Methods of TRL's own trainer that a subclass would override in vain; those of transformers' are asked of it."""
+_LATE = frozenset(
+    """max_steps num_train_epochs logging_strategy logging_steps logging_first_step save_strategy save_steps save_total_limit
+    save_only_model eval_strategy eval_steps eval_delay eval_on_start lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
+    torch_empty_cache_steps metric_for_best_model greater_is_better output_dir learning_rate run_name project hub_model_id""".split()  # noqa: SIM905
+)
+"""Arguments that ``train()`` reads, so that they may be set on ``trainer.args`` until then."""
 _MOST_DROPPED = 5
 
 
@@ -59,9 +66,12 @@ class GRPOTrainer(Outputs):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if overridden := sorted(_INTERNALS & vars(cls).keys()):
-            raise ConfigError(
-                f"{cls.__name__} overrides {overridden[0]}, which groupwise.trl does not call: use a reward function, a callback or "
+        own = {
+            name for part in cls.__mro__ if part not in GRPOTrainer.__mro__ for name in vars(part) if not name.startswith("__")
+        }
+        if vain := sorted(own & (_INTERNALS | {name for name in _of_transformers() if not hasattr(GRPOTrainer, name)})):
+            raise ArgumentError(
+                f"{cls.__name__} overrides {', '.join(vain)}, which groupwise.trl does not call: use a reward function, a callback or "
                 "groupwise.train instead"
             )
 
@@ -82,10 +92,9 @@ class GRPOTrainer(Outputs):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        for name, value in {"quantization_config": quantization_config, "tools": tools, "rollout_func": rollout_func,
-                            "environment_factory": environment_factory}.items():  # fmt: skip
+        for name, value in {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}.items():
             if value:
-                raise ConfigError(f"{name} is not honoured by groupwise.trl: {_REFUSED[name]}")
+                raise ArgumentError(f"{name} is not honoured by groupwise.trl: {_REFUSED[name]}")
         if args is None:
             args = GRPOConfig(
                 f"{(model if isinstance(model, str) else model.config._name_or_path).rstrip('/').split('/')[-1]}-GRPO"
@@ -94,29 +103,36 @@ class GRPOTrainer(Outputs):
             raise ConfigError(
                 f"args is a {type(args).__name__} of {type(args).__module__}: import GRPOConfig from groupwise.trl too"
             )
+        GRPOConfig.check(args)
+        for word in words_about(args, model, quantization_config):
+            logger.warning(word)
         if args.eval_strategy != "no" and eval_dataset is None:
-            raise ConfigError(
+            raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
         self.args: Any = args
+        set_verbosity(args.log_level)
         seed_everything(args)
-        self.policy, model_config = make_policy(model, args, processing_class, peft_config)
+        self.policy, model_config = make_policy(model, args, processing_class, peft_config, quantization_config)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
         self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device)
         self.reward_func_names = self.rewards.names
         room = self.policy.context_length - args.max_completion_length
-        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if train_dataset is None:
-            raise ConfigError("train_dataset is missing: pass a data set with a column 'prompt'")
+            raise ArgumentError("train_dataset is missing, but it is required: pass a data set with a column 'prompt'")
+        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room)
         self.train_prompts = self._prompts(train_dataset, "training")
         self.schedule = Schedule.of(args, len(self.train_prompts))
         given, self.lr_scheduler = optimizers
         scorer, self.engine = make_parts(self.policy, self.config, given is not None)
         own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.learner = Learner(scorer, self.config, own)
+        self.learner.objective = objective(args)
         self.optimizer = self.learner.optimizer.adamw
+        self._as_made = args.to_dict()
+        self._own_optimizer = given is not None
         self.entropy = EntropyControl(args)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
@@ -138,7 +154,8 @@ class GRPOTrainer(Outputs):
         its steps the results come back as they were.
         """
         if trial is not None or any(value is not None for value in others.values()):
-            raise ConfigError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
+            raise ArgumentError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
+        self._check_late()
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
         checkpoint = checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint)
         self._begin(checkpoint, updates)
@@ -153,14 +170,27 @@ class GRPOTrainer(Outputs):
             self._epoch(epoch, first)
             epoch, first = epoch + 1, 0
         metrics = self._summary(time.perf_counter() - started, self.state.global_step - done_before)
+        metrics |= drain(self._numbers)  # of the steps since the last log
         self.log(metrics)
+        self.completion_log.write(self.state.global_step)
         if self._saved == self.state.global_step:
             checkpoints.renew_state(Path(self.args.output_dir), self.state)
         self.control = self._event("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
+    def _check_late(self) -> None:
+        """What was set on ``trainer.args`` since the trainer was made counts, or is an error."""
+        GRPOConfig.check(self.args)
+        for name, value in self.args.to_dict().items():
+            if name in ARGUMENTS and name not in _LATE and ARGUMENTS[name].fate != "harmless" and value != self._as_made[name]:
+                raise ArgumentError(
+                    f"{name} was changed from {self._as_made[name]!r} to {value!r} after the trainer was made: set it before"
+                )
+
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
         if self.lr_scheduler is None:
+            for group in self.optimizer.param_groups if not self._own_optimizer else ():
+                group["lr"] = self.args.learning_rate
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
         if checkpoint is not None:
             self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy)
@@ -229,7 +259,7 @@ class GRPOTrainer(Outputs):
         """The epoch's generation ``index``: sampled when it is first needed, kept until the next."""
         if self._generation is None or self._generation[0] != (epoch, index):
             size = self.schedule.prompts_per_generation
-            order = epoch_order(len(self.train_prompts), self.args.seed, self.args.shuffle_dataset, epoch)
+            order = epoch_order(len(self.train_prompts), self.args.seed, self.train_prompts.shuffles, epoch)
             prompts = [self.train_prompts[i] for i in order[index * size : (index + 1) * size]]
             number = epoch * self.schedule.generations + index
             generation = self._generate(prompts, self.args.num_generations, f"rollout/generation={number}", self._numbers)
@@ -326,10 +356,24 @@ class GRPOTrainer(Outputs):
             self.log(logs | drain(self._numbers))
             self.completion_log.write(self.state.global_step)
         if self.control.should_evaluate:
-            self.evaluate()
+            self._note_best(self.evaluate())
         if self.control.should_save:
             self._save_checkpoint()
             self.control = self._event("on_save")
+
+    def _note_best(self, metrics: Mapping[str, float | None]) -> None:
+        """What ``EarlyStoppingCallback`` goes by: the best value so far of ``metric_for_best_model``."""
+        wanted = self.args.metric_for_best_model
+        if wanted is None:
+            return
+        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        if name not in metrics:
+            raise ArgumentError(
+                f"metric_for_best_model is {wanted!r}, but evaluation has {', '.join(sorted(metrics))}: name one of them"
+            )
+        value, best, sign = metrics[name], self.state.best_metric, 1 if self.args.greater_is_better else -1
+        if value is not None and (best is None or sign * value > sign * best):
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         self._total_loss += self._loss
@@ -348,7 +392,7 @@ class GRPOTrainer(Outputs):
         """Sample and score the evaluation prompts; names as in training, each with ``eval_`` before it."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise ConfigError("evaluate() has no eval_dataset: pass one to it or to GRPOTrainer")
+            raise ArgumentError("evaluate() has no eval_dataset: pass one to it or to GRPOTrainer")
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         if isinstance(dataset, dict):
@@ -391,3 +435,13 @@ class GRPOTrainer(Outputs):
             only_model=self.args.save_only_model, limit=self.args.save_total_limit, entropy=self.entropy,
         )  # fmt: skip
         self._saved = self.state.global_step
+
+
+@functools.cache
+def _of_transformers() -> frozenset[str]:
+    """Methods of transformers' trainer; none where it cannot be imported, for lack of Accelerate."""
+    try:
+        from transformers import Trainer
+    except ImportError:
+        return frozenset()
+    return frozenset(name for name, value in vars(Trainer).items() if callable(value) and not name.startswith("__"))

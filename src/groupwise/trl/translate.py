@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from groupwise.algorithm import Objective
+from groupwise.algorithm.surrogate import ClipBounds, sapo, vespo
 from groupwise.config.schema import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from groupwise.errors import ConfigError
-from groupwise.trl.config import GRPOConfig
+from groupwise.trl.config import EIGHT_BIT, GRPOConfig
 
-__all__ = ["algorithm_config", "model_config", "to_config"]
+__all__ = ["algorithm_config", "model_config", "objective", "to_config"]
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -17,6 +21,8 @@ _AGGREGATION = {
     "cispo": "token_mean",
     "dr_grpo": "fixed",
     "luspo": "sequence_sum",
+    "sapo": "sequence_mean",
+    "vespo": "token_mean",
 }
 """Loss type -> how token losses are summed; the counts that they are divided by are in ``schedule.py``."""
 _SCALE = {"group": "group_std", "batch": "batch_std", "none": "none"}
@@ -32,32 +38,30 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
             max_completion_tokens=args.max_completion_length,
             temperature=args.temperature,
             top_p=args.top_p,
-            top_k=args.top_k or None,
+            top_k=args.top_k if args.top_k > 0 else None,
+            engine="auto" if args.repetition_penalty == 1 else "transformers",
         ),
         algorithm=algorithm_config(args),
         optimizer=OptimizerConfig(
-            learning_rate=args.learning_rate,
+            learning_rate=args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_epsilon,
             weight_decay=args.weight_decay,
             decay="matrices",
             max_grad_norm=args.max_grad_norm or None,
+            precision="masters-8bit" if args.optim in EIGHT_BIT else "masters",
         ),
         training=TrainingConfig(seed=args.seed),
     )
 
 
 def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
-    """The objective. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above."""
-    clip: dict[str, Any] = {"surrogate": "clip", "epsilon": args.epsilon, "epsilon_high": args.epsilon_high, "delta": args.delta}
-    if args.loss_type == "cispo":
-        clip = {"surrogate": "cispo", "epsilon": 1.0, "epsilon_high": args.epsilon_high - 1}
+    """The objective, but for what ``objective`` adds to it."""
     return AlgorithmConfig(
         preset="grpo",
         beta=args.beta,
         skip_zero_variance=False,
         updates_per_batch=args.num_iterations,
-        ratio_level=args.importance_sampling_level,
         aggregation=_AGGREGATION[args.loss_type],  # type: ignore[arg-type]
         kl_estimator="k3",
         kl_placement="loss",
@@ -66,8 +70,27 @@ def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
         reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
         reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
         scale=_SCALE[str(args.scale_rewards)],  # type: ignore[arg-type]
-        **clip,
     )
+
+
+def objective(args: GRPOConfig) -> Objective:
+    """With what TRL takes and a config of this project does not: a clip range of 0, SAPO, VESPO, the off-policy mask.
+
+    A sequence-level ratio has its true gradient, which runs into all tokens of a completion, those outside of
+    ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
+    """
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    chosen: dict[str, Any] = {"bounds": ClipBounds(args.epsilon, high, delta=args.delta)}
+    if args.loss_type == "cispo":
+        chosen = {"surrogate": "cispo", "bounds": ClipBounds(1.0, high - 1)}
+    elif args.loss_type == "sapo":
+        chosen = {"surrogate": partial(sapo, positive=args.sapo_temperature_pos, negative=args.sapo_temperature_neg)}
+    elif args.loss_type == "vespo":
+        positive, negative = (args.vespo_k_pos, args.vespo_lambda_pos), (args.vespo_k_neg, args.vespo_lambda_neg)
+        chosen = {"surrogate": partial(vespo, positive=positive, negative=negative), "ratio_level": "product"}
+    if args.importance_sampling_level == "sequence":
+        chosen["ratio_level"] = "whole_sequence"
+    return replace(Objective.from_config(algorithm_config(args)), off_policy_limit=args.off_policy_mask_threshold, **chosen)
 
 
 def model_config(args: GRPOConfig, name: str) -> ModelConfig:

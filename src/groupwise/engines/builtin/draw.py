@@ -10,6 +10,7 @@ Axes: B sequences, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _restrict(logits: Tensor, settings: SamplingSettings) -> None:
-    """Set to -inf, in place, what top-k and top-p rule out. Ties at the k-th value are kept."""
+    """Set to -inf, in place, what top-k, top-p and min-p rule out, one after the other. Ties at the k-th value are kept."""
     if settings.top_k is not None and settings.top_k < logits.shape[1]:
         least = logits.topk(settings.top_k, dim=1).values[:, -1:]
         logits.masked_fill_(logits < least, float("-inf"))
@@ -54,6 +55,8 @@ def _restrict(logits: Tensor, settings: SamplingSettings) -> None:
         mass = ordered.softmax(1).cumsum(1)
         ordered.masked_fill_(mass - ordered.softmax(1) >= settings.top_p, float("-inf"))
         logits.scatter_(1, index, ordered)
+    if settings.min_p > 0.0:
+        logits.masked_fill_(logits < logits.amax(1, keepdim=True) + math.log(settings.min_p), float("-inf"))
 
 
 class Draw:
@@ -61,7 +64,7 @@ class Draw:
 
     def __init__(self, settings: SamplingSettings, vocabulary: int, device: torch.device) -> None:
         self.settings, self.vocabulary, self.device = settings, vocabulary, device
-        self._plain = settings.greedy or (settings.top_k is None and settings.top_p >= 1.0)
+        self._plain = settings.greedy or (settings.top_k is None and settings.top_p >= 1.0 and settings.min_p == 0.0)
         self._blocks = -(-vocabulary // _BLOCK)
         self._buffer = torch.empty(0, self._blocks * _BLOCK, device=device)
 

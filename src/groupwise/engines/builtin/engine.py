@@ -143,6 +143,9 @@ class _Batch:
         done: list[dict[int, Completion]],
     ) -> None:  # fmt: skip
         """``done``: by prompt and sample, what is finished already; what will be is put there."""
+        assert settings.repetition_penalty == 1.0, (
+            "rows here do not know their own tokens: use the engine over the model's module"
+        )
         self.engine, self.decoder, self.settings = engine, engine.decoder, settings
         self.seed, self.scope = seed, scope
         missing = [deque(sample for sample in range(samples) if sample not in found) for found in done]

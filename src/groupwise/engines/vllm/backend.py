@@ -270,6 +270,7 @@ def _parameters(call: _Call, job: Job) -> Any:
     settings = call.settings
     return SamplingParams(
         temperature=0.0 if settings.greedy else settings.temperature, top_k=settings.top_k or 0, top_p=settings.top_p,
+        min_p=settings.min_p, repetition_penalty=settings.repetition_penalty,
         max_tokens=settings.max_tokens, seed=job.seed, logprobs=0, flat_logprobs=True, stop_token_ids=list(call.stop),
         ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY,
