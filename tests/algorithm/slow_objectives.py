@@ -7,6 +7,7 @@ finite difference in ``lp`` sees what autograd sees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,28 @@ def cispo(b: Batch, lp: Ragged, held: Ragged) -> float:
     return -total / _tokens(lp)
 
 
+def sapo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2511.20347: a sigmoid gate on each token's ratio, temperature 1 for A > 0 and 1.05 otherwise, mean by completion."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            tau = 1.0 if a > 0 else 1.05
+            gates = [4 / tau / (1 + np.exp(-tau * (np.exp(x - o) - 1))) for x, o in zip(lp[g][i], b.old[g][i], strict=True)]
+            total, n = total + a * sum(gates) / len(gates), n + 1
+    return -total / n
+
+
+def vespo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2602.10693: each completion weighs w^k exp(lambda (1 - w)), w its whole ratio; (2, 3) for good ones, (3, 2) for others."""
+    total = 0.0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            k, fade = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+            w = np.exp(sum(held[g][i] - b.old[g][i]))
+            total += w**k * np.exp(fade * (1 - w)) * a * sum(lp[g][i])
+    return -total / _tokens(lp)
+
+
 def rloo(b: Batch, lp: Ragged, held: Ragged) -> float:
     """arXiv 2402.14740 eq. 2 and the k-sample estimator: R = r - beta log(pi / ref) of the whole completion, beta 0.03."""
     total, n = 0.0, 0
@@ -197,8 +220,9 @@ DRIFT = {"gspo": 1e-3, "cispo": 1.5}
 """How far the policy has moved, so that some tokens are clipped and some are not; 0.3 where not named."""
 
 
-def gradient(name: str, b: Batch, h: float = 1e-6) -> list[list[np.ndarray]]:
+def gradient(method: str | Callable[[Batch, Ragged, Ragged], float], b: Batch, h: float = 1e-6) -> list[list[np.ndarray]]:
     """Central differences of the slow loss in each token's log-probability."""
+    slow = SLOW[method] if isinstance(method, str) else method
     out = [[np.zeros_like(tokens) for tokens in group] for group in b.lp]
     for g, group in enumerate(b.lp):
         for i, tokens in enumerate(group):
@@ -207,6 +231,6 @@ def gradient(name: str, b: Batch, h: float = 1e-6) -> list[list[np.ndarray]]:
                 for step in (h, -h):
                     moved = [[x.copy() for x in gr] for gr in b.lp]
                     moved[g][i][t] += step
-                    sides.append(SLOW[name](b, moved, b.lp))
+                    sides.append(slow(b, moved, b.lp))
                 out[g][i][t] = (sides[0] - sides[1]) / (2 * h)
     return out

@@ -18,6 +18,8 @@ from torch import Tensor
 from groupwise.algorithm import BatchCounts, Objective, policy_loss, sampler_correction
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.models.module_scorer import ModuleScorer
+from groupwise.trl import GRPOConfig
+from groupwise.trl.translate import objective as groupwise_objective
 
 trl = pytest.importorskip("trl", minversion="1.16")
 from datasets import Dataset  # noqa: E402
@@ -138,19 +140,26 @@ def inputs_for(g: Given, **more: Tensor) -> dict[str, Tensor]:
     }
 
 
-def theirs(trainer: Any, g: Given, monkeypatch: pytest.MonkeyPatch, **more: Tensor) -> tuple[float, Tensor]:
+def theirs(
+    trainer: Any, g: Given, monkeypatch: pytest.MonkeyPatch, entropies: Tensor | None = None, **more: Tensor
+) -> tuple[float, Tensor]:
     """TRL's loss with ``g.logprobs`` in the place of its model's, in float64, and its gradient in them (sampled tokens only)."""
     leaf = g.logprobs.clone().requires_grad_()
     monkeypatch.setattr(
-        trainer, "_get_per_token_logps_and_entropies", lambda *a, **k: (leaf, torch.zeros_like(leaf), None), raising=True
+        trainer,
+        "_get_per_token_logps_and_entropies",
+        lambda *a, **k: (leaf, torch.zeros_like(leaf) if entropies is None else entropies, None),
+        raising=True,
     )
     loss = trainer._compute_loss(trainer.model, inputs_for(g, **more))
     loss.backward()
     return loss.item(), g.flat(leaf.grad)
 
 
-def ours(settings: dict[str, Any], g: Given, counts: BatchCounts | None = None, **more: Tensor) -> tuple[float, Tensor]:
-    objective = Objective.from_config(AlgorithmConfig(**settings))
+def ours(
+    settings: dict[str, Any] | Objective, g: Given, counts: BatchCounts | None = None, **more: Tensor
+) -> tuple[float, Tensor]:
+    objective = settings if isinstance(settings, Objective) else Objective.from_config(AlgorithmConfig(**settings))
     counts = counts or BatchCounts(completions=len(g.ids), tokens=int(g.mask.sum()), max_tokens=LONGEST)
     leaf = g.flat(g.logprobs).clone().requires_grad_()
     loss, _ = policy_loss(
@@ -233,6 +242,42 @@ def test_loss_and_gradient_are_trls(name, make, monkeypatch):
         assert loss == pytest.approx(expected, rel=1e-10, abs=1e-12)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
         assert gradient.abs().max() > 1e-3
+
+
+BY_ARGUMENTS = {
+    "sapo": {"loss_type": "sapo"},
+    "sapo of completions, corrected KL": {
+        "loss_type": "sapo", "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True,
+        "sapo_temperature_pos": 2.0,
+    },
+    "vespo": {"loss_type": "vespo"},
+    "vespo, corrected KL": {"loss_type": "vespo", "beta": 0.1, "use_bias_correction_kl": True, "vespo_k_neg": 1.0, "vespo_lambda_pos": 0.5},
+    "cispo without a bound of its own": {"loss_type": "cispo"},
+    "a clip range of 0": {"loss_type": "grpo", "epsilon": 0.0},
+    "what has drifted is left out": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05, "beta": 0.1},
+    "the same for dapo": {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
+    "a sequence ratio": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    "gspo of tokens of high entropy": {"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.4},
+    "tokens of high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.4, "beta": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_ARGUMENTS)
+def test_what_groupwise_trl_makes_of_arguments_is_trls_loss(name, make, monkeypatch):
+    """Also where some tokens are left out of a sequence-level ratio: its gradient runs into all of the completion's tokens."""
+    arguments = {"use_bias_correction_kl": False, **BY_ARGUMENTS[name]}
+    trainer = make(**arguments)
+    objective = groupwise_objective(GRPOConfig("out", **arguments))
+    for seed in range(3):
+        g = given(seed)
+        entropies = torch.rand(N, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        kept = arguments.get("top_entropy_quantile", 1.0)
+        mask = entropies >= torch.quantile(g.flat(entropies).float(), 1 - kept) if kept < 1 else torch.ones_like(entropies)
+        expected, expected_gradient = theirs(trainer, g, monkeypatch, entropies=entropies)
+        loss, gradient = ours(objective, g, factor_T=g.flat(mask.double()))
+        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
+        assert gradient.abs().max() > 1e-4
 
 
 def test_on_policy_too(make, monkeypatch):
@@ -376,9 +421,9 @@ def test_advantages_of_rloo_are_trls(make):
     assert batch["advantages"].tolist() == pytest.approx([a for group in expected for a in group], rel=1e-5, abs=1e-6)
 
 
-def test_every_loss_of_trls_is_compared_or_known_to_be_missing():
+def test_every_loss_of_trls_is_compared():
     source = inspect.getsource(trl.GRPOTrainer._compute_loss)
     named = {
         n for list_ in re.findall(r"self\.loss_type (?:==|in) (\[[^\]]*\]|\"\w+\")", source) for n in re.findall(r"\w+", list_)
     }
-    assert named - {settings["loss_type"] for settings, _ in SAME.values()} == {"sapo", "vespo"}, "these two are not here"
+    assert named == {settings["loss_type"] for settings in [*(s for s, _ in SAME.values()), *BY_ARGUMENTS.values()]}

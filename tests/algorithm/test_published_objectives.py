@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+import slow_objectives
 import torch
 from slow_objectives import DRIFT, SLOW, Batch, gradient, random_batch
 
 from groupwise.algorithm import PRESETS, BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
+from groupwise.algorithm.surrogate import sapo, vespo
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.metrics import Metric, merge
 
@@ -105,6 +109,47 @@ def test_loss_and_gradient_are_the_papers(name: str, seed: int):
     assert any(np.abs(grad).max() > 1e-4 for grad in grads.values())
     if seed == 0 and name != "rloo":  # the batches reach the clip range: otherwise the test above would prove little
         assert 0 < metrics["clip_low"].total + metrics["clip_high"].total < metrics["ratio"].count
+
+
+BY_FUNCTION = {  # without a preset: groupwise.trl makes them
+    "sapo": Objective(beta=0.0, surrogate=partial(sapo, positive=1.0, negative=1.05)),
+    "vespo": Objective(
+        beta=0.0,
+        surrogate=partial(vespo, positive=(2.0, 3.0), negative=(3.0, 2.0)),
+        ratio_level="product",
+        aggregation="token_mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", BY_FUNCTION)
+def test_methods_that_are_functions_are_the_papers_too(name: str, seed: int):
+    b = random_batch(seed, 0.3)
+    loss, grads, _ = fast(BY_FUNCTION[name], b, [completions_of(b)])
+    slow = getattr(slow_objectives, name)
+    assert loss == pytest.approx(slow(b, b.lp, b.lp), rel=1e-12, abs=1e-14)
+    expected = gradient(slow, b)
+    for (g, i), grad in grads.items():
+        np.testing.assert_allclose(grad, expected[g][i], rtol=1e-5, atol=1e-8)
+    assert any(np.abs(grad).max() > 1e-4 for grad in grads.values())
+
+
+def test_a_completion_that_the_policy_has_left_teaches_nothing_bad():
+    """DeepSeek-V3.2's mask: only negative advantages, only beyond the limit, whole completions, and not their KL."""
+    logprobs = torch.tensor([-1.0, -3.0, -1.0, -3.0, -0.5, -0.5], dtype=torch.float64, requires_grad=True)
+    given = {
+        "old_logprobs_T": torch.full((6,), -1.0, dtype=torch.float64), "reference_logprobs_T": torch.full((6,), -1.0, dtype=torch.float64),
+        "sequence_T": torch.tensor([0, 0, 1, 1, 2, 2]), "weights_T": torch.full((6,), 1 / 6, dtype=torch.float64),
+        "advantages_N": torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64),
+    }  # fmt: skip
+    gradients = []
+    for beta, limit in ((0.0, 0.9), (0.0, 1.1), (0.1, 0.9)):
+        loss, _ = policy_loss(Objective(beta=beta, surrogate="reinforce", off_policy_limit=limit), logprobs_T=logprobs, **given)
+        gradients.append(torch.autograd.grad(loss, logprobs)[0] * 6)
+    assert gradients[0].tolist() == pytest.approx([-1, -1, 0, 0, 1, 1])
+    assert gradients[1].tolist() == pytest.approx([-1, -1, 1, 1, 1, 1])
+    assert gradients[2][3] != 0, "the KL still pulls"
 
 
 @pytest.mark.parametrize("name", SLOW)

@@ -49,6 +49,7 @@ def test_every_harmless_argument_is_taken():
     harmless = {
         row.name: another(row) for row in ARGUMENTS.values() if row.fate == "harmless" and row.kind not in ("str", "number?")
     }
+    harmless |= {name: 7 for name in harmless if ARGUMENTS[name].kind == "int"}
     config = GRPOConfig("out", **harmless)
     assert all(getattr(config, name) == value for name, value in harmless.items())
 
@@ -66,18 +67,28 @@ def test_defaults_are_trl_s():
         ({"num_generation": 4}, "did you mean num_generations"),
         ({"evaluation_strategy": "steps"}, "did you mean eval_strategy"),
         ({"max_prompt_length": 512}, "filter the data set"),
-        ({"loss_type": "sapo"}, "'dapo'"),
-        ({"optim": "adamw_8bit"}, "'adamw_torch'"),
+        ({"loss_type": "ppo"}, "'dapo'"),
+        ({"optim": "lion_8bit"}, "'adamw_torch'"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "'cosine'"),
         ({"num_generations": 1}, "2 or more"),
         ({"num_generations": 3}, "no multiple of num_generations"),
         ({"generation_batch_size": 12}, "no multiple of per_device_train_batch_size"),
         ({"generation_batch_size": 16, "steps_per_generation": 3}, "set only one"),
-        ({"loss_type": "cispo"}, "epsilon_high=5.0"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "own engine samples"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "x"}, "reward what matches"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "leave it at 'token'"),
+        ({"vllm_device": "cuda:1"}, "leave it out, there is one device"),
+        ({"deepspeed": "ds.json"}, "leave it out"),
+        ({"chat_template_kwargs": "x.json"}, "as JSON"),
+        ({"logging_steps": 0}, "logging_strategy='no'"),
+        ({"generation_kwargs": {"num_beams": 2}}, "'num_beams'"),
+        ({"generation_kwargs": {"do_sample": False}}, "teach nothing"),
+        ({"learning_rate": "fast"}, "give it a number"),
+        ({"per_device_train_batch_size": 2.5}, "no whole number"),
         ({"delta": 1.1}, "raise it"),
         ({"sync_ref_model": True}, "set beta"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 6}, "num_generations_eval"),
-        ({"model_init_kwargs": {"quantization_config": {}}}, "load the model yourself"),
+        ({"model_init_kwargs": {"max_memory": {}}}, "load the model yourself"),
         ({"max_completion_length": None}, "give it a number"),
         ({"router_aux_loss_coef": 0.1}, "0.0"),
     ],
@@ -124,3 +135,112 @@ def test_trl_itself_is_not_needed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["0.0", "GRPOTrainer"], done.stderr
+
+
+OLD = {  # as scripts of early 2025 have them
+    "output_dir": "out", "use_vllm": True, "vllm_device": "cuda:1", "vllm_gpu_memory_utilization": 0.7, "max_prompt_length": 256,
+    "evaluation_strategy": "no", "vllm_max_model_len": 2048, "deepspeed": "zero3.json", "num_generations": 8, "loss_type": "ppo",
+}  # fmt: skip
+
+
+def test_an_old_script_is_told_all_that_must_change_at_once():
+    with pytest.raises(ConfigError) as refusal:
+        GRPOConfig(**OLD)
+    said = str(refusal.value).splitlines()
+    assert said[0].startswith("6 arguments")
+    for name in ("vllm_device", "max_prompt_length", "evaluation_strategy", "vllm_max_model_len", "deepspeed", "loss_type"):
+        assert sum(name in line for line in said[1:]) == 1
+    assert isinstance(refusal.value, ValueError)
+    with pytest.raises(ConfigError, match="2 arguments"):
+        GRPOConfig(fp16=True, torch_compile=True)
+
+
+def test_an_attribute_that_is_set_later_is_held_to_the_rules():
+    config = GRPOConfig("out")
+    for name, value in {
+        "deepspeed": {"x": 1}, "optim": "lion_8bit", "generation_kwargs": {"num_beams": 2}, "fp16": True, "temperature": 0,
+        "model_init_kwargs": {"max_memory": {}}, "min_p": 2.0,
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            setattr(config, name, value)
+    assert (config.temperature, config.fp16) == (1.0, False)
+    config.model_init_kwargs = {"dtype": "float32", "revision": None, "attn_implementation": None, "trust_remote_code": False}
+    config.lr_scheduler_type, config.per_device_train_batch_size, config.scale_rewards = SchedulerType.COSINE, 16, False
+    config.check()
+    assert (config.lr_scheduler_type, config.generation_batch_size, config.scale_rewards) == ("cosine", 16, "none")
+    config.num_generations = 5
+    with pytest.raises(ConfigError, match="groups must be whole"):
+        config.check()
+
+
+@dataclasses.dataclass
+class Recipe(GRPOConfig):
+    """As open-r1's configs are written."""
+
+    system_prompt: str | None = dataclasses.field(default=None, metadata={"help": "of the chat"})
+    learning_rate: float = 1e-5
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seen = self.generation_batch_size
+
+
+class Plain(GRPOConfig):
+    def __init__(self, mine=1, **named):
+        self.mine = mine
+        super().__init__(**named)
+
+
+@pytest.mark.parametrize("kind", [Recipe, Plain])
+def test_a_subclass_keeps_every_check(kind):
+    config = kind(output_dir="out", per_device_train_batch_size=16)
+    assert (config.generation_batch_size, config.steps_per_generation, config.report_to) == (16, 1, [])
+    for arguments, sentence in [
+        ({"deepspeed": {"x": 1}}, "deepspeed"),
+        ({"num_generations": 3}, "no multiple of num_generations"),
+        ({"num_generation": 3}, "did you mean num_generations"),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            kind(output_dir="out", **arguments)
+    with pytest.raises(ConfigError, match="fp16"):
+        config.fp16 = True
+
+
+def test_a_subclass_that_is_a_dataclass_has_its_own_fields():
+    (config,) = HfArgumentParser(Recipe).parse_args_into_dataclasses(["--output_dir", "out", "--system_prompt", "Think."])
+    assert (config.system_prompt, config.learning_rate, config.seen) == ("Think.", 1e-5, 8)
+    assert config.to_dict()["system_prompt"] == "Think."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"top_k": -1}, {"learning_rate": 0.0}, {"epsilon": 0.0}, {"report_to": ["none"]}, {"optim": "paged_adamw_8bit"},
+        {"use_vllm": True}, {"use_liger_kernel": True}, {"cast_lm_head_to_fp32": True}, {"min_p": 0.1, "repetition_penalty": 1.1},
+        {"loss_type": "cispo"}, {"loss_type": "sapo"}, {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.5},
+        {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, {"learning_rate": "1e-6"},
+        {"generation_kwargs": {"do_sample": True, "top_k": 5}}, {"metric_for_best_model": "reward"}, {"warmup_ratio": 0.1},
+    ],
+)  # fmt: skip
+def test_what_trl_runs_is_translated(arguments):
+    from groupwise.trl.translate import model_config, objective, to_config
+
+    config = GRPOConfig("out", **arguments)
+    to_config(config, model_config(config, "quickstart"))
+    objective(config)
+    if "generation_kwargs" in arguments:
+        assert config.top_k == 5
+    if "metric_for_best_model" in arguments:
+        assert config.greater_is_better is True
+
+
+def test_cispo_counts_what_it_holds_down_as_trl_does():
+    """Tokens with a positive advantage alone."""
+    import torch
+
+    from groupwise.trl.translate import objective
+
+    found = objective(GRPOConfig("out", loss_type="cispo", epsilon_high=2.0))
+    ratios, advantages = torch.tensor([3.0, 3.0, 1.0]), torch.tensor([1.0, -1.0, 1.0])
+    _, clipped = found.surrogate(ratios, advantages, ratios.log(), found.bounds)
+    assert clipped.tolist() == [True, False, False]

@@ -35,6 +35,14 @@ CASES = {
     "dapo, truncated masked": {"mask_truncated_completions": True, "steps_per_generation": 2, "scale_rewards": "batch"},
     "dr_grpo unscaled": {"loss_type": "dr_grpo", "scale_rewards": False, "num_iterations": 2},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
+    "cispo that holds weights down": {"loss_type": "cispo", "epsilon_high": 1.0, "num_iterations": 3},
+    "cispo without a bound of its own": {"loss_type": "cispo", "num_iterations": 2},
+    "sapo": {"loss_type": "sapo", "num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1},
+    "vespo": {"loss_type": "vespo", "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.1},
+    "what has drifted is left out": {"off_policy_mask_threshold": 0.001, "num_iterations": 3},
+    "gspo of tokens of high entropy": {
+        "loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "num_iterations": 2,
+    },
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "num_iterations": 3, "beta": 0.1},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 1e-3},
     "a reference that follows": {"beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.4},
@@ -57,7 +65,15 @@ CASES = {
     },
     "nothing to learn": {"reward_weights": [0.0, 0.0], "weight_decay": 0.1},
 }  # fmt: skip
-NOT_COMPARED = ("entropy", "step_time", "total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+NOT_COMPARED = (
+    "vespo/phi_seq_mean",
+    "entropy",
+    "step_time",
+    "total_flos",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+)
 BY_SWEEP = (
     "kl",
     "clip_ratio/low_mean",

@@ -2,15 +2,17 @@
 
 import asyncio
 import errno
+import gc
 import json
 import math
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -433,7 +435,8 @@ def broken(completions, **kwargs):
         ({"train_dataset": None}, ConfigError, "train_dataset is missing"),
         ({"train_dataset": Dataset.from_dict({"question": ["?"]})}, DataError, "rename the column"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["?"]})}, DataError, "one generation takes 2"),
-        ({"train_dataset": Dataset.from_dict({"prompt": ["?"] * 9}).to_iterable_dataset()}, DataError, "from_list"),
+        ({"train_dataset": DatasetDict(train=Dataset.from_dict({"prompt": ["?"] * 9}))}, DataError, "dataset\\['train'\\]"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["?"] * 9, "image": ["x"] * 9})}, DataError, "text only"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["?" * 500] * 9})}, DataError, "filter such rows"),
         ({"reward_funcs": None}, RewardError, "pass a function"),
         ({"reward_funcs": lambda completions, **kwargs: [1.0]}, RewardError, "1 rewards for 8 completions"),
@@ -474,3 +477,219 @@ def test_without_arguments_the_folder_has_the_model_s_name(tiny_folder, prompts,
     trainer = GRPOTrainer(str(folder), letters, train_dataset=prompts)
     assert isinstance(trainer.args, GRPOConfig)
     assert trainer.args.output_dir == "wide-GRPO"
+
+
+def test_what_reference_scripts_read_of_the_trainer(tiny_folder, prompts, letters, settings, tmp_path, capsys):
+    """The end of TRL's own script: it prints by the accelerator, then saves."""
+    pytest.importorskip("accelerate")
+    args = settings(beta=0.1, hub_model_id="me/mine", dataloader_num_workers=2, shuffle_dataset=False)
+    trainer = GRPOTrainer(str(tiny_folder), [letters], args, prompts, eval_dataset=prompts)
+    trainer.accelerator.print("done")
+    assert capsys.readouterr().out == "done\n"
+    assert trainer.accelerator.is_main_process
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+    assert (trainer.is_fsdp_enabled, trainer.aux_loss_enabled, trainer.hub_model_id, args.device.type) == (
+        False,
+        False,
+        "me/mine",
+        "cpu",
+    )
+    assert (trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_weights.tolist()) == (
+        [letters],
+        [None],
+        [1.0],
+    )
+    assert trainer.beta == 0.1
+    reference = dict(trainer.ref_model.named_parameters())
+    assert same(weights(trainer), {name: p.detach() for name, p in reference.items()})
+    loader = trainer.get_train_dataloader()
+    loader.num_workers = 0
+    first = next(iter(loader))
+    assert [row["answer"] for row in first] == [0] * 4 + [2] * 4
+    assert len(trainer.get_eval_dataloader().sampler) == 48
+    with pytest.raises(ConfigError, match="before the trainer is made"):
+        trainer.temperature = 0.5
+
+
+def test_what_is_set_after_the_trainer_was_made_counts_or_is_an_error(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(lr_scheduler_type="constant"), prompts)
+    trainer.args.max_steps, trainer.args.learning_rate = 1, 0.0
+    before = weights(trainer)
+    trainer.train()
+    assert [row["learning_rate"] for row in trainer.state.log_history if "loss" in row] == [0.0]
+    assert same(before, weights(trainer)), "a rate of 0 trains nothing"
+    trainer.args.beta = 0.5
+    with pytest.raises(ConfigError, match=r"beta was changed from 0.0 to 0.5"):
+        trainer.train()
+
+
+def test_the_steps_after_the_last_log_are_in_the_summary(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=3, logging_steps=2), prompts)
+    result = trainer.train()
+    logged, summary = trainer.state.log_history
+    assert logged["step"] == 2
+    assert {"reward", "completions/mean_length", "train_loss"} <= set(summary)
+    assert result.metrics["reward"] == summary["reward"] != logged["reward"]
+
+
+def test_a_stream_is_read_as_far_as_it_is_needed_and_begins_again(tiny_folder, prompts, letters, settings):
+    rows = []
+
+    def read():
+        for row in prompts:
+            rows.append(row["answer"])
+            yield row
+
+    from datasets import IterableDataset
+
+    stream = IterableDataset.from_generator(read)
+    with pytest.raises(DataError, match="set max_steps"):
+        GRPOTrainer(str(tiny_folder), letters, settings(max_steps=-1), stream)
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(shuffle_dataset=False, dataloader_num_workers=3), stream)
+    rows.clear()
+    trainer.train()
+    assert rows[:4] == [0, 2, 4, 6]
+    assert len(rows) < 12
+    again = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=7), prompts.to_iterable_dataset(), eval_dataset=stream)
+    again.train()
+    assert again.state.global_step == 7, "14 prompts of 12"
+    assert again.evaluate()["eval_reward"] > 0
+
+
+def test_settings_of_sampling_shape_what_is_sampled(tiny_folder, prompts, settings, caplog):
+    """``min_p`` near 1 leaves the likeliest token; a huge penalty leaves none that has occurred, the prompt's included."""
+
+    def reward(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def sampled(**changes):
+        trainer = GRPOTrainer(str(tiny_folder), reward, settings(max_steps=1, max_completion_length=12, **changes), prompts)
+        trainer.train()
+        return trainer._generation[1]
+
+    greedy = sampled(min_p=0.999).groups
+    assert all(len({c.token_ids for c in group.completions}) == 1 for group in greedy)
+    assert any("another distribution" in record.getMessage() for record in caplog.records)
+    for group in sampled(repetition_penalty=1e6).groups:
+        for completion in group.completions:
+            assert len(set(completion.token_ids) | set(group.prompt.token_ids)) == len(completion.token_ids) + len(
+                set(group.prompt.token_ids)
+            )
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_loss_types_learn(tiny_folder, prompts, letters, settings, loss_type):
+    args = settings(loss_type=loss_type, num_iterations=2, max_steps=4, off_policy_mask_threshold=0.5)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+    before = weights(trainer)
+    trainer.train()
+    assert not same(before, weights(trainer))
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+
+
+def test_eight_bit_moments_and_a_base_in_four_bits(tiny_folder, prompts, letters, settings):
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import BitsAndBytesConfig
+
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=1, optim="adamw_8bit"), prompts)
+    trainer.train()
+    assert type(trainer.optimizer).__module__.startswith(("bitsandbytes", "groupwise"))
+    assert not isinstance(trainer.optimizer, torch.optim.AdamW)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(ModelError, match="pass peft_config"):
+        GRPOTrainer(str(tiny_folder), letters, settings(), prompts, quantization_config=how)
+    args = settings(max_steps=1)
+    args.model_init_kwargs = {"quantization_config": how, "dtype": "float32"}
+    late = GRPOTrainer(str(tiny_folder), letters, args, prompts, peft_config=adapter)
+    assert late.model.is_quantized
+    late.train()
+    with pytest.raises(ConfigError, match="in one place"):
+        GRPOTrainer(str(tiny_folder), letters, args, prompts, peft_config=adapter, quantization_config=how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trainers_are_freed_and_a_model_can_be_trained_again(load_tiny, prompts, letters, settings, dtype):
+    model, gone = load_tiny().to(dtype), []
+    for _ in range(2):  # the second while the model lives on, as when a cell of a notebook is run again
+        trainer = GRPOTrainer(model, letters, settings(max_steps=1, learning_rate=0.1), prompts)
+        before = weights(trainer)
+        trainer.train()
+        assert not same(before, weights(trainer))
+        gone += [weakref.ref(trainer), weakref.ref(trainer.learner.optimizer), weakref.ref(trainer.learner.optimizer.masters[0])]
+        del trainer
+        gc.collect()
+    gone.append(weakref.ref(model))
+    del model
+    gc.collect()
+    assert [one() is None for one in gone[:2]] == [True, True]
+    assert gone[3]() is gone[4]() is gone[-1]() is None
+
+
+def test_early_stopping_stops(tiny_folder, prompts, settings):
+    from transformers import EarlyStoppingCallback
+
+    def flat(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    args = settings(
+        max_steps=9, eval_strategy="steps", eval_steps=1, metric_for_best_model="reward", per_device_eval_batch_size=4
+    )
+    stop = EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = GRPOTrainer(str(tiny_folder), flat, args, prompts, eval_dataset=prompts.select(range(1)), callbacks=[stop])
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.best_metric, trainer.state.best_global_step) == (3, 1.0, 1)
+    trainer.args.metric_for_best_model = "accuracy"
+    with pytest.raises(ConfigError, match="eval_reward"):
+        trainer._note_best({"eval_reward": 1.0})
+
+
+def test_words_of_warning(tiny_folder, prompts, settings, caplog):
+    def silent(completions, **kwargs):
+        return [None] * len(completions)
+
+    args = settings(
+        importance_sampling_level="sequence",
+        loss_type="dapo",
+        use_vllm=True,
+        use_liger_kernel=True,
+        log_level="warning",
+        max_steps=1,
+    )
+    GRPOTrainer(str(tiny_folder), silent, args, prompts).train()
+    said = " ".join(record.getMessage() for record in caplog.records)
+    for words in ("own engine samples", "Liger's kernels are not used", "completion length", "returned None"):
+        assert words in said
+
+
+def test_a_checkpoint_of_trl_s_own_is_called_that(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(save_strategy="steps", save_steps=1, max_steps=1), prompts)
+    trainer.train()
+    folder = Path(trainer.args.output_dir) / "checkpoint-1"
+    (folder / "optimizer.safetensors").rename(folder / "optimizer.pt")
+    again = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=2), prompts)
+    with pytest.raises(CheckpointError, match=r"written by TRL.*pass the folder as model="):
+        again.train(resume_from_checkpoint=str(folder))
+
+
+def test_long_templates_do_not_escape_the_early_check(tiny_folder, letters, settings):
+    """What a template adds is measured, not guessed: the last row is too long by it alone."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = "{{ 'x' * 200 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    room = 256 - 8
+    chats = [[{"role": "user", "content": "?" * n}] for n in (8, 8, 40, room - 190)]
+    data = Dataset.from_dict({"prompt": chats})
+    context = AutoModelForCausalLM.from_pretrained(tiny_folder).config.max_position_embeddings
+    assert context == 256
+    with pytest.raises(DataError, match="row 3"):
+        GRPOTrainer(str(tiny_folder), letters, settings(), data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_generate", "_save_checkpoint", "create_optimizer", "evaluation_loop"])
+def test_a_method_that_would_be_overridden_in_vain_is_an_error(name):
+    mixin = type("Mixin", (), {name: lambda self: None})
+    for bases in ((GRPOTrainer,), (mixin, GRPOTrainer)):
+        with pytest.raises(ConfigError, match=name):
+            type("Mine", bases, {name: lambda self: None} if len(bases) == 1 else {})
+    type("Fine", (GRPOTrainer,), {"log": GRPOTrainer.log, "my_own": lambda self: None})

@@ -73,7 +73,7 @@ def sapo(
 
     A gate in place of the clip: its slope is 1 at r = 1 and fades on both sides, faster with a larger tau. Nothing counts as clipped.
     """
-    tau_T = torch.where(advantages_T > 0, positive, negative).to(ratio_T.dtype)
+    tau_T = _by_sign(advantages_T > 0, positive, negative, ratio_T)
     return -torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T, torch.zeros_like(ratio_T, dtype=torch.bool)
 
 
@@ -85,11 +85,15 @@ def vespo(
 
     (k, lambda) is ``positive`` for A >= 0, else ``negative``. phi is 1 at w = 1, and 0 for what has become very likely or very unlikely.
     """
-    power_T, fade_T = (torch.where(advantages_T >= 0, p, n).to(ratio_T.dtype) for p, n in zip(positive, negative, strict=True))
+    power_T, fade_T = (_by_sign(advantages_T >= 0, p, n, ratio_T) for p, n in zip(positive, negative, strict=True))
     fade_T = fade_T.clamp(min=1e-4)
     w_T = ratio_T.detach()
     phi_T = (power_T * w_T.log() + fade_T * (1 - w_T)).exp()
     return -phi_T * advantages_T * logprobs_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+
+
+def _by_sign(good_T: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    return torch.where(good_T, like.new_tensor(positive), like.new_tensor(negative))
 
 
 def _clip_family(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:

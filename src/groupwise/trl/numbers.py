@@ -43,6 +43,8 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
     for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
         if ours in found:
             out[theirs] = found[ours].value
+    if loss_type in ("sapo", "vespo"):
+        return out  # they clip nothing
     low, high = (found.get(f"detail/clip_{side}", Mean(0.0, 0)) for side in ("low", "high"))
     tokens = max(1, low.count + skipped_tokens)  # type: ignore[union-attr]
     shares = [m.total / tokens for m in (low, high)]  # type: ignore[union-attr]

@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from groupwise.algorithm import Objective
-from groupwise.algorithm.surrogate import ClipBounds, sapo, vespo
+from groupwise.algorithm.surrogate import ClipBounds, cispo, sapo, vespo
 from groupwise.config.schema import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from groupwise.errors import ConfigError
 from groupwise.trl.config import EIGHT_BIT, GRPOConfig
@@ -82,7 +84,7 @@ def objective(args: GRPOConfig) -> Objective:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     chosen: dict[str, Any] = {"bounds": ClipBounds(args.epsilon, high, delta=args.delta)}
     if args.loss_type == "cispo":
-        chosen = {"surrogate": "cispo", "bounds": ClipBounds(1.0, high - 1)}
+        chosen = {"surrogate": _cispo, "bounds": ClipBounds(1.0, high - 1)}
     elif args.loss_type == "sapo":
         chosen = {"surrogate": partial(sapo, positive=args.sapo_temperature_pos, negative=args.sapo_temperature_neg)}
     elif args.loss_type == "vespo":
@@ -91,6 +93,12 @@ def objective(args: GRPOConfig) -> Objective:
     if args.importance_sampling_level == "sequence":
         chosen["ratio_level"] = "whole_sequence"
     return replace(Objective.from_config(algorithm_config(args)), off_policy_limit=args.off_policy_mask_threshold, **chosen)
+
+
+def _cispo(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
+    """As everywhere, but TRL's ``cispo_clip_ratio`` counts tokens with a positive advantage alone."""
+    loss_T, clipped_T = cispo(ratio_T, advantages_T, logprobs_T, bounds.low, bounds.high)
+    return loss_T, clipped_T & (advantages_T > 0)
 
 
 def model_config(args: GRPOConfig, name: str) -> ModelConfig:
