@@ -458,7 +458,7 @@ def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monk
     trainer = GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
     with pytest.raises(ConfigError, match="hf upload"):
         trainer.push_to_hub()
-    with pytest.raises(AttributeError, match="coming-from-trl"):
+    with pytest.raises(AttributeError, match=r"dir\(trainer\)"):
         trainer.predict(prompts)
     with pytest.raises(ConfigError, match="compute_loss"):
         type("Mine", (GRPOTrainer,), {"compute_loss": lambda self: 0})
