@@ -275,8 +275,8 @@ def test_what_groupwise_trl_makes_of_arguments_is_trls_loss(name, make, monkeypa
         mask = entropies >= torch.quantile(g.flat(entropies).float(), 1 - kept) if kept < 1 else torch.ones_like(entropies)
         expected, expected_gradient = theirs(trainer, g, monkeypatch, entropies=entropies)
         loss, gradient = ours(objective, g, factor_T=g.flat(mask.double()))
-        assert loss == pytest.approx(expected, rel=1e-6, abs=1e-9)
-        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-9)
+        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-9)  # TRL's temperatures and powers are rounded to fp32
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-9)
         assert gradient.abs().max() > 1e-4
 
 
