@@ -7,6 +7,7 @@ rules does, and a reason where one of them differs from us. ``python tests/data/
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import re
 from collections import Counter
@@ -97,6 +98,29 @@ def test_what_math_verify_says_is_what_the_table_says() -> None:
 
 def test_every_difference_from_a_rule_of_mathematics_has_its_reason() -> None:
     assert not [pair for pair in PAIRS if pair["math_verify"] == "yes" and pair["equal"] == "no" and not pair["reason"]]
+
+
+def test_every_real_reference_of_mathematics_equals_itself_in_common_dress(shared_data: Path) -> None:
+    folder = shared_data / "competition-math"
+    rows = json.loads((folder / "train_math.json").read_text(encoding="utf-8"))
+    rows += [json.loads(line) for line in (folder / "math500_test.jsonl").read_text(encoding="utf-8").splitlines()]
+    references = sorted({str(row["answer"]) for row in rows} - {""})
+    assert len(references) > 3000
+    for reference in references[::2]:
+        dressed = [f"${reference}$", reference.replace("\\frac", "\\dfrac"), reference.replace("-", "−"), f" {reference}."]
+        for answer in (reference, *dressed[: 3 if reference.rstrip().endswith((".", ",")) else 4]):
+            assert answers_equal(answer, reference), answer
+
+
+def test_every_real_reference_that_is_a_number_equals_itself_in_common_dress(shared_data: Path) -> None:
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    references = {json.loads(line)["answer"].rpartition("#### ")[2].replace(",", "") for line in lines}
+    references |= {str(json.loads(line)["Answer"]) for line in (shared_data / "svamp" / "svamp.jsonl").open(encoding="utf-8")}
+    assert len(references) > 900
+    for reference in references:
+        for answer in (reference, f"{reference} apples", f"x = {reference}", f"${reference}$", f"{float(reference):,}"):
+            assert answers_equal(answer, reference), answer
+        assert not answers_equal(str(float(reference) + 1), reference)
 
 
 def regenerate() -> None:
