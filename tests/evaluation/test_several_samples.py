@@ -271,3 +271,18 @@ def test_any_of_several_reference_answers_counts_and_all_are_shown():
     assert rescore_one(record)["strict"]
     assert rescore_one(record)["latex"]
     assert not rescore_one({**record, "response": xml("0.66")})["strict"]
+
+
+def test_a_report_leaves_out_what_could_not_be_checked(tmp_path):
+    from collections import Counter
+
+    from groupwise.tracking.reading import read_evaluations
+
+    rows = [
+        {"problem": "a", "strict": None, "lenient": None, "unchecked": "math-verify gave no verdict", "response": "x"},
+        {"problem": "b", "strict": False, "lenient": None, "unchecked": "math-verify gave no verdict", "response": "y"},
+        {"problem": "c", "strict": True, "lenient": True, "response": "z"},
+    ]
+    (tmp_path / "before-greedy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_evaluations(tmp_path, Counter())
+    assert [(record["problem"], record["strict"]) for record in found.records] == [("b", False), ("c", True)]

@@ -315,7 +315,9 @@ def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     for path in paths:
         stage, _, mode = path.stem.rpartition("-")
-        records = tuple(evaluation_record(row) for row in json_lines(path, bad))
+        # An answer that nobody could check is neither right nor wrong; the evaluation left it out of its figures too.
+        rows = (row for row in json_lines(path, bad) if not (row.get("strict") is None and "unchecked" in row))
+        records = tuple(evaluation_record(row) for row in rows)
         if stage and records:
             found.append(EvaluationRecords(stage, mode, records))
     return tuple(sorted(found, key=stage_position))
