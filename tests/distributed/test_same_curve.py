@@ -50,7 +50,10 @@ def assert_same_run(one, other):
     (steps, result), (other_steps, other_result) = one, other
     assert told(steps) == told(other_steps)
     for step, other_step in zip(steps, other_steps, strict=True):
-        assert numbers(other_step) == pytest.approx(numbers(step), rel=1e-4, abs=2e-6), f"step {step.step}"
+        found, expected = numbers(other_step), numbers(step)
+        lost = "optimizer/updates_lost"  # a share of weights that stand still: one of them more or less is rounding
+        assert found.pop(lost, 0) == pytest.approx(expected.pop(lost, 0), abs=1e-3), f"step {step.step}"
+        assert found == pytest.approx(expected, rel=1e-4, abs=2e-6), f"step {step.step}"
         for group, other_group in zip(step.advantages, other_step.advantages, strict=True):
             assert other_group == pytest.approx(group, rel=1e-4, abs=1e-5)
     weights, others = (load_file(r.folder / "final_model" / "model.safetensors") for r in (result, other_result))

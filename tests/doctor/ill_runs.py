@@ -155,8 +155,8 @@ WRITING = (
 UPDATES = (
     ill("a leash far too short", "kl-below-band", algorithm={"beta": 50.0}, training=steps(32), optimizer={"learning_rate": 1e-5}),
     ill("a KL of the wrong sign", "kl-negative", algorithm={"beta": 1e-4}, training=steps(6), defect=wrong_sign),
-    ill("four updates a batch at a rate of 0.1", "ratio-off", algorithm={"updates_per_batch": 4}, training=steps(12),
-        optimizer={"learning_rate": 1e-1}, quick=True),
+    ill("four updates a batch at a rate of 0.03", "ratio-off", algorithm={"updates_per_batch": 4}, training=steps(12),
+        optimizer={"learning_rate": 3e-2}, quick=True),
     ill("bfloat16 weights and nothing else, at 1e-6", "rate-too-low updates-lost", model="pupil", data="sevens", rollout=FORM,
         training=steps(8), rewards=functions("correctness", "format"), optimizer=PURE | {"learning_rate": 1e-6},
         model_={"dtype": "bfloat16"}),

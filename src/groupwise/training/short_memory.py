@@ -41,7 +41,8 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
         shape = find_shape(config.model)
     except ModelError:
         return None
-    config = config.model_copy(update={"model": with_dtype(config.model)})
+    if device.type == "cpu":
+        config = config.model_copy(update={"model": with_dtype(config.model)})
     setup = Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
         training__sharding=chosen_sharding(config.training.sharding, size)
     )
