@@ -6,6 +6,7 @@ The sandbox is shared by the tests of this file, as it is by the calls of a run:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -21,9 +22,8 @@ import pytest
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardSuite, processes, sandbox
+from groupwise.rewards.results import BadResult, read_scores
 from tests.waiting import comes
-
-from .conftest import make_completions, make_prompt
 
 EXECUTES = '''
 """A careless reward: it executes the completion in its own process. The text that ``found`` then has comes back as codes."""
@@ -81,6 +81,8 @@ def make_pool(project, sandboxed=True):
 def walled(project):
     """``walled(code)``: what code in the sandbox leaves in ``found``."""
     os.environ["GROUPWISE_TEST_SECRET"] = "hidden"
+    if os.uname().machine == "x86_64":
+        ctypes.CDLL(None).syscall(250, 1, None)  # a session keyring, which what is started from here shares
     pool = make_pool(project)
     del os.environ["GROUPWISE_TEST_SECRET"]
 
@@ -141,27 +143,43 @@ def test_a_pickle_in_the_reply_pipe_is_never_opened(project, tmp_path, sandboxed
     [
         (b'["returned", [1e999]]', "a finite number or None"),
         (b'["returned", [1' + b"0" * 400 + b"]]", "a finite number or None"),
+        (b'["returned", {"a": 1}]', "a dict instead of a list of 1 scores"),
+        (b'["returned", [1, 2]]', "2 scores for 1 completions"),
         (b'["returned", [{"StepRewards": [5, 5, 5]}]]', "returned {'StepRewards': [5, 5, 5]} (dict)"),
         (b'["returned", [{"StepRewards": [[1' + b"0" * 400 + b'], [1], "tokens"]}]]', "instead of a finite number"),
         (b'["returned", [{"StepRewards": [[1], ["x"], "tokens"]}]]', "ends at 'x' instead of a whole number"),
-        (b'["raised", "\\u001b]0;title\\u0007"]', r"raised \x1b]0;title\x07"),
-        (b'["raised", {"a": [1]}]', "raised {'a': [1]}"),
-        (b'["raised", "' + b"x" * 5000 + b'"]', "x" * 1000),
-        (b"[" * 100_000, "its process ended"),
-        (b"{}", "its process ended"),
-        (b"\xff\xfe", "its process ended"),
+        (b'["returned", [{"StepRewards": [[1], [1], "' + b"x" * 5000 + b'"]}]]', "steps in the unit 'xxx"),
     ],
 )
-def test_a_reply_is_believed_nothing_but_scores(project, body, said):
-    """Written by the code in place of the answer, in a process: all of the reply is the attacker's."""
-    entry = RewardFunctionConfig(function=f"{project}/mine.py:run", isolate="process")
-    suite = RewardSuite.from_config(RewardsConfig(functions=[entry], on_error="skip", processes=1), "xml")
-    write = f"os.write(fd, struct.pack('!QQ', 1, {len(body)}) + body)"
-    code = f"import os, struct\nbody = {body!r}\nfor fd in range(3, 16):\n try: {write}\n except OSError: pass\nos._exit(0)"
-    (failure,) = suite.score_all([(make_prompt(), make_completions(code))]).failures
-    assert said in failure.message
-    assert len(failure.message) < 1300
-    suite.close()
+def test_a_reply_is_believed_nothing_but_scores(body, said):
+    kind, value = processes._parsed(body)
+    try:
+        (bad,) = read_scores(processes._scores(value), [0])
+    except BadResult as raised:
+        bad = raised
+    assert kind == "returned"
+    assert said in str(bad)
+    assert len(str(bad)) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'["raised", "\\u001b]0;title\\u0007"]', r"\x1b]0;title\x07"),
+        (b'["raised", {"a": [1]}]', "{'a': [1]}"),
+        (b'["raised", "' + b"x" * 5000 + b'"]', "x" * 1000),
+    ],
+)
+def test_an_error_is_told_in_one_short_harmless_line(body, said):
+    assert processes._told(processes._parsed(body)[1]) == said
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b"{}", b"\xff\xfe", b"[1, 2]", b'["returned"]', b"", b"[" + b"1" * 5000 + b", 2]"]
+)
+def test_what_is_no_reply_is_refused(body):
+    with pytest.raises((ValueError, RecursionError)):
+        processes._parsed(body)
 
 
 def test_a_reply_longer_than_its_request_allows_is_not_read(project):
@@ -249,9 +267,19 @@ def test_secrets_cannot_be_seen(walled, project, tmp_path):
         import os
         opened = [f"/proc/{process}/fd/{number}" for process in (1, 2) for number in os.listdir(f"/proc/{process}/fd")]
         opened = {os.readlink(path) for path in opened if os.path.lexists(path)}
-        found = opened - {"/dev/null"} if len(opened) > 2 else "nothing was seen"
+        found = sorted(what.partition(":")[0] for what in opened)
     """
-    assert all(what.startswith("pipe:") for what in eval(walled(others)))  # two: for its answer, and for what it prints
+    assert walled(others) == "['/dev/null', 'pipe', 'pipe']"  # for its answer, and for what it prints
+
+
+@needs_walls
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
+def test_keys_of_the_session_stay_outside(walled):
+    """The serial number of the session's keyring (-1 where the kernel keeps no keys)."""
+    asks = "import ctypes; found = ctypes.CDLL(None).syscall(250, 0, -3, 0)"
+    scope: dict[str, int] = {}
+    exec(asks, scope)
+    assert scope["found"] == -1 or walled(asks) != str(scope["found"])
 
 
 @needs_walls
@@ -435,6 +463,27 @@ def test_what_ends_a_call_is_told(walled):
 
 
 # --- refusing, and the end of a run ----------------------------------------------------------------------------------------
+
+
+def test_where_the_kernel_allows_the_parts_it_allows_the_sandbox():
+    """So that the tests above cannot skip because the sandbox is broken."""
+    parts = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--net",
+        "mount",
+        "-t",
+        "proc",
+        "proc",
+        "/proc",
+    ]
+    if not shutil.which("unshare") or subprocess.run(parts, capture_output=True, check=False).returncode:
+        pytest.skip("the kernel forbids namespaces, or there is nothing to try them with")
+    assert sandbox.refusal() is None
 
 
 @needs_walls

@@ -46,6 +46,7 @@ _NEW_MOUNT, _NEW_CGROUP, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (
 )  # fmt: skip
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 1, 2, 4, 4096, 16384, 1 << 18, 2
 _DEATH_SIGNAL, _DUMPABLE, _KEEP_CAPABILITIES, _NO_NEW_PRIVILEGES, _DROP_BOUNDING = 1, 4, 8, 38, 24
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
 _SETATTR = 442  # mount_setattr(2), the same number on every architecture
 _CAPABILITIES = (2, 5, 19, 21)  # DAC_READ_SEARCH, to import what only root may read; KILL, SYS_PTRACE, SYS_ADMIN, to make calls
 _SYSTEM = (
@@ -339,6 +340,10 @@ def _become_weak() -> None:
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _keep_capabilities(_CAPABILITIES)
+    with contextlib.suppress(
+        OSError, KeyError
+    ):  # a new session keyring: the old one may hold tickets; few kernels have none at all
+        _system("syscall", _KEYCTL[os.uname().machine], 1, 0)
     _system("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _system("prctl", _DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
