@@ -166,12 +166,22 @@ def _formulas_json(made: Plan) -> dict[str, Any]:
 _WHEN = {
     "sampling": "while sampling", "evaluation": "during evaluation", "reference": "in the reference's pass",
     "output head": "at the output head", "learning": "while learning", "optimiser step": "in the optimiser's step",
+    "checkpoint": "while a checkpoint is written beside sampling", "final model": "while the final model is saved",
 }  # fmt: skip
 
 
 _ROOMY = 5
 """Phases that a terminal of 80 columns has room for by their full names."""
-_SHORT = {"evaluation": "eval.", "reference": "refer-\nence", "optimiser step": "optim.\nstep"}
+_SHORT = {
+    "sampling": "sampl.",
+    "learning": "learn.",
+    "output head": "output\nhead",
+    "evaluation": "eval.",
+    "reference": "refer-\nence",
+    "optimiser step": "optim.\nstep",
+    "checkpoint": "check-\npoint",
+    "final model": "final\nmodel",
+}
 
 
 def _say(out: Console, text: str, style: str = "", indent: int = 0) -> None:

@@ -6,9 +6,11 @@ its turn comes (a merged weight), the file has the rights that the umask leaves,
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Made", "size_bytes", "sync", "sync_tree", "write_tensors"]
+__all__ = ["Made", "check_free_disk", "free_disk_bytes", "size_bytes", "sync", "sync_tree", "write_tensors"]
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
@@ -45,7 +47,7 @@ def size_bytes(tensors: Mapping[str, Tensor | Made]) -> int:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor | Made], metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file of ``tensors``, wherever they lie, in full on the disk. What is tied is the caller's to leave out.
 
-    Raises OSError where the disk does not take it.
+    Raises OSError where the disk does not take it, or has no room for it from the beginning.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # wide ones first, so that all are aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -55,6 +57,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor | Made], metadata: Ma
         header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
+    check_free_disk(file.parent, end + len(text))
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in names:
@@ -66,6 +69,23 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor | Made], metadata: Ma
             del made
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What is free for this user on the disk of ``folder``, or of the nearest folder above it that exists."""
+    folder = folder.expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_free_disk(folder: Path, needed: int) -> None:
+    """Raises OSError where ``needed`` bytes are more than what is free: before anything is written that would be cut short."""
+    free = free_disk_bytes(folder)
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC, f"No space left on device: {needed / 2**20:,.0f} MiB are needed, and {free / 2**20:,.0f} are free"
+        )
 
 
 def sync(path: Path) -> None:

@@ -20,24 +20,27 @@ from groupwise.planner.sharding import (
 )
 from groupwise.planner.state import critic_of, gradients, state
 
-__all__ = ["Item", "Phase", "host_bytes", "peak_bytes", "peak_phase", "phases"]
+__all__ = ["Item", "Phase", "disk_bytes", "evaluation", "host_bytes", "peak_bytes", "peak_phase", "phases"]
 
 _MIB = 2**20
 _HOLES_NAME = "the allocator's holes"
 _HOLES = {"cpu": 0.25, "cuda": 0.05}
 """What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third),
 on a GPU an allowance."""
+_LEAN = ("llama", "qwen2", "qwen3", "mistral")
+"""Architectures whose weights are merged and written one at a time (``models/load.py``)."""
 _PREFILL_TOKENS = 4096
 _ROOM = {"cpu": 32, "cuda": 256}
 """Of ``engines/builtin``."""
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Sampling, evaluation, reference, learning and the optimiser's step, in the steady state (the moments exist). ``learning`` is the
-    fullest moment of a pass; the output head's is given beside it where it is another one."""
+    """Sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is sampled) and
+    the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output head's is given
+    beside it where it is another one."""
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
-        passing["evaluation"] = _sampling(setup, -(-(setup.config.evaluation.problems or 10**6) // setup.world_size), 1)
+        passing["evaluation"] = evaluation(setup)
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)
     beside = _beside(setup, passing["sampling"]) if setup.ahead else []
@@ -49,8 +52,57 @@ def phases(setup: Setup) -> list[Phase]:
         "learning": fullest,
         "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
     }
+    if setup.config.output.checkpoint_every:
+        written = [*_checkpoint(setup), *(passing["sampling"] if setup.config.output.checkpoint_in_background else ())]
+        passing["checkpoint"] = [*written, *beside]
+    passing["final model"] = _final_model(setup)
     found = [_phase(name, [*state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
     return [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
+
+
+def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
+    """What an evaluation takes beside the run's state; with at most ``rows`` sequences at once, by default as many as the run samples."""
+    settings, rollout = setup.config.evaluation, setup.config.rollout
+    limit = rollout.max_concurrent_sequences if rows is None else rows
+    judged = setup.changed(
+        rollout__max_completion_tokens=settings.max_completion_tokens or rollout.max_completion_tokens,
+        rollout__max_concurrent_sequences=limit,
+    )
+    return _sampling(judged, -(-(settings.problems or 10**6) // setup.world_size), settings.samples)
+
+
+def _checkpoint(setup: Setup) -> list[Item]:
+    """Beside the run's state, in which it is written from where things are: whole weights and state, where they are divided, brought
+    together in the first process."""
+    if setup.device != "cpu" or not divided(setup, "optimiser"):
+        return []
+    learnt = 4 * (3 if setup.config.optimizer.precision == "masters" and not setup.in_fp32 else 2) * setup.trained
+    weights = 0 if setup.adapted else setup.weights
+    return [Item("whole weights and state", weights + learnt, "s P + 4 x (masters and moments), in the first process")]
+
+
+def _final_model(setup: Setup) -> list[Item]:
+    """Beside the run's state, in which a model is written a weight at a time."""
+    shape, s = setup.shape, setup.weight_bytes
+    whole = s * shape.parameters
+    if divided(setup, "weights"):
+        return [Item("whole weights", whole, "s P, in the first process")]
+    if not setup.adapted and setup.quantised == "none":
+        return []
+    if shape.architecture not in _LEAN and not setup.config.output.adapter_only:
+        return [Item("merged copy", whole, "s P")]
+    return [Item("one matrix merged", (s + 8) * shape.width * shape.feed_forward, "(s + 8) F D")]
+
+
+def disk_bytes(setup: Setup) -> tuple[int, int]:
+    """Of a checkpoint, and of the final model, on the disk."""
+    adapter = 4 * setup.trained if setup.adapted else 0
+    near = setup.changed(optimizer__offload=False, training__offload_reference=False, training__sharding="none")
+    kept = {"master weights", "moments", "reference average", "critic's weights", "critic's optimiser"}
+    kept |= {"reference"} if "reference average" not in {item.name for item in state(near)} else set()
+    whole = setup.weight_bytes * setup.shape.parameters
+    checkpoint = (adapter or whole) + sum(item.bytes for item in state(near) if item.name in kept)
+    return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
 
 
 def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:

@@ -26,7 +26,7 @@ from groupwise.errors import CheckpointError, ModelError
 from groupwise.memory import blocks_of_their_own
 from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, copy_to_cpu, save_model
-from groupwise.models.saving import sync, sync_tree, write_tensors
+from groupwise.models.saving import check_free_disk, size_bytes, sync, sync_tree, write_tensors
 from groupwise.training.learner import Learner
 
 __all__ = [
@@ -75,6 +75,12 @@ class Snapshot:
     def copied_bytes(self) -> int:
         """How much memory ``copied`` takes."""
         return sum(t.numel() * t.element_size() for t in self._to_copy())
+
+    def size_bytes(self) -> int:
+        """On the disk: of the model (of one with an adapter the adapter), and of all files."""
+        model = self.policy.model
+        of_model = (p for p in model.parameters() if p.requires_grad) if is_adapted(model) else model.parameters()
+        return sum(p.numel() * p.element_size() for p in of_model) + sum(size_bytes(of_file) for of_file in self.tensors.values())
 
     def _to_copy(self) -> list[Tensor]:
         files = [of_file for file, of_file in self.tensors.items() if self._whole_copy or self._is_part(file)]
@@ -162,6 +168,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
+        check_free_disk(aside, snapshot.size_bytes())
         _write(aside, snapshot)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)

@@ -35,6 +35,7 @@ from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
 from groupwise.training.sharding import Sharding, with_whole_weights
+from groupwise.training.short_memory import planned, rows_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, WindowOpenError
@@ -136,6 +137,7 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
+        self._make_room_for_evaluation()
         with self.stopping(), self.signals.abandonable():
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
@@ -144,6 +146,21 @@ class Run:
         self.notices.exchange()
         release_freed_memory()  # its batches are of other sizes than a step's
         self.evaluations.extend(results)
+
+    def _make_room_for_evaluation(self) -> None:
+        """Fewer sequences at once, for the rest of the run, where the planner says that as many as it may sample will not fit now."""
+        limit = getattr(self.engine, "limit", None)
+        if limit is None:
+            return
+        longest = max(len(prompt.token_ids) for prompt in self.prepared.held_out_prompts)
+        rows = rows_that_fit(planned(self.config, self.scorer.device, longest, self.world.size), limit.rows)
+        if rows < limit.rows:
+            self.trackers.say(
+                f"memory is short: {rows:,} sequences are sampled at once from here on instead of {limit.rows:,}, and the completions stay "
+                "the same",
+                "yellow",
+            )
+            limit.rows = rows
 
     @contextmanager
     def stopping(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 from groupwise.config.notes import note_on_processes, notes
@@ -26,7 +27,7 @@ from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
-from groupwise.training.short_memory import memory_note
+from groupwise.training.short_memory import disk_note, memory_note
 from groupwise.training.trainable import check_trainable
 from groupwise.types import Problem, Prompt
 
@@ -129,8 +130,10 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
-    longest = max((len(one.token_ids) for one in held_out), default=0)
+    longest = max(len(one.token_ids) for one in (*train, *held_out))
     if note := memory_note(config, resolve_device(config.model.device), longest, processes):
+        remarks.append(note)
+    if note := disk_note(config, Path(config.output.folder or "runs")):
         remarks.append(note)
     return Prepared(
         config=config,

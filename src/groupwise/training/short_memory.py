@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
@@ -14,11 +15,15 @@ from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
 from groupwise.memory import available_memory_bytes
+from groupwise.models.load import resolve_device
 from groupwise.models.projections import with_dtype
+from groupwise.models.saving import free_disk_bytes
 from groupwise.planner import Setup, peak_phase, phases
+from groupwise.planner.memory import disk_bytes, evaluation
 from groupwise.planner.shape import find_shape
+from groupwise.planner.state import state
 
-__all__ = ["explain_short_memory", "memory_note"]
+__all__ = ["disk_note", "explain_short_memory", "memory_note", "planned", "rows_that_fit"]
 
 _GIB = 2**30
 _REMEDY = (
@@ -37,15 +42,9 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
             those of this machine share its memory.
     """
     size = processes or world_size()
-    try:
-        shape = find_shape(config.model)
-    except ModelError:
+    setup = planned(config, device, prompt_tokens, size)
+    if setup is None:
         return None
-    if device.type == "cpu":
-        config = config.model_copy(update={"model": with_dtype(config.model)})
-    setup = Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
-        training__sharding=chosen_sharding(config.training.sharding, size)
-    )
     peak = peak_phase(phases(setup))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if device.type == "cpu" else 1
     if device.type == "cuda":
@@ -58,6 +57,51 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
     return (
         f"this run will need about {needed / _GIB:.1f} GiB of memory{together} ({peak.name}: most for {peak.cause.name}), and "
         f"{there / _GIB:.1f} GiB are free: {_REMEDY}"
+    )
+
+
+def planned(config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None) -> Setup | None:
+    """The run as the planner sees it; None where nothing is known about the model. Arguments as for ``memory_note``."""
+    size = processes or world_size()
+    try:
+        shape = find_shape(config.model)
+    except ModelError:
+        return None
+    model = with_dtype(config.model.model_copy(update={"device": device.type}))
+    config = config.model_copy(update={"model": model})
+    return Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
+        training__sharding=chosen_sharding(config.training.sharding, size)
+    )
+
+
+def rows_that_fit(setup: Setup | None, rows: int, free: int | None = None) -> int:
+    """How many sequences an evaluation on a CPU may sample at once, at most ``rows``: halved until what the planner gives it beside the
+    run's state is no more than what is free, and what the process holds beyond that state (``free``: both, by default of this moment)."""
+    if setup is None or setup.device != "cpu" or not setup.by_builtin:
+        return rows
+    kept = sum(item.bytes for item in state(setup))
+    if free is None:
+        free = available_memory_bytes() + max(0, psutil.Process().memory_info().rss - kept)
+    while rows > 1 and sum(item.bytes for item in evaluation(setup, rows)) > free:
+        rows //= 2
+    return rows
+
+
+def disk_note(config: Config, folder: Path) -> str | None:
+    """A sentence where the final model and the checkpoints that are kept are more than what is free on ``folder``'s disk."""
+    setup = planned(config, resolve_device(config.model.device))
+    if setup is None:
+        return None
+    checkpoint, model = disk_bytes(setup)
+    every, output = config.output.checkpoint_every, config.output
+    kept = min(config.training.steps // every, output.keep_checkpoints + 1 + output.keep_best) if every else 0
+    needed, free = model + kept * checkpoint, free_disk_bytes(folder)
+    if needed <= free:
+        return None
+    remedy = "free space, name another disk with output.folder" + (", or lower output.keep_checkpoints" if kept > 1 else "")
+    return (
+        f"this run will write about {needed / _GIB:.1f} GiB (the final model {model / _GIB:.1f}, and {kept} checkpoints of "
+        f"{checkpoint / _GIB:.1f}), and {free / _GIB:.1f} GiB are free at {folder}: {remedy}"
     )
 
 

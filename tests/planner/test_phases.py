@@ -1,0 +1,79 @@
+"""Phases beside the steps: evaluations, checkpoints and the final model; and what a run needs on the disk."""
+
+import pytest
+
+from groupwise.config import load_config
+from groupwise.planner.memory import disk_bytes, evaluation, phases
+from groupwise.planner.setup import Setup
+from groupwise.planner.shape import find_shape
+from groupwise.training import short_memory
+
+LORA = "model.lora={rank: 16, alpha: 32}"
+
+
+def setup(*overrides, device="cpu", processes=1):
+    config = load_config("quickstart", ["model.dtype=bfloat16", *overrides])
+    return Setup(config, find_shape(config.model), device, processes, 100)
+
+
+def sizes(made):
+    return {phase.name: phase.bytes for phase in phases(made)}
+
+
+def test_a_checkpoint_beside_the_run_takes_what_sampling_takes():
+    """It is written from where the weights are."""
+    found = sizes(setup("output.checkpoint_every=5"))
+    assert found["checkpoint"] == found["sampling"]
+    assert "checkpoint" not in sizes(setup("output.checkpoint_every=0"))
+    in_turn = sizes(setup("output.checkpoint_every=5", "output.checkpoint_in_background=false"))
+    assert in_turn["checkpoint"] < in_turn["sampling"]
+
+
+def test_divided_weights_are_brought_together_for_a_checkpoint():
+    made = setup("output.checkpoint_every=5", "training.sharding=fsdp2", processes=2)
+    (whole,) = (i.bytes for p in phases(made) if p.name == "checkpoint" for i in p.items if i.name == "whole weights and state")
+    assert whole == (2 + 12) * made.shape.parameters
+
+
+def test_an_adapter_is_merged_a_matrix_at_a_time_for_the_final_model():
+    made = setup(LORA)
+    shape = made.shape
+    (merged,) = (i.bytes for p in phases(made) if p.name == "final model" for i in p.items if i.name == "one matrix merged")
+    assert merged == (2 + 8) * shape.width * shape.feed_forward
+
+
+def test_an_evaluation_is_planned_with_its_own_limit_and_samples():
+    short, long = (sum(i.bytes for i in evaluation(setup(f"evaluation.max_completion_tokens={n}"))) for n in (48, 480))
+    assert long > 2 * short
+    one, four = (sum(i.bytes for i in evaluation(setup("evaluation.problems=8", f"evaluation.samples={n}"))) for n in (1, 4))
+    assert four > one
+
+
+def test_a_checkpoint_and_the_model_on_the_disk():
+    made = setup()
+    count = made.shape.parameters
+    assert disk_bytes(made) == (14 * count, 2 * count), "bf16 weights; fp32 masters and two moments"
+    made = setup(LORA)
+    assert disk_bytes(made) == (12 * made.trained, 4 * made.trained + 2 * count)
+    made = setup(LORA, "output.adapter_only=true")
+    assert disk_bytes(made) == (12 * made.trained, 4 * made.trained)
+
+
+def test_an_evaluation_that_does_not_fit_samples_fewer_at_once():
+    made = setup()
+    fit = sum(i.bytes for i in evaluation(made, 64))
+    assert short_memory.rows_that_fit(made, 256, free=fit) == 64
+    assert short_memory.rows_that_fit(made, 256, free=2**50) == 256
+    assert short_memory.rows_that_fit(made, 256, free=0) == 1
+    assert short_memory.rows_that_fit(None, 256, free=0) == 256
+
+
+@pytest.mark.parametrize(("free", "told"), [(2**40, False), (2**20, True)])
+def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path, monkeypatch, free, told):
+    config = load_config("quickstart", ["model.dtype=bfloat16", "output.checkpoint_every=10", "training.steps=60"])
+    monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: free)
+    note = short_memory.disk_note(config, tmp_path)
+    assert (note is not None) is told
+    if note:
+        assert "output.keep_checkpoints" in note
+        assert str(tmp_path) in note
