@@ -293,3 +293,40 @@ def test_the_learning_rate_follows_the_schedule_and_the_last_is_logged(tiny_llam
     groups = make_groups(before, REWARDS)
     logged = [learner.learn(groups)[1]["optimizer/learning_rate"].value for _ in range(3)]
     assert logged == pytest.approx([5e-4, 3e-4, 1e-4]), "optimiser steps 2, 4 and 6 of 6"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_goes_by_the_run_s_steps_where_half_of_them_teach_nothing(tiny_llama, schedule):
+    """It reaches its end with the run. A batch without variance makes no update, and takes its place all the same."""
+    rates = {}
+    for flat in (False, True):
+        config = config_of(
+            algorithm={"updates_per_batch": 2},
+            training={"steps": 6},
+            optimizer={"learning_rate": 6e-4, "schedule": schedule, "final_fraction": 0.1},
+        )
+        learner, before = learner_of(tiny_llama(), config)
+        nothing, groups = make_groups(before, [[1.0, 1.0], [0.0, 0.0]]), make_groups(before, REWARDS)
+        found = [learner.learn(nothing if flat and step % 2 == 0 else groups)[1] for step in range(6)]
+        rates[flat] = [m["optimizer/learning_rate"].value for m in found if m]
+        assert learner.updates == (6 if flat else 12)
+    assert rates[True] == pytest.approx(rates[False][1::2])
+    assert rates[True][-1] < 0.2 * 6e-4
+
+
+def test_warmup_goes_by_updates_that_were_made(tiny_llama):
+    """It is there for the optimiser's averages, which batches without variance do not fill."""
+    config = config_of(training={"steps": 8}, optimizer={"learning_rate": 4e-4, "warmup_steps": 4})
+    learner, before = learner_of(tiny_llama(), config)
+    nothing, groups = make_groups(before, [[1.0, 1.0], [0.0, 0.0]]), make_groups(before, REWARDS)
+    found = [learner.learn(batch)[1] for batch in (nothing, groups, nothing, nothing, groups, groups, groups, groups)]
+    assert [m["optimizer/learning_rate"].value for m in found if m] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
+
+
+def test_a_step_that_is_named_has_the_rate_of_its_place(tiny_llama):
+    """As a run that carries on names it."""
+    config = config_of(training={"steps": 10}, optimizer={"learning_rate": 1e-3, "schedule": "linear"})
+    learner, before = learner_of(tiny_llama(), config)
+    groups = make_groups(before, REWARDS)
+    assert learner.learn(groups, step=7)[1]["optimizer/learning_rate"].value == pytest.approx(3e-4)
+    assert learner.learn(groups)[1]["optimizer/learning_rate"].value == pytest.approx(2e-4)

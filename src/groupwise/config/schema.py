@@ -154,9 +154,9 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate. 1e-6 to 5e-6 for 0.5B to 7B models; small models and short runs stand 1e-5 and more."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warmup: stay, or fall to `final_fraction` of the peak over the run."""
+    """After warmup: stay, or fall to `final_fraction` of the peak over the run's steps, those without an update included."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the rate rises linearly from 0."""
+    """Optimiser steps over which the rate rises linearly from 0; a batch that has nothing to teach makes none."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.99)

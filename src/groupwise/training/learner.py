@@ -73,6 +73,9 @@ class Learner:
         self.parts: dict[str, Stateful] = {}
         self.budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
         self.updates = 0
+        """That were made."""
+        self.place = 0
+        """Of the next update in a run whose every batch has something to teach: what the learning rate's schedule goes by."""
         self.dropped_in_a_row = 0
         self.renewed_before = 0
         """The step before which the reference was renewed last."""
@@ -102,7 +105,12 @@ class Learner:
         self.renewed_before = before_step or self.renewed_before
 
     def learn(
-        self, groups: Sequence[Group], *, stop: Callable[[], bool] = lambda: False, held: HeldState | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        held: HeldState | None = None,
     ) -> tuple[Advantages, dict[str, Metric]]:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
@@ -110,9 +118,14 @@ class Learner:
         without variance) then take no part in the passes, unless the config wants their KL or a value learns from them. A batch that
         has nothing to teach makes no optimiser step.
 
+        ``step``: which of the run's it is, from 0; by itself the one after the last.
+
         ``stop`` is asked between two updates; where it says yes, the rest is left to be done later by raising WindowOpenError. ``held``
         is the state of the window that it carries: the same ``groups`` are then carried on with.
         """
+        updates = self.config.algorithm.updates_per_batch
+        step = self.place // updates if step is None else step
+        self.place = (step + 1) * updates
         members = self._taking_part(groups)
         self.token_advantages = {}
         if not members:
@@ -125,14 +138,15 @@ class Learner:
         else:
             window.restore(*held)
         self.entropy_bonus = next((m[_BONUS].value for m in window.found if _BONUS in m), 0.0) or None
-        updates = self.config.algorithm.updates_per_batch
         while window.updates < updates:
+            self.place = step * updates + window.updates
             passes = self.world.reduce(self._sweep(window))
             for name in ("policy/loss", "value/loss"):
                 if name in passes:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
             window.found += [{k: v for k, v in passes.items() if not k.startswith("detail/")}, self.step()]
             window.updates += 1
+            self.place += 1
             if window.updates < updates and stop():
                 raise WindowOpenError(window)
         shown = self.world.gather(advantages_by_token(micro_batches, self.config.output.log_tokens))
@@ -273,7 +287,7 @@ class Learner:
         """One optimiser step on the gradients that have added up; ``rate``: another learning rate than the config's schedule has."""
         started = time.perf_counter()
         if rate is None:
-            rate = learning_rate_at(self.config.optimizer, self.updates, self.config.optimizer_steps)
+            rate = learning_rate_at(self.config.optimizer, self.place, self.config.optimizer_steps, self.updates)
         exchange = self._exchange_gradients()
         found = dict(exchange)
         if self.optimizer.loss_scale != 1:

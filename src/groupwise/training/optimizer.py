@@ -28,15 +28,16 @@ _WATCHED = 2**14
 """Numbers of each tensor that are looked at for updates lost."""
 
 
-def learning_rate_at(config: OptimizerConfig, update: int, updates: int) -> float:
-    """Learning rate of optimiser step ``update`` (from 0) of ``updates``: linear warmup, then the schedule."""
-    if update < config.warmup_steps:
-        return config.learning_rate * (update + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    done = (update - config.warmup_steps) / max(1, updates - config.warmup_steps)
-    share = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)
+def learning_rate_at(config: OptimizerConfig, place: int, places: int, made: int | None = None) -> float:
+    """Learning rate at ``place`` (from 0) of the run's ``places`` for updates: linear warmup, then the schedule.
+
+    ``made``: updates that were made before it, which the warmup goes by; fewer than ``place`` where some batches had nothing to teach.
+    Their places count for the schedule, which ends with the run.
+    """
+    done = max(0, place - config.warmup_steps) / max(1, places - config.warmup_steps)
+    share = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
+    warm = min(1.0, ((place if made is None else made) + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    return config.learning_rate * min(warm, config.final_fraction + (1 - config.final_fraction) * share)
 
 
 class MasterAdamW:

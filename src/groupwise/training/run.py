@@ -295,7 +295,9 @@ class Run:
             return []
         self.writer.finish()  # it writes from the weights that are about to change
         try:
-            advantages, found = self.learner.learn(rollout.groups, stop=self.signals.at_once_and_received, held=self.held.take())
+            advantages, found = self.learner.learn(
+                rollout.groups, step=self.done, stop=self.signals.at_once_and_received, held=self.held.take()
+            )
         except WindowOpenError as halfway:
             self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
             self.stop(halfway.window.updates)
