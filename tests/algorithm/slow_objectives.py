@@ -166,6 +166,16 @@ def reinforce_pp(b: Batch, lp: Ragged, held: Ragged) -> float:
     return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
 
 
+def reinforce_pp_baseline(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2501.03262, the variant with a baseline: A' = r - mean of the group, normalised by mean and std of A' over all responses of
+    the batch; the KL is a loss of its own, k2, differentiated."""
+    centred = [[x - sum(r) / len(r) for x in r] for r in b.rewards]
+    flat = np.array([x for group in centred for x in group])
+    advantages = [[(x - flat.mean()) / (flat.std(ddof=1) + 1e-4) for x in group] for group in centred]
+    kl = sum(0.5 * ((b.ref[g][i] - lp[g][i]) ** 2).sum() for g in range(len(lp)) for i in range(len(lp[g])))
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp)) + 0.01 * kl / _tokens(lp)
+
+
 def gae_by_the_sum(reward: np.ndarray, value: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     """arXiv 1506.02438 eq. 16 as the sum it is written as, not the recursion: A_t = sum_l (gamma lam)^l delta_{t+l}."""
     n = len(reward)
@@ -216,13 +226,24 @@ SLOW = {
     "bnpo": bnpo,
     "ppo": ppo,
 }
+VARIANTS = {
+    "reinforce++ with baseline": (
+        {"preset": "reinforce++", "baseline": "group_mean", "scale": "centred_std", "kl_placement": "loss", "kl_estimator": "k2"},
+        reinforce_pp_baseline,
+    ),
+}
+"""Published methods that are a preset with other settings: the settings, and the slow loop."""
 DRIFT = {"gspo": 1e-3, "cispo": 1.5}
 """How far the policy has moved, so that some tokens are clipped and some are not; 0.3 where not named."""
 
 
+def slow_loss(name: str) -> Callable[[Batch, Ragged, Ragged], float]:
+    return SLOW[name] if name in SLOW else VARIANTS[name][1]
+
+
 def gradient(method: str | Callable[[Batch, Ragged, Ragged], float], b: Batch, h: float = 1e-6) -> list[list[np.ndarray]]:
     """Central differences of the slow loss in each token's log-probability."""
-    slow = SLOW[method] if isinstance(method, str) else method
+    slow = slow_loss(method) if isinstance(method, str) else method
     out = [[np.zeros_like(tokens) for tokens in group] for group in b.lp]
     for g, group in enumerate(b.lp):
         for i, tokens in enumerate(group):

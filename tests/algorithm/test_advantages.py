@@ -32,7 +32,9 @@ def test_grpo_is_torch_mean_and_std(rewards: list[list[float]]):
 
 
 @quick
-@given(groups, st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(["group_std", "batch_std", "none"]))
+@given(
+    groups, st.sampled_from(["group_mean", "leave_one_out"]), st.sampled_from(["group_std", "batch_std", "centred_std", "none"])
+)
 def test_group_baselines_sum_to_zero_and_ignore_a_constant(rewards: list[list[float]], baseline: str, scale: str):
     advantages = group_advantages(rewards, baseline, scale)
     shifted = group_advantages([[r + 3 for r in group] for group in rewards], baseline, scale)
@@ -68,6 +70,17 @@ def test_batch_choices_look_at_the_whole_batch():
     assert group_advantages(rewards, "group_mean", "batch_std")[1] == pytest.approx(
         [x / (flat.std(ddof=1) + 1e-4) for x in (-1, -1, 2)]
     )
+
+
+def test_centred_rewards_are_normalised_over_the_batch():
+    """REINFORCE++ with a baseline (arXiv 2501.03262): 7 of 8 solved, and 1 of 8. The spread between the groups does not count."""
+    mostly, hardly = [1.0] * 7 + [0.0], [1.0] + [0.0] * 7
+    found = group_advantages([mostly, hardly], "group_mean", "centred_std", epsilon=0.0)
+    std = (2 * (7 * 0.125**2 + 0.875**2) / 15) ** 0.5
+    assert found[0] == pytest.approx([0.125 / std] * 7 + [-0.875 / std])
+    assert found[0][0] == pytest.approx(0.366, abs=5e-4)
+    assert found[0][-1] == pytest.approx(-2.562, abs=5e-4)
+    assert group_advantages([[1.0, 1.0], [0.0, 0.0]], "group_mean", "centred_std") == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_filtering_afterwards_keeps_the_whole_groups_advantages():

@@ -93,6 +93,8 @@ def test_a_resolved_config_reads_back_the_same():
         ({"baseline": "none"}, "divided by about 0; set baseline to 'group_mean'"),
         ({"preset": "ppo", "scale": "group_std"}, "divided by about 0"),
         ({"baseline": "none", "scale": "batch_std"}, "divided by about 0; set baseline to 'batch_mean'"),
+        ({"baseline": "none", "scale": "centred_std"}, "divided by about 0; set baseline to 'batch_mean'"),
+        ({"preset": "ppo", "scale": "centred_std"}, "use 'batch_std', which does the same there"),
         ({"kl_placement": "token_reward"}, "the KL would be divided by about 0"),
         ({"preset": "rloo", "updates_per_batch": 2}, "after the first update the batch is off-policy"),
         ({"preset": "ppo", "gamma": 0}, "greater than 0"),
@@ -142,8 +144,9 @@ def test_every_combination_works_or_is_refused():
         assert loss.isfinite()
         assert 0 < logprobs_T.grad.abs().max() < 50, chosen
         worked += 1
-    # per 72 choices of the rest: group_std for 3 baselines x 3 placements, and 2 x token_reward; batch_std for none x 3 placements
-    assert (worked, refused) == (3240 - 14 * 72, 14 * 72)
+    # per 72 choices of the rest: group_std for 3 baselines x 3 placements, and 2 x token_reward; batch_std for none x 3 placements;
+    # centred_std for none and value x 3 placements
+    assert (worked, refused) == (4320 - 20 * 72, 20 * 72)
 
 
 def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T) -> torch.Tensor:

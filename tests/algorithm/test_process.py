@@ -66,7 +66,7 @@ def test_closed_form():
 @given(
     st.lists(st.lists(st.tuples(number, st.integers(1, 9)), min_size=2, max_size=5), min_size=1, max_size=3),
     st.sampled_from(["group_mean", "leave_one_out", "batch_mean", "none"]),
-    st.sampled_from(["group_std", "batch_std", "none"]),
+    st.sampled_from(["group_std", "batch_std", "centred_std", "none"]),
 )
 def test_one_step_at_the_last_token_is_outcome_supervision(batch, baseline, scale):
     rewards = [[r for r, _ in group] for group in batch]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import slow_objectives
 import torch
-from slow_objectives import DRIFT, SLOW, Batch, gradient, random_batch
+from slow_objectives import DRIFT, SLOW, VARIANTS, Batch, gradient, random_batch, slow_loss
 
 from groupwise.algorithm import PRESETS, BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
 from groupwise.algorithm.surrogate import sapo, vespo
@@ -90,7 +90,8 @@ def fast(
 
 
 def objective_of(name: str) -> Objective:
-    return Objective.from_config(AlgorithmConfig(preset=name))
+    settings = {"preset": name} if name in SLOW else VARIANTS[name][0]
+    return Objective.from_config(AlgorithmConfig(**settings))
 
 
 def test_every_preset_has_a_slow_reference():
@@ -98,11 +99,11 @@ def test_every_preset_has_a_slow_reference():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", [*SLOW, *VARIANTS])
 def test_loss_and_gradient_are_the_papers(name: str, seed: int):
     b = random_batch(seed, DRIFT.get(name, 0.3))
     loss, grads, metrics = fast(objective_of(name), b, [completions_of(b)])
-    assert loss == pytest.approx(SLOW[name](b, b.lp, b.lp), rel=1e-12, abs=1e-14)
+    assert loss == pytest.approx(slow_loss(name)(b, b.lp, b.lp), rel=1e-12, abs=1e-14)
     slow = gradient(name, b)
     for (g, i), grad in grads.items():
         np.testing.assert_allclose(grad, slow[g][i], rtol=1e-5, atol=1e-8)
@@ -152,7 +153,7 @@ def test_a_completion_that_the_policy_has_left_teaches_nothing_bad():
     assert gradients[2][3] != 0, "the KL still pulls"
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", [*SLOW, *VARIANTS])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_cutting_and_reordering_the_batch_changes_nothing(name: str, dtype: torch.dtype, tolerance: float):
     b = random_batch(7, DRIFT.get(name, 0.3), groups=5)

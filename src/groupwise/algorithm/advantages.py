@@ -67,24 +67,30 @@ BASELINES: dict[str, Callable[[Rewards, Sequence[float]], list[list[float]]]] = 
     "none": _no_baseline,
 }
 
-# Each scale is a function of (rewards by group, returns over the batch, epsilon) -> one divisor per group.
+# Each scale is a function of (rewards by group, returns over the batch, the same less their baselines, epsilon) -> one divisor per
+# group.
 
 
-def _group_std(rewards: Rewards, returns: Sequence[float], epsilon: float) -> list[float]:
+def _group_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
     return [_std(group) + epsilon for group in rewards]
 
 
-def _batch_std(rewards: Rewards, returns: Sequence[float], epsilon: float) -> list[float]:
+def _batch_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
     return [_std(returns) + epsilon] * len(rewards)
 
 
-def _unit(rewards: Rewards, returns: Sequence[float], epsilon: float) -> list[float]:
+def _centred_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
+    return [_std(centred) + epsilon] * len(rewards)
+
+
+def _unit(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
     return [1.0] * len(rewards)
 
 
-SCALES: dict[str, Callable[[Rewards, Sequence[float], float], list[float]]] = {
+SCALES: dict[str, Callable[[Rewards, Sequence[float], Sequence[float], float], list[float]]] = {
     "group_std": _group_std,
     "batch_std": _batch_std,
+    "centred_std": _centred_std,
     "none": _unit,
 }
 
@@ -104,7 +110,8 @@ def group_advantages(
 
     ``baseline``: ``group_mean`` (GRPO), ``leave_one_out`` (RLOO: the mean of the others), ``batch_mean`` (REINFORCE++), ``none``.
     ``scale``: ``group_std`` (GRPO), ``batch_std`` (the rewards' standard deviation over the whole batch, as in Lite PPO, arXiv
-    2508.08221), ``none`` (Dr. GRPO). Pass the groups of the whole batch, over all processes: the batch choices need them all.
+    2508.08221), ``centred_std`` (that of the differences over the whole batch, as in REINFORCE++ with a baseline, arXiv 2501.03262),
+    ``none`` (Dr. GRPO). Pass the groups of the whole batch, over all processes: the batch choices need them all.
 
     A group without variance, or of one completion, gets exactly 0 under a group baseline. The mean and scale of a group are never
     those of its survivors: filter completions afterwards. Raises ``RewardError`` for a reward that is not finite.
@@ -115,10 +122,9 @@ def group_advantages(
     check_finite(rewards)
     returns = [r for group in rewards for r in group]
     baselines = BASELINES[baseline](rewards, returns)
-    divisors = SCALES[scale](rewards, returns, epsilon)
-    return [
-        [(r - b) / d for r, b in zip(group, bs, strict=True)] for group, bs, d in zip(rewards, baselines, divisors, strict=True)
-    ]
+    centred = [[r - b for r, b in zip(group, bs, strict=True)] for group, bs in zip(rewards, baselines, strict=True)]
+    divisors = SCALES[scale](rewards, returns, [x for group in centred for x in group], epsilon)
+    return [[x / d for x in group] for group, d in zip(centred, divisors, strict=True)]
 
 
 def token_advantages(
@@ -131,8 +137,8 @@ def token_advantages(
     """An advantage for each token when the KL is each token's own (negative) reward: REINFORCE++, arXiv 2501.03262.
 
     The return of token t is its completion's reward less the penalties from t to the end. ``penalties[p][g][t]`` is beta times
-    the KL estimate of that token (see ``kl.kl_penalty``). ``batch_mean`` and ``batch_std`` are over the returns of all tokens of
-    the batch; group choices are over the completions' rewards, as in ``group_advantages``.
+    the KL estimate of that token (see ``kl.kl_penalty``). ``batch_mean``, ``batch_std`` and ``centred_std`` are over the returns
+    of all tokens of the batch; group choices are over the completions' rewards, as in ``group_advantages``.
     """
     check_finite(rewards)
     returns = [
@@ -141,11 +147,12 @@ def token_advantages(
     ]
     tokens = [x for group in returns for completion in group for x in completion]
     baselines = BASELINES[baseline](rewards, tokens)
-    divisors = SCALES[scale](rewards, tokens, epsilon)
-    return [
-        [[(x - b) / d for x in completion] for completion, b in zip(group, bs, strict=True)]
-        for group, bs, d in zip(returns, baselines, divisors, strict=True)
+    centred = [
+        [[x - b for x in completion] for completion, b in zip(group, bs, strict=True)]
+        for group, bs in zip(returns, baselines, strict=True)
     ]
+    divisors = SCALES[scale](rewards, tokens, [x for group in centred for completion in group for x in completion], epsilon)
+    return [[[x / d for x in completion] for completion in group] for group, d in zip(centred, divisors, strict=True)]
 
 
 def _to_go(penalties: Sequence[float]) -> list[float]:

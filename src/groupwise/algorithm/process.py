@@ -25,21 +25,22 @@ def process_advantages(
     at the last token of every completion, this is ``group_advantages`` of the steps' rewards, at every token.
 
     The other choices mean the same as there, of steps instead of completions: ``leave_one_out`` is the mean over the steps of the
-    other completions, ``batch_mean`` and ``batch_std`` are over all steps of the batch. A group whose steps all have one reward gets
-    exactly 0 under a group baseline, also where completions have different numbers of them. Raises ``RewardError`` for a reward that is
-    not finite.
+    other completions; ``batch_mean``, ``batch_std`` and ``centred_std`` are over all steps of the batch. A group whose steps all have one
+    reward gets exactly 0 under a group baseline, also where completions have different numbers of them. Raises ``RewardError`` for a reward
+    that is not finite.
     """
     pools = [[r for completion in group for _, r in completion] for group in steps]
     check_finite(pools)
     everything = [r for pool in pools for r in pool]
-    divisors = SCALES[scale](pools, everything, epsilon)
     baselines = _BASELINES[baseline](steps, pools, everything)
+    centred = [
+        [[(end, r - base) for end, r in completion] for completion, base in zip(group, bases, strict=True)]
+        for group, bases in zip(steps, baselines, strict=True)
+    ]
+    divisors = SCALES[scale](pools, everything, [r for group in centred for completion in group for _, r in completion], epsilon)
     return [
-        [
-            to_go([(end, (r - base) / divisor) for end, r in completion], length)
-            for completion, base, length in zip(group, bases, sizes, strict=True)
-        ]
-        for group, bases, divisor, sizes in zip(steps, baselines, divisors, lengths, strict=True)
+        [to_go([(end, r / divisor) for end, r in completion], length) for completion, length in zip(group, sizes, strict=True)]
+        for group, divisor, sizes in zip(centred, divisors, lengths, strict=True)
     ]
 
 

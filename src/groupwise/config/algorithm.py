@@ -43,10 +43,11 @@ class AlgorithmConfig(Section):
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "value"] = "group_mean"
     """What a completion's reward is compared with: its group's mean, the mean of the others in its group (unbiased), the mean of
     the whole batch, nothing, or a learned `value` of every token's state (PPO; `critic` says who learns it)."""
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
+    scale: Literal["group_std", "batch_std", "centred_std", "none"] = "group_std"
     """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps the
-    reward's own units; `batch_std` is in between and steadier with few completions per prompt. With `baseline: value` it whitens:
-    the mean of all tokens' advantages is taken off too."""
+    reward's own units. In between, and steadier with few completions per prompt, is one standard deviation for the whole batch: of the
+    rewards (`batch_std`), or of the differences themselves (`centred_std`, which the spread of difficulty does not enter). With
+    `baseline: value`, `batch_std` whitens: the mean of all tokens' advantages is taken off too."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio of new to old probability for each token, or one for a whole completion (GSPO: steadier for mixture-of-experts
     models; it wants an epsilon about a thousand times smaller)."""
@@ -149,9 +150,11 @@ class AlgorithmConfig(Section):
                 f"algorithm.scale is 'group_std' with baseline '{self.baseline}', but a group whose completions all scored the same "
                 "would be divided by about 0; set baseline to 'group_mean' or 'leave_one_out', or scale to 'batch_std' or 'none'"
             )
-        if self.scale == "batch_std" and self.baseline == "none":
+        if self.scale == "centred_std" and self.baseline == "value":
+            raise ValueError("algorithm.scale is 'centred_std' with baseline 'value': use 'batch_std', which does the same there")
+        if self.scale in ("batch_std", "centred_std") and self.baseline == "none":
             raise ValueError(
-                "algorithm.scale is 'batch_std' with baseline 'none', but a batch whose completions all scored the same would be "
+                f"algorithm.scale is '{self.scale}' with baseline 'none', but a batch whose completions all scored the same would be "
                 "divided by about 0; set baseline to 'batch_mean', or scale to 'none'"
             )
         if self.scale == "group_std" and self.kl_placement == "token_reward" and self.beta > 0:

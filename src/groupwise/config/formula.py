@@ -16,7 +16,7 @@ _BASELINES = {
     "none": "none",
     "value": "learned value",
 }
-_SCALES = {"group_std": "group std", "batch_std": "batch std", "none": "none"}
+_SCALES = {"group_std": "group std", "batch_std": "batch std", "centred_std": "batch std of the differences", "none": "none"}
 _PLACES = {"loss": "in the loss", "reward": "in the reward", "token_reward": "in token rewards"}
 _ESTIMATES = {
     "k1": "log {policy}(o_it) - log pi_ref(o_it)",
@@ -102,8 +102,13 @@ def _advantages(algorithm: AlgorithmConfig) -> list[str]:
         "batch_mean": f"mean({over} of the batch)",
         "none": "",
     }[algorithm.baseline]
-    scale = {"group_std": "std(rewards of the group)", "batch_std": f"std({over} of the batch)", "none": ""}[algorithm.scale]
     difference = f"{reward} - {baseline}" if baseline else reward
+    scale = {
+        "group_std": "std(rewards of the group)",
+        "batch_std": f"std({over} of the batch)",
+        "centred_std": "std(the same difference over the batch)",
+        "none": "",
+    }[algorithm.scale]
     left = f"A_{index}".ljust(5)
     if not scale:
         return [f"{left} = {difference}"]

@@ -133,7 +133,9 @@ PRESETS: Mapping[str, Preset] = {
             "kl_placement": "token_reward",
             "beta": 0.01,
         },
-        beyond="The paper's variant with a baseline is baseline: group_mean, kl_placement: loss, kl_estimator: k2.",
+        beyond=(
+            "The paper's variant with a baseline is baseline: group_mean, scale: centred_std, kl_placement: loss, kl_estimator: k2."
+        ),
     ),
     "bnpo": Preset(
         title="BNPO (as in TRL)",

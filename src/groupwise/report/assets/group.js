@@ -57,7 +57,7 @@ function howAdvantages(run, rows) {
   if (!rule || rewards.some(Number.isNaN)) return null;
   const [mean, spread] = meanAndSpread(rewards);
   const baselines = { group_mean: 'the group’s mean, ' + number(mean), leave_one_out: 'the mean of the others in the group', batch_mean: 'the mean of the whole batch', none: 'nothing' };
-  const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', none: '' };
+  const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', centred_std: ', divided by the standard deviation of these differences over the whole batch', none: '' };
   const perTokenWords = { sequence_mean: 'advantage / (tokens × ' + rule.completions + ' completions of the step)', token_mean: 'advantage / all tokens of the step',
     fixed: 'advantage / (' + rule.completions + ' completions × ' + rule.max_tokens + ' tokens)', sequence_sum: 'advantage / ' + rule.completions + ' completions of the step' };
   const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
