@@ -5,11 +5,12 @@ Problem --render--> Prompt --engine--> Completion x G --rewards--> Group --advan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
-__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores"]
+__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "told_apart"]
 
 FinishReason = Literal["stop", "length"]
 """``stop``: the policy sampled one of the model's end tokens. ``length``: it hit the token limit first."""
@@ -60,6 +61,18 @@ class Prompt:
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...] | None = None
     """The conversation behind ``text`` when the chat template was used; ``None`` for plain styles."""
+    occurrence: int = 0
+    """How often the problem stands before this in the same batch; part of its completions' seeds."""
+
+
+def told_apart(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The same prompts, those of a problem that comes up again numbered by ``occurrence``: else its completions would be the same again."""
+    seen: Counter[str] = Counter()
+    out = []
+    for prompt in prompts:
+        again, seen[prompt.problem.id] = seen[prompt.problem.id], seen[prompt.problem.id] + 1
+        out.append(replace(prompt, occurrence=again) if again != prompt.occurrence else prompt)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

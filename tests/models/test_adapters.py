@@ -15,7 +15,7 @@ from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_reference, make_scorer
-from groupwise.training.learner import Learner
+from groupwise.training.learner import Learner, Share
 from groupwise.types import Completion, Group, Problem, Prompt
 
 peft = pytest.importorskip("peft")
@@ -162,10 +162,14 @@ def test_the_adapter_s_dropout_acts_in_learning_alone(tiny_llama):
                 p.normal_(std=0.3)
     scorer = make_scorer(policy, settings().model)
     batch = scorer.prepare([(PROMPT.token_ids, [(7, 8, 9, 2)])])
-    learning = [scorer.logprobs(batch).detach() for _ in range(2)]
+    learning = []
+    for seed in (1, 2, 1):
+        scorer.seed_noise(seed)
+        learning.append(scorer.logprobs(batch).detach())
     with torch.no_grad():
         judging = [scorer.logprobs(batch) for _ in range(2)]
-    assert not torch.equal(*learning)
+    assert not torch.equal(*learning[:2])
+    assert torch.equal(learning[0], learning[2])
     assert torch.equal(*judging)
     torch.testing.assert_close(judging[0], slow(policy.model.eval(), (7, 8, 9, 2)).detach(), atol=1e-5, rtol=1e-4)
 
@@ -197,3 +201,98 @@ def test_what_does_not_fit_is_one_sentence(tiny_llama):
         attach(tiny_llama(), {"r": 4})
     with pytest.raises(ModelError, match="an adapter already"):
         attach(adapted(tiny_llama()).model, peft_config_of(LoraConfig()))
+
+
+def dropping_out(model: Any, **config: Any) -> tuple[Learner, list[Group], list[dict[str, torch.Tensor]]]:
+    """A learner of an adapter that is far from nothing and drops out half, its groups, and the gradients that it will have seen."""
+    policy = adapted(copy.deepcopy(model), dropout=0.5)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+    chosen = settings(**config.get("algorithm", {})).model_copy(deep=True)
+    chosen.optimizer.learning_rate = 1e-9
+    chosen.training.micro_batch_tokens = config.get("budget", 8192)
+    learner = Learner(make_scorer(policy, chosen.model), chosen)
+    prompts = [PROMPT, Prompt(Problem(id="q", question="?", answer=""), "?", (11, 4))]
+    groups = []
+    for prompt in prompts:
+        texts = [(7, 8, 9, 2), (7, 3), (5, 5, 6, 2), (9, 9, 9, 9, 2)]
+        completions = tuple(Completion("", ids, (-5.0,) * len(ids), "stop", n) for n, ids in enumerate(texts))
+        groups.append(Group(prompt, completions, (1.0, 0.0, 0.5, 0.2)))
+    seen: list[dict[str, torch.Tensor]] = []
+    step = learner.optimizer.step
+
+    def watched(rate: float) -> Any:
+        seen.append({n: p.grad.clone() for n, p in learner.scorer.named_parameters() if p.grad is not None})
+        return step(rate)
+
+    learner.optimizer.step = watched
+    return learner, groups, seen
+
+
+def test_dropout_is_the_same_in_all_updates_of_a_batch(tiny_llama):
+    """The ratio is then what the updates did, and not the difference of two masks; the next batch has another mask."""
+    learner, groups, seen = dropping_out(tiny_llama(), algorithm={"updates_per_batch": 3})
+    _, metrics = learner.learn(groups)
+    assert metrics["policy/ratio_deviation"].value < 1e-4
+    assert metrics["policy/clip_share"].value == 0
+    learner.learn(groups)
+    name = next(n for n in seen[0] if "lora_A" in n)
+    scale = seen[0][name].abs().max()
+    assert (seen[2][name] - seen[0][name]).abs().max() < 1e-3 * scale
+    assert (seen[3][name] - seen[0][name]).abs().max() > 1e-1 * scale
+
+
+def test_dropout_does_not_depend_on_how_the_batch_is_cut(tiny_llama):
+    """Nor does the gradient then, under an adapter that drops out as under any other."""
+    found = []
+    for budget in (8192, 20, 1):
+        learner, groups, seen = dropping_out(tiny_llama(), budget=budget)
+        learner.learn(groups)
+        found.append(seen[0])
+    for other in found[1:]:
+        for name in found[0]:
+            torch.testing.assert_close(other[name], found[0][name], rtol=1e-4, atol=1e-6)
+
+
+def test_old_logprobs_are_those_of_the_mask_that_later_sweeps_have(tiny_llama):
+    """For callers that order the steps themselves: the ratio of a share's first sweep is 1 as long as the weights are where they were."""
+    learner, groups, _ = dropping_out(tiny_llama())
+    members = [(g, m) for g in range(2) for m in range(4)]
+    shares = [Share(members[::2], learner.counts(groups)), Share(members[1::2], learner.counts(groups))]
+    for prepared in learner.prepare(groups, shares, learner.objective.advantages([g.rewards for g in groups]), off_policy=True):
+        assert learner.accumulate(prepared, first=True)["policy/ratio_deviation"].value < 1e-4
+
+
+def test_what_is_dropped_is_even_unrelated_and_made_up_for(tiny_llama):
+    """Over tokens, features and layers: the share that is left, its factor, and no two of them alike."""
+    scorer: Any = make_scorer(adapted(tiny_llama(), dropout=0.25), settings().model)
+    ids = torch.randint(3, 100, (40, 50), generator=torch.Generator().manual_seed(0))
+    scorer.seed_noise(7)
+    scorer.noise.tokens(ids)
+    masks = []
+    for module in scorer._dropouts[:2]:
+        module.training = True
+        masks.append(module(torch.ones(40, 50, 64)))
+    kept = [mask > 0 for mask in masks]
+    for mask, k in zip(masks, kept, strict=True):
+        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+        assert float(k.float().mean()) == pytest.approx(0.75, abs=0.004), "40 x 50 x 64 draws: 3 standard deviations"
+    pairs = [
+        (kept[0], kept[1]),
+        (kept[0][:, 1:], kept[0][:, :-1]),
+        (kept[0][..., 1:], kept[0][..., :-1]),
+        (kept[0][1:], kept[0][:-1]),
+    ]
+    for one, other in pairs:
+        assert float((one & other).float().mean()) == pytest.approx(0.75**2, abs=0.006)
+    assert torch.equal(kept[0][:, :20], _mask(scorer, ids[:, :20])[:, :20]), "what comes after a token does not matter"
+    assert not torch.equal(kept[0], _mask(scorer, ids, seed=8))
+
+
+def _mask(scorer: Any, ids: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    scorer.seed_noise(seed)
+    scorer.noise.tokens(ids)
+    return scorer._dropouts[0](torch.ones(*ids.shape, 64)) > 0

@@ -15,6 +15,7 @@ from groupwise.training.loop import train
 from groupwise.training.loss_scale import LossScale
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.rounding import round_stochastically_
+from groupwise.training.seeds import seed_noise
 
 
 def optimizer_over(weight, **settings):
@@ -261,3 +262,17 @@ def test_an_optimiser_with_a_home_of_its_own_walks_the_same_path(dtype):
     assert "master.w" in apart.state()
     with pytest.raises(ConfigError, match="precision=masters"):
         build_config({"optimizer": {"offload": True, "precision": "stochastic"}})
+
+
+def test_the_run_s_seed_names_the_bits_of_stochastic_rounding():
+    """And two optimisers of one run (a critic's beside the policy's) do not round alike."""
+    found = {}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 400, dtype=torch.bfloat16))
+        optimizer = MasterAdamW([("weight", parameter)], OptimizerConfig(learning_rate=1e-4, precision="stochastic"))
+        seed_noise([optimizer], seed, 5)
+        parameter.sum().backward()
+        optimizer.step(1e-4)
+        found[name] = parameter.detach().clone()
+    assert torch.equal(found["one"], found["again"])
+    assert not torch.equal(found["one"], found["other"])

@@ -1,11 +1,14 @@
 """The warm start: plain supervised steps on worked answers, their end token included."""
 
 import copy
+import json
+import re
 
 import pytest
 import torch
 from slow_grpo import slow_logprobs
 
+from groupwise.errors import DataError
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.setup import prepare
@@ -88,3 +91,17 @@ def test_no_gradient_and_no_hook_is_left_behind(begin):
     warm_start(scorer, prepared.train_prompts, policy.tokenizer, "xml", config)
     assert all(p.grad is None for _, p in scorer.named_parameters())
     assert not any(p._post_accumulate_grad_hooks for _, p in scorer.named_parameters())
+
+
+def test_a_worked_answer_beyond_the_context_is_refused_before_anything_is_loaded(small_config, tmp_path):
+    """The prompt fits beside a completion, and its worked answer does not: the model would have ended in an IndexError."""
+    row = {"question": "x" * 150 + " = ?", "answer": "1", "solution": "word " * 40}
+    data = tmp_path / "long.jsonl"
+    data.write_text((json.dumps(row) + "\n") * 4)
+    settings = {"data": {"source": str(data), "holdout": 0}, "rewards": {"functions": [{"function": "correctness"}]}}
+    prepare(small_config(**settings))
+    with pytest.raises(DataError, match=r"warm start.* context of .* is 256 tokens.*data\.max_prompt_tokens") as error:
+        prepare(small_config(warm_start={"steps": 1, "examples_per_step": 2}, **settings))
+    prompt, worked = (int(n) for n in re.findall(r"(\d+) tokens", str(error.value))[:2])
+    assert prompt + worked > 256
+    assert f"{256 - worked} or less" in str(error.value)

@@ -19,7 +19,8 @@ class LoraConfig(Section):
     alpha: int = Field(default=32, ge=1)
     """The adapter is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in learning only. It makes the ratio to the old policy noisy: leave it at 0 for GRPO."""
+    """Dropout before the adapter, in learning only. All passes of a batch drop the same, however it is cut, so that the ratio is that of
+    the updates; but what learns is not quite what sampled, and such an adapter is slower: leave it at 0 for GRPO."""
     target_modules: str | list[str] = "all-linear"
     """Which layers get one: `all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
 

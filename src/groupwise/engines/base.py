@@ -48,8 +48,8 @@ class Engine(Protocol):
     ) -> list[tuple[Completion, ...]]:
         """``samples_per_prompt`` completions for each prompt, in the order of ``prompts``.
 
-        The randomness of a completion is a function of (``seed``, ``scope``, problem id, sample index, token position) alone:
-        batch composition, order and the number of processes do not matter. ``scope`` names the occasion, for example
+        The randomness of a completion is a function of (``seed``, ``scope``, problem id, ``Prompt.occurrence``, sample index, token
+        position) alone: batch composition, order and the number of processes do not matter. ``scope`` names the occasion, for example
         ``"rollout/step=12"``. ``on_progress(finished_completions, sampled_tokens)`` is called now and then.
         """
         ...

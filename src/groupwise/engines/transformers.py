@@ -68,7 +68,8 @@ class TransformersEngine:
         def decode_next() -> list[_Sequence]:
             part = jobs[start : start + self.max_rows]
             sequences = [
-                _Sequence(prompts[i], sample, seed_key(seed, scope, prompts[i].problem.id, sample)) for i, sample in part
+                _Sequence(p, sample, seed_key(seed, scope, p.problem.id, sample, p.occurrence))
+                for p, sample in ((prompts[i], sample) for i, sample in part)
             ]
             with blocks_of_their_own():
                 for _ in self._decode(sequences, settings):

@@ -22,6 +22,7 @@ from groupwise.errors import ModelError
 from groupwise.models.logprobs import Scored
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
+from groupwise.models.ops import scramble, uniforms
 from groupwise.models.quantised import is_quantised
 from groupwise.models.quiet import quieten_bitsandbytes
 from groupwise.models.saving import Made
@@ -45,6 +46,8 @@ __all__ = [
     "why_not_mergeable",
 ]
 
+_DRAWN = 2**22
+"""Numbers that dropout draws at a time: bounds its memory."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """peft's layers around those of bitsandbytes."""
 _REFERENCE = "ref"
@@ -139,6 +142,43 @@ class KeepsAdapter:
             parameter.requires_grad_(True)
 
 
+class Noise:
+    """The names of what dropout draws: a seed, and for every token of the pass at hand a key that stands for it and all before it."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.keys: Tensor | None = None
+
+    def tokens(self, token_ids: Tensor) -> None:
+        """``[N, L]`` of the next pass. Padding on the right changes nothing."""
+        places = torch.arange(token_ids.shape[1], device=token_ids.device)
+        self.keys = scramble(token_ids, places).cumsum(1)
+
+
+class NamedDropout(nn.Dropout):
+    """Dropout whose mask is a function of (seed, layer, the tokens up to this one, feature) alone, and of no generator's state.
+
+    So it is the same in all updates of a batch, in the old log-probabilities and in what a backward pass computes again, and does not
+    depend on how the batch is cut, padded or divided among processes.
+    """
+
+    def __init__(self, p: float, layer: int, noise: Noise) -> None:
+        super().__init__(p)
+        self.layer, self.noise = layer, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` is ``[N, L, D]``. Of another shape (tokens that were sent to an expert), rows are named by their places."""
+        if not self.training or self.p == 0:
+            return x
+        keys, features = self.noise.keys, torch.arange(x.shape[-1], device=x.device)
+        if keys is None or keys.shape != x.shape[:-1]:
+            keys = torch.arange(x[..., 0].numel(), device=x.device).view(x.shape[:-1])
+        names = scramble(scramble(keys, torch.tensor(self.noise.seed)), torch.tensor(self.layer)).reshape(-1, 1)
+        rows = max(1, _DRAWN // x.shape[-1])
+        kept = torch.cat([uniforms(some, features) >= self.p for some in names.split(rows)])
+        return x * kept.view(x.shape).to(x.dtype).div_(1 - self.p)
+
+
 class AdapterScorer(ModuleScorer, KeepsAdapter):
     """A ``ModuleScorer`` that trains what peft has left trainable. The adapter's dropout acts where gradients are computed."""
 
@@ -150,7 +190,25 @@ class AdapterScorer(ModuleScorer, KeepsAdapter):
             parameter.requires_grad_(True)
         if not marked:
             raise ModelError("no parameter of the adapter is trainable: load it with is_trainable=True")
-        self._dropouts = [m for n, m in self.module.named_modules() if "lora_dropout" in n and isinstance(m, nn.Dropout) and m.p]
+        self.noise, self._learns = Noise(), False
+        self._dropouts: list[NamedDropout] = []
+        for name, module in list(self.module.named_modules()):
+            if "lora_dropout" in name and isinstance(module, nn.Dropout) and module.p:
+                self._dropouts.append(NamedDropout(module.p, len(self._dropouts), self.noise))
+                self.module.set_submodule(name, self._dropouts[-1])
+
+    def seed_noise(self, seed: int) -> None:
+        """What dropout draws from now on, a function of this and of the tokens: to be called before each batch."""
+        self.noise.seed = seed
+
+    @contextmanager
+    def as_in_learning(self) -> Iterator[None]:
+        """Dropout acts in here also where no gradients are computed: for log-probabilities that later ones are measured by."""
+        self._learns = True
+        try:
+            yield
+        finally:
+            self._learns = False
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable tensors: the adapter's."""
@@ -158,19 +216,21 @@ class AdapterScorer(ModuleScorer, KeepsAdapter):
 
     def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """See ``ModuleScorer.score``. Dropout stays on until the next call, since the backward pass may recompute."""
+        self.noise.tokens(batch.token_ids)
         result = super().score(batch, temperature, entropy=entropy, keep_hidden=keep_hidden)
         self._set_dropout(torch.is_grad_enabled())
         return result
 
     def states(self, batch: Padded) -> Tensor:
         """See ``ModuleScorer.states``; dropout as for ``score``."""
+        self.noise.tokens(batch.token_ids)
         result = super().states(batch)
         self._set_dropout(torch.is_grad_enabled())
         return result
 
     def _set_modes(self, learning: bool) -> None:
         super()._set_modes(learning)
-        self._set_dropout(learning)
+        self._set_dropout(learning or self._learns)
 
     def _set_dropout(self, on: bool) -> None:
         for dropout in self._dropouts:

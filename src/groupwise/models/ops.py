@@ -17,8 +17,29 @@ from groupwise.models.native import calls as native
 
 __all__ = [
     "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",
-    "rotate_heads", "swiglu", "swiglu_backward",
+    "rotate_heads", "scramble", "swiglu", "swiglu_backward", "uniforms",
 ]  # fmt: skip
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, where torch's own is arithmetic
+
+
+def scramble(keys: Tensor, positions: Tensor) -> Tensor:
+    """64 random bits as int64 for each pair of a key and a position, which are broadcast (splitmix64; Steele et al., 2014)."""
+    x = keys + (positions + 1) * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) as fp64, for int64 ``keys`` and token ``positions``."""
+    return _shift_right(scramble(keys, positions), 11).double() * 2.0**-53
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

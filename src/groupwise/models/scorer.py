@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,9 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
 from groupwise.models.module_scorer import ModuleScorer
 
-__all__ = ["Scorer", "Trunk", "attention_note", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer"]
+__all__ = [
+    "Scorer", "Trunk", "as_in_learning", "attention_note", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer",
+]  # fmt: skip
 
 Trunk = Decoder | ModuleScorer
 """A scorer that also gives the bare states in which tokens are chosen (``states``)."""
@@ -44,6 +47,12 @@ class Scorer(Protocol):
     def score(self, batch: Any, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         ...
+
+
+def as_in_learning(scorer: Scorer) -> AbstractContextManager[None]:
+    """In here the passes without gradients say what those with gradients do: an adapter's dropout acts in both."""
+    enter = getattr(scorer, "as_in_learning", None)
+    return nullcontext() if enter is None else enter()
 
 
 def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None = None) -> Trunk:

@@ -17,7 +17,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
-from groupwise.models.scorer import Scorer
+from groupwise.models.scorer import Scorer, as_in_learning
 from groupwise.training.budget import PassBudget, largest_divisible
 from groupwise.training.credit import Advantages, advantages_by_token, assign_advantages, step_advantages, steps_teach, teaches
 from groupwise.training.critic import make_critic
@@ -38,7 +38,7 @@ HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 _FIRST_SWEEP = ("old_T", "correction_T")
 """What a micro-batch's first sweep notes about it."""
 _BONUS = "policy/entropy_bonus"
-_DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
+_DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "clip_high_praised", "kl_corrected")
 
 
 class Learner:
@@ -131,6 +131,7 @@ class Learner:
         if not members:
             rewards = [list(group.outcomes) for group in groups]
             return [[0.0] * len(group) for group in rewards] if self.critic else self.objective.advantages(rewards), {}
+        self._seed_noise(step)
         micro_batches = self._cut(groups)
         window, halvings = Window(groups, [], micro_batches), self.budget.halvings
         if held is None:
@@ -155,12 +156,17 @@ class Learner:
         metrics |= self.world.reduce({"memory/halvings": Sum(self.budget.halvings - halvings)})
         return window.advantages, metrics | self._steer(metrics)
 
+    def _seed_noise(self, batch: int) -> None:
+        """The dropout of an adapter is the same in all passes of a batch: a ratio of two masks would be noise."""
+        seed_noise([self.scorer, self.optimizer], self.config.training.seed, batch)
+        if self.critic is not None:
+            seed_noise([self.critic.trunk, self.critic.optimizer], self.config.training.seed, batch, 1)
+
     def _sweep(self, window: Window) -> dict[str, Metric]:
         """The gradient of one update. Where memory runs out it is swept again from the start, in smaller passes."""
         first = window.updates == 0
 
         def sweep() -> dict[str, Metric]:
-            seed_noise(self.config.training.seed, self.updates, self.dropped_in_a_row)
             return self.accumulate(window.micro_batches, first=first)
 
         return self._attempt(sweep, window, lambda: window.notes(without=_FIRST_SWEEP if first else ()))
@@ -260,12 +266,13 @@ class Learner:
         """
         assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
         budget = self.budget.tokens
+        self._seed_noise(self.updates)
         out = [cut(groups, share, self.scorer, self.objective, budget) if share.members else [] for share in shares]
         for micro_batch in (m for micro_batches in out for m in micro_batches):
             chosen = [advantages[g][m] for g, m in members_of(micro_batch)]
             micro_batch.advantages_N = torch.tensor(chosen, device=self.scorer.device)
             if off_policy:
-                with torch.no_grad():
+                with torch.no_grad(), as_in_learning(self.scorer):
                     micro_batch.old_T = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
             self._score_reference([micro_batch])
         everything = [m for micro_batches in out for m in micro_batches]

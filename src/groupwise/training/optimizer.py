@@ -80,6 +80,11 @@ class MasterAdamW:
         """Whether a dropped update is the loss scale's search for its place, and no sign of trouble."""
         return self._scale is not None and self._scale.can_recover
 
+    def seed_noise(self, seed: int) -> None:
+        """What stochastic rounding draws from now on; without it nothing here is random."""
+        if isinstance(self.adamw, StochasticAdamW):
+            self.adamw.seed = seed
+
     def gradient(self, master: Tensor) -> Tensor | None:
         """What has added up for one of ``masters``: in fp32 unless ``precision`` is ``pure``."""
         return self._sums.get(master, master.grad)

@@ -35,12 +35,12 @@ def round_stochastically_(target: Tensor, value: Tensor, generator: torch.Genera
 class StochasticAdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on bf16 weights with bf16 moments, all three rounded stochastically.
 
-    It computes in fp32, a chunk at a time. The random bits of a step are named by the parameter's place and the step, so that a resumed
-    run draws the same ones. ``step`` takes the gradients, which are fp32 sums kept elsewhere.
+    It computes in fp32, a chunk at a time. The random bits of a step are named by ``seed``, the parameter's place and the step, so that
+    a resumed run draws the same ones. ``step`` takes the gradients, which are fp32 sums kept elsewhere.
     """
 
     def __init__(self, groups: Sequence[dict], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:  # type: ignore[type-arg]
-        self.betas, self.eps = betas, eps
+        self.betas, self.eps, self.seed = betas, eps, 0
         self.param_groups = [{"lr": lr, "weight_decay": weight_decay, **group} for group in groups]
         self.parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -59,7 +59,7 @@ class StochasticAdamW:
         state = self.state[parameter]
         state["step"] += 1
         count = int(state["step"])
-        generator = torch.Generator(parameter.device).manual_seed(_seed(place, count))
+        generator = torch.Generator(parameter.device).manual_seed(_number(self.seed, place, count))
         first, second = (1 - beta**count for beta in self.betas)
         flat = [x.view(-1) for x in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
         for weights, grads, means, squares in zip(*(x.split(_CHUNK) for x in flat), strict=True):
@@ -71,6 +71,6 @@ class StochasticAdamW:
                 round_stochastically_(kept, wanted, generator)
 
 
-def _seed(place: int, step: int) -> int:
-    name = hashlib.blake2b(f"rounding\x1f{place}\x1f{step}".encode(), digest_size=8).digest()
+def _number(seed: int, place: int, step: int) -> int:
+    name = hashlib.blake2b(f"rounding\x1f{seed}\x1f{place}\x1f{step}".encode(), digest_size=8).digest()
     return int.from_bytes(name, "little") >> 1

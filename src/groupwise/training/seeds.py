@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +21,11 @@ def seed_generators(seed: int, step: int) -> None:
     torch.manual_seed(number)
 
 
-def seed_noise(seed: int, *what: int) -> None:
-    """Seed torch for one update, whose only noise is an adapter's dropout."""
-    torch.manual_seed(_number(f"update/{seed}/{'/'.join(map(str, what))}"))
+def seed_noise(noisy: Iterable[Any], seed: int, *what: int) -> None:
+    """Seed the only noise of a batch's updates, in those that have any: a scorer's dropout, an optimiser's stochastic rounding."""
+    for one in noisy:
+        if (seed_one := getattr(one, "seed_noise", None)) is not None:
+            seed_one(_number(f"update/{seed}/{'/'.join(map(str, what))}"))
 
 
 def _number(name: str) -> int:

@@ -29,6 +29,7 @@ from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
 from groupwise.training.short_memory import disk_note, memory_note
 from groupwise.training.trainable import check_trainable
+from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
 
 __all__ = ["LazyPrompts", "Prepared", "prepare"]
@@ -126,6 +127,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
     suite.check_prompt(train[0])
+    check_worked_examples(config, train, tokenizer, answer_style, context)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")

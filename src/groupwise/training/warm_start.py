@@ -15,6 +15,7 @@ from groupwise.data.answers import AnswerStyle
 from groupwise.data.order import problems_for_step
 from groupwise.data.prompts import worked_completion
 from groupwise.distributed import World
+from groupwise.errors import DataError
 from groupwise.models.scorer import Scorer
 from groupwise.training.budget import PassBudget
 from groupwise.training.optimizer import learning_rate_at
@@ -22,7 +23,7 @@ from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
 from groupwise.types import Prompt
 
-__all__ = ["warm_start", "worked_tokens"]
+__all__ = ["check_worked_examples", "warm_start", "worked_tokens"]
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Tokens of a prompt and of its worked answer."""
@@ -36,6 +37,25 @@ def worked_tokens(prompt: Prompt, style: AnswerStyle, tokenizer: Any) -> list[in
     """The worked answer as the tokens the policy should have sampled, its end token included."""
     text = worked_completion(prompt.problem, style)
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def check_worked_examples(config: Config, prompts: Sequence[Prompt], tokenizer: Any, style: AnswerStyle, context: int) -> None:
+    """Raise DataError where an example of the warm start does not fit into a context of so many tokens."""
+    for step in range(config.warm_start.steps):
+        for prompt in (prompts[i] for i in _examples(config, len(prompts), step)):
+            asked, worked = len(prompt.token_ids), len(worked_tokens(prompt, style, tokenizer))
+            if asked + worked > context:
+                raise DataError(
+                    f"the warm start would learn from problem {prompt.problem.id}, whose prompt of {asked} tokens and worked answer of "
+                    f"{worked} tokens do not fit together: the context of {config.model.name} is {context} tokens; set "
+                    f"data.max_prompt_tokens to {max(1, context - worked)} or less with data.on_long_prompt=drop, or "
+                    "warm_start.steps to 0"
+                )
+
+
+def _examples(config: Config, problems: int, step: int) -> list[int]:
+    """Places of the problems that a supervised step (from 0) learns from."""
+    return problems_for_step(problems, config.warm_start.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
 
 
 def warm_start(
@@ -65,8 +85,8 @@ def warm_start(
     optimizer = sharding.make_optimizer(rates)
     in_a_row = 0
     for step in range(settings.steps):
-        indices = problems_for_step(len(prompts), settings.examples_per_step, step, config.training.seed ^ _ORDER_SEED)
-        examples = [(prompts[i].token_ids, worked_tokens(prompts[i], style, tokenizer)) for i in indices]
+        chosen = [prompts[i] for i in _examples(config, len(prompts), step)]
+        examples = [(prompt.token_ids, worked_tokens(prompt, style, tokenizer)) for prompt in chosen]
         passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
         loss = sum(world.gather(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
@@ -103,7 +123,7 @@ class _Passes:
 
     def backward(self) -> float:
         """Add their gradient; returns their part of the loss."""
-        seed_noise(*self.noise)
+        seed_noise([self.scorer, self.optimizer], *self.noise)
         scale, total, passes = self.optimizer.loss_scale, 0.0, self._cut()
         with self.sharding.evened(self.scorer, len(passes)):
             for chosen in passes:

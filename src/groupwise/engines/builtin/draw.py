@@ -1,8 +1,9 @@
 """Drawing tokens: randomness that has a name, and an inverse-CDF draw that reads the logits once.
 
 A completion's uniform numbers come from a counter-based generator: position t of a completion with key k gets
-``splitmix64(k + t * golden)``. The key is a hash of (seed, scope, problem id, sample index). Nothing depends on what else is in the
-batch, on arrival order, or on the number of processes, and no generator state has to be saved.
+``splitmix64(k + t * golden)``. The key is a hash of (seed, scope, problem id, sample index), and of how often the problem came up before in
+its batch. Nothing depends on what else is in the batch, on arrival order, or on the number of processes, and no generator state has to be
+saved.
 
 Axes: B sequences, V vocabulary.
 """
@@ -17,32 +18,18 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.models.native.calls import draw, fits
+from groupwise.models.ops import uniforms
 
 __all__ = ["Draw", "seed_key", "uniforms"]
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _BLOCK = 256
+_AGAIN = "\x1f"
 
 
-def seed_key(seed: int, scope: str, problem_id: str, sample: int) -> int:
-    """A signed 64-bit key for one completion's randomness."""
-    name = f"{seed}\x1f{scope}\x1f{problem_id}\x1f{sample}".encode()
+def seed_key(seed: int, scope: str, problem_id: str, sample: int, occurrence: int = 0) -> int:
+    """A signed 64-bit key for one completion's randomness. ``occurrence``: of the problem in its batch, from 0."""
+    name = f"{seed}\x1f{scope}\x1f{problem_id}\x1f{sample}{f'{_AGAIN}{occurrence}' if occurrence else ''}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical, where torch's own is arithmetic
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) as fp64, ``[B]``, for int64 ``keys`` and token ``positions`` (splitmix64; Steele et al., 2014)."""
-    x = keys + (positions + 1) * _GOLDEN
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).double() * 2.0**-53
 
 
 def _restrict(logits: Tensor, settings: SamplingSettings) -> None:

@@ -209,7 +209,9 @@ class _Batch:
                 self.groups.append(group)
             sample = group.to_start.popleft()
             group.in_flight += 1
-            starting.append(_Row(group, sample, seed_key(self.seed, self.scope, group.prompt.problem.id, sample)))
+            prompt = group.prompt
+            key = seed_key(self.seed, self.scope, prompt.problem.id, sample, prompt.occurrence)
+            starting.append(_Row(group, sample, key))
         if not starting:
             return
         self._prefill([g for g in self.groups if g.last_hidden is None])

@@ -38,9 +38,9 @@ it is 0.01 to 0.06; the wrong weights of a layer make it 0.5 and more."""
 _PROBE_TOKENS = 32
 
 
-def request_seed(seed: int, scope: str, problem_id: str, sample: int) -> int:
+def request_seed(seed: int, scope: str, problem_id: str, sample: int, occurrence: int = 0) -> int:
     """A completion's seed in vLLM, by its name as everywhere, in 62 bits. vLLM draws other numbers from it than the built-in engine."""
-    return seed_key(seed, scope, problem_id, sample) & (2**62 - 1)
+    return seed_key(seed, scope, problem_id, sample, occurrence) & (2**62 - 1)
 
 
 class VllmEngine:
@@ -130,7 +130,10 @@ class VllmEngine:
         Raises TrainingError where the server is gone for longer than ``patience_s``, or answers with something else than was asked.
         """
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
-        jobs = [Job(prompts[i].token_ids, request_seed(seed, scope, prompts[i].problem.id, sample)) for i, sample in places]
+        jobs = [
+            Job(p.token_ids, request_seed(seed, scope, p.problem.id, sample, p.occurrence))
+            for p, sample in ((prompts[i], sample) for i, sample in places)
+        ]
         done: dict[int, Completion] = {}
         tokens, version = 0, self.policy_version
         for place, row in self._rows(jobs, settings):
