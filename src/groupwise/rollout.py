@@ -125,7 +125,7 @@ def collect(
         scope=rollout_scope(step, refill),
         on_progress=on_progress,
     )
-    return score(prompts, Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started), rewards, world)
+    return score(prompts, Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started), rewards, world, refill)
 
 
 def deal_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
@@ -138,15 +138,15 @@ def rollout_scope(step: int, refill: int = 0) -> str:
     return f"rollout/step={step}" + (f"/refill={refill}" if refill else "")
 
 
-def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, world: World) -> Rollout:
-    """The whole step, scored, from what each process sampled of it.
+def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, world: World, refill: int = 0) -> Rollout:
+    """The whole step, scored, from what each process sampled of it. ``refill`` as for ``collect``.
 
     Raises RewardError where a reward function fails and the config says to stop.
     """
     if world.size > 1:
-        return _exchange(world, prompts, sampled.pairs, rewards, sampled.seconds)
+        return _exchange(world, prompts, sampled.pairs, rewards, sampled.seconds, refill)
     started = time.perf_counter()
-    scoring = rewards.score_all([(prompts[i], completions) for i, completions in sampled.pairs])
+    scoring = rewards.score_all([(prompts[i], completions) for i, completions in sampled.pairs], more=refill > 0)
     return Rollout(
         scoring.groups,
         scoring.failures,
@@ -160,16 +160,19 @@ Pairs = list[tuple[int, tuple[Completion, ...]]]
 """Places in the step's prompts, which all processes have and which therefore do not travel, and the completions of each."""
 
 
-def _exchange(world: World, prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, sampling_s: float) -> Rollout:
+def _exchange(
+    world: World, prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, sampling_s: float, refill: int
+) -> Rollout:
     """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
     started = time.perf_counter()
     if rewards.sees_batches or rewards.has_state:
         everything = sorted((pair for part in world.gather(pairs) for pair in part), key=lambda pair: pair[0])
-        scored = world.first_does(lambda: (_score(prompts, everything, rewards), rewards.state_dict()))
-        rewards.load_state_dict(scored[1])
+        scored = world.first_does(lambda: (_score(prompts, everything, rewards, refill), rewards.state_dict()))
+        if not world.is_first:  # whose own statistics also know what this step is divided by
+            rewards.load_state_dict(scored[1])
         parts = [scored[0]]
     else:
-        parts = world.gather(_score(prompts, pairs, rewards))
+        parts = world.gather(_score(prompts, pairs, rewards, refill))
     times = world.gather((sampling_s, time.perf_counter() - started))
     rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
     return Rollout(
@@ -185,10 +188,10 @@ _NO_PROMPT = Prompt(Problem("", "", ""), "", ())
 
 
 def _score(
-    prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite
+    prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, refill: int
 ) -> tuple[list[tuple[int, Group]], list[RewardFailure], dict[str, Metric]]:
     """What a scoring comes to: places and groups, which leave their prompts behind; failures; metrics."""
-    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs])
+    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs], more=refill > 0)
     places, rows = iter(pairs), []
     for group in scoring.groups:  # in the order of ``pairs``, without those that failed
         index = next(i for i, _ in places if prompts[i] is group.prompt)

@@ -80,9 +80,10 @@ def test_a_key_depends_on_each_of_its_parts():
     base = (7, "rollout/step=3", "gsm8k:12", 4)
     changed = [(8, *base[1:]), (7, "rollout/step=4", *base[2:]), (7, base[1], "gsm8k:13", 4), (*base[:3], 5)]
     shifted = [(7, "rollout/step=31", "2", 4), (7, "rollout/step=3", "gsm8k:1", 24), (77, "rollout/step=3", "gsm8k:12", 4)]
-    keys = [seed_key(*parts) for parts in (base, *changed, *shifted)]
+    again = [(*base, 1), (*base, 2), (*base[:3], 5, 1)]
+    keys = [seed_key(*parts) for parts in (base, *changed, *shifted, *again)]
     assert len(set(keys)) == len(keys)
-    assert keys[0] == seed_key(*base)
+    assert keys[0] == seed_key(*base) == seed_key(*base, 0) == 6988775070447176615, "runs of earlier versions are repeated"
     assert all(-(2**63) <= key < 2**63 for key in keys)
 
 

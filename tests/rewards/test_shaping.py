@@ -26,9 +26,9 @@ def by_text(completions):
     return [float(completion[0]["content"]) for completion in completions]
 
 
-def step(suite, *groups):
+def step(suite, *groups, **more):
     """Scores a step whose completions are numbers; the rewards by group."""
-    scoring = suite.score_all([(make_prompt(), make_completions(*map(str, group))) for group in groups])
+    scoring = suite.score_all([(make_prompt(), make_completions(*map(str, group))) for group in groups], **more)
     return [group.rewards for group in scoring.groups], values(scoring.metrics)
 
 
@@ -161,3 +161,20 @@ def test_a_clip_the_wrong_way_round_is_refused(clip):
 def test_components_have_no_names_that_metrics_have_already():
     suite = suite_of({"mean": by_text, "total": by_text})
     assert suite.names == ("mean_2", "total_2")
+
+
+def test_one_batch_has_one_divisor_however_many_rounds_it_is_sampled_in():
+    """Refills join groups that are scored already: what a score is worth must not depend on the round. Later steps know them all."""
+    own, refill, later = [[1.0, 2.0], [4.0, 8.0]], [[100.0, -50.0]], [[3.0, 5.0]]
+    suite = suite_of({"f": by_text}, {"f": {"normalise": "mean_std"}}, normalise="std")
+    rounds = [step(suite, *own)[0], step(suite, *refill, more=True)[0]]
+    std, mean = np.std(np.concatenate(own), ddof=1), np.mean(np.concatenate(own))
+    whole = np.std((np.concatenate(own) - mean) / std, ddof=1)
+    for scores, rewards in zip((own, refill), rounds, strict=True):
+        np.testing.assert_allclose(rewards, (np.array(scores) - mean) / std / whole, rtol=1e-12)
+    known = json.loads(json.dumps(suite.state_dict()))
+    resumed = suite_of({"f": by_text}, {"f": {"normalise": "mean_std"}}, normalise="std")
+    resumed.load_state_dict(known)
+    everything = np.concatenate([*own, *refill, *later])
+    assert step(suite, *later)[0] == step(resumed, *later)[0]
+    assert suite.rewards[0].shaper.statistics.std == pytest.approx(np.std(everything, ddof=1))

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 
 from groupwise import train
 from groupwise.config import load_config
+from groupwise.doctor.rewarding import groups as groups_of
 from groupwise.errors import RewardError, TrainingError
 from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
+from groupwise.tracking.reading import read_run
 from groupwise.training import run as run_module
 
 UNTIMED = ("time", "speed", "memory")
@@ -364,3 +366,22 @@ def test_zero_steps_judge_and_save_the_model_as_it_is(go, tiny_folder):
     final, base = (load_file(f / "model.safetensors") for f in (result.folder / "final_model", tiny_folder))
     assert all(torch.equal(final[name], base[name]) for name in base)
     assert [row["stage"] for row in result.summary["evaluations"]] == ["final"]
+
+
+@pytest.mark.parametrize("engine", ["builtin", "transformers"])
+def test_a_problem_that_comes_up_twice_in_a_step_gets_other_completions(go, tmp_path, engine):
+    """Two problems, three prompts a step: one comes twice, and every completion is of its own draw, and recorded."""
+    data = tmp_path / "two.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{a} + 1 = ?", "answer": str(a + 1)}) + "\n" for a in range(2)))
+    seen = []
+    folder = go(
+        data={"source": str(data), "holdout": 0}, rollout={"engine": engine}, training={"steps": 1}, on_step=seen.append
+    ).folder
+    groups = seen[0].groups
+    ids = [group.prompt.problem.id for group in groups]
+    assert sorted(map(ids.count, set(ids))) == [1, 2]
+    drawn = [completion.token_ids for group in groups for completion in group.completions]
+    assert len(set(drawn)) == len(drawn) == 12
+    record = read_run(folder)
+    assert len(record.completions) == 12
+    assert [len(rows) for rows in groups_of(record)] == [4, 4, 4]

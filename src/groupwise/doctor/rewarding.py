@@ -213,9 +213,9 @@ def against_the_answer(run: RunRecord) -> Evidence | None:
 
 
 def groups(run: RunRecord) -> Iterator[list[CompletionRecord]]:
-    found: dict[tuple[int, str], list[CompletionRecord]] = defaultdict(list)
+    found: dict[tuple[int, str, int], list[CompletionRecord]] = defaultdict(list)
     for record in run.completions:
-        found[(record.step, record.problem)].append(record)
+        found[(record.step, record.problem, record.occurrence)].append(record)
     yield from found.values()
 
 

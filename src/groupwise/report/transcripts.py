@@ -34,7 +34,7 @@ def transcripts(run: RunRecord) -> tuple[dict[str, Any], Portions]:
     see ``logprob_byte``), and ``ta`` (their own advantages, where tokens of one completion differ in them).
     """
     names = list(dict.fromkeys(name for record in run.completions for name in record.components))
-    groups = [list(rows) for _, rows in groupby(run.completions, key=lambda r: (r.step, r.problem))]
+    groups = [list(rows) for _, rows in groupby(run.completions, key=lambda r: (r.step, r.problem, r.occurrence))]
     problems = {name: i for i, name in enumerate(dict.fromkeys(record.problem for record in run.completions))}
     columns = fill_columns(groups, problems)
     starts, portions = fill_portions(groups, names, TokenPieces(run))

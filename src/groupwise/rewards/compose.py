@@ -195,15 +195,19 @@ class RewardSuite:
 
     def score_each(self, pairs: Iterable[tuple[Prompt, Sequence[Completion]]]) -> list[Group | RewardFailure]:
         """`score` for several groups at once, which functions of scope ``batch`` see together; in order."""
-        return self._score(list(pairs), learn=False, on_progress=None)[0]
+        return self._score(list(pairs), learn=False, more=False, on_progress=None)[0]
 
     def score_all(
         self,
         pairs: Iterable[tuple[Prompt, Sequence[Completion]]],
         on_progress: Callable[[int], None] | None = None,
+        more: bool = False,
     ) -> Scoring:
-        """Score a step's groups, and take their scores into the running statistics. ``on_progress(groups_done)`` is called after each."""
-        scored, metrics = self._score(list(pairs), learn=True, on_progress=on_progress)
+        """Score a step's groups, and take their scores into the running statistics. ``on_progress(groups_done)`` is called after each.
+
+        ``more``: of the step that was scored last. They are divided by what its other groups were divided by.
+        """
+        scored, metrics = self._score(list(pairs), learn=True, more=more, on_progress=on_progress)
         groups = [one for one in scored if isinstance(one, Group)]
         return Scoring(groups, [one for one in scored if isinstance(one, RewardFailure)], metrics)
 
@@ -243,7 +247,7 @@ class RewardSuite:
     # --- scoring -----------------------------------------------------------------------------------------------------
 
     def _score(
-        self, batch: Batch, learn: bool, on_progress: Callable[[int], None] | None
+        self, batch: Batch, learn: bool, more: bool, on_progress: Callable[[int], None] | None
     ) -> tuple[list[Group | RewardFailure], dict[str, Metric]]:
         for prompt, completions in batch:
             if not completions:
@@ -257,7 +261,7 @@ class RewardSuite:
             judged = [one for g in sound for one in components[g][reward.name]]
             scores = [r for one in judged for r in numbers_of(one)]
             if learn:
-                reward.shaper.learn(scores)
+                reward.shaper.learn(scores, more=more)
             metrics |= reward.shaper.metrics(reward.name, scores) | step_metrics(reward.name, judged)
         sums: dict[int, Sums] = {}
         for g in sound:
@@ -268,7 +272,7 @@ class RewardSuite:
                 sums[g] = found
         totals = [r for found in sums.values() for r in found.outcomes or ()]
         if learn:
-            self.total.learn(totals)
+            self.total.learn(totals, more=more)
         metrics |= self.total.metrics(_TOTAL, totals) | self._told_by_models()
         scored: list[Group | RewardFailure] = [
             failures[g] if g in failures else sums[g].group(*batch[g], components[g], self.total) for g in range(len(batch))

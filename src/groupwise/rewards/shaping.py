@@ -1,6 +1,7 @@
 """What scores go through before they are weighted and added: normalising by running statistics, and clipping.
 
-The statistics are those of all scores of the run so far, the batch at hand included. They are state: a resumed run must go on with
+The statistics are those of all scores of the run so far, the batch at hand included; where a batch is sampled in rounds, the first of
+them, so that all of its scores are divided by the same, and later batches know them all. They are state: a resumed run must go on with
 them, so they can be taken out and put back exactly.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.config.rewards import Normalising
@@ -57,11 +58,16 @@ class Shaper:
     normalise: Normalising = "none"
     clip: tuple[float, float] | None = None
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
+    """Of everything that was learnt."""
+    used: RunningStatistics = field(default_factory=RunningStatistics)
+    """As they were after the first round of the batch at hand."""
 
-    def learn(self, scores: Sequence[float]) -> None:
-        """Take a batch's scores into the statistics."""
+    def learn(self, scores: Sequence[float], *, more: bool = False) -> None:
+        """Take scores into the statistics: a batch's, or ``more`` of the same batch."""
         if self.normalise != "none":
             self.statistics.update(scores)
+            if not more:
+                self.used = replace(self.statistics)
 
     def __call__(self, score: float) -> float:
         """(score - mean) / std, or score / std, then clipped. Scores that never varied are not divided.
@@ -69,21 +75,21 @@ class Shaper:
         As long as nothing has been learnt, as in a trial before the run, a score that is to be normalised stays as it is.
         """
         if self.normalise != "none":
-            if self.statistics.count == 0:
+            if self.used.count == 0:
                 return score
             if self.normalise == "mean_std":
-                score -= self.statistics.mean
+                score -= self.used.mean
             score /= self._divisor
         return score if self.clip is None else min(max(score, self.clip[0]), self.clip[1])
 
     def metrics(self, name: str, scores: Sequence[float]) -> dict[str, Metric]:
         """The statistics as they are, and the share of ``scores`` (as they came) that the clip changes."""
         found: dict[str, Metric] = {}
-        if self.normalise != "none" and self.statistics.count:
-            found[f"shaping/mean_{name}"] = Mean(self.statistics.mean, 1)
-            found[f"shaping/std_{name}"] = Mean(self.statistics.std, 1)
+        if self.normalise != "none" and self.used.count:
+            found[f"shaping/mean_{name}"] = Mean(self.used.mean, 1)
+            found[f"shaping/std_{name}"] = Mean(self.used.std, 1)
         if self.clip is not None and scores:
-            inside = Shaper(self.normalise, None, self.statistics)
+            inside = Shaper(self.normalise, None, self.statistics, self.used)
             found[f"shaping/clipped_{name}"] = Mean.of(not self.clip[0] <= inside(score) <= self.clip[1] for score in scores)
         return found
 
@@ -95,8 +101,9 @@ class Shaper:
         """Raises ValueError or TypeError for what ``state`` never gave."""
         count, mean, squares = state
         self.statistics = RunningStatistics(int(count), float(mean), float(squares))
+        self.used = replace(self.statistics)
 
     @property
     def _divisor(self) -> float:
-        std = self.statistics.std
-        return std if std > _NO_SPREAD * abs(self.statistics.mean) else 1.0
+        std = self.used.std
+        return std if std > _NO_SPREAD * abs(self.used.mean) else 1.0

@@ -54,7 +54,9 @@ class JsonlTracker:
         token_advantages: TokenAdvantages | None = None,
     ) -> None:
         for p, group in enumerate(groups[: self.log_completions]):
-            rows = completion_rows(step, group, advantages[p] if advantages is not None else None, self.style)
+            name = group.prompt.problem.id
+            before = sum(other.prompt.problem.id == name for other in groups[:p])
+            rows = completion_rows(step, group, advantages[p] if advantages is not None else None, self.style, before)
             for g, (row, completion) in enumerate(zip(rows, group.completions, strict=True)):
                 if p < self.log_tokens:
                     row |= token_columns(completion, (token_advantages or {}).get((p, g)))
@@ -109,16 +111,18 @@ class JsonlTracker:
 
 
 def completion_rows(
-    step: int, group: Group, advantages: Sequence[float] | None, style: AnswerStyle | None = None
+    step: int, group: Group, advantages: Sequence[float] | None, style: AnswerStyle | None = None, occurrence: int = 0
 ) -> list[dict[str, Any]]:
     """One row per completion of a group. ``advantage`` is null where the caller did not say: it is never recomputed here.
 
-    ``steps``, where a function rewarded some: (index of the step's last token, reward), by function.
+    ``steps``, where a function rewarded some: (index of the step's last token, reward), by function. ``occurrence``, where the problem
+    stands in the step already: how many of its groups come before.
     """
     return [
         {
             "step": step,
             "problem": group.prompt.problem.id,
+            **({"occurrence": occurrence} if occurrence else {}),
             "sample": completion.sample,
             "prompt": group.prompt.text,
             "completion": completion.text,

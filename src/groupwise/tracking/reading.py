@@ -59,6 +59,8 @@ class CompletionRecord:
     """Of the sampled tokens, in nats; NaN for one that was no number; empty where tokens were not recorded."""
     token_advantages: tuple[float, ...] = ()
     """Only where tokens of one completion differ in theirs."""
+    occurrence: int = 0
+    """How many groups of the same problem stand before this one in the step."""
 
     @property
     def truncated(self) -> bool:
@@ -258,7 +260,7 @@ def read_steps(path: Path, bad: Counter[str]) -> tuple[Mapping[str, float | None
 
 
 def read_completions(path: Path, style: AnswerStyle, bad: Counter[str]) -> tuple[CompletionRecord, ...]:
-    rows: dict[tuple[int, str, int], CompletionRecord] = {}
+    rows: dict[tuple[int, str, int, int], CompletionRecord] = {}
     kept: dict[str, str] = {}  # a prompt stands in G lines, and is held once
     for row in json_lines(path, bad):
         step = number(row.get("step"))
@@ -266,7 +268,7 @@ def read_completions(path: Path, style: AnswerStyle, bad: Counter[str]) -> tuple
             bad[path.name] += 1
             continue
         found = completion_record(int(step), row, kept, style, may_grade=len(rows) < GRADED)
-        rows[(found.step, found.problem, found.sample)] = found
+        rows[(found.step, found.problem, found.occurrence, found.sample)] = found
     return tuple(sorted(rows.values(), key=lambda r: r.step))
 
 
@@ -284,6 +286,7 @@ def completion_record(
     return CompletionRecord(
         step=step,
         problem=text(row.get("problem")),
+        occurrence=whole(row.get("occurrence")),
         sample=whole(row.get("sample")),
         prompt=kept.setdefault(prompt, prompt),
         text=said,

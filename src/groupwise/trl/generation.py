@@ -12,7 +12,7 @@ from groupwise.errors import DataError
 from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
-from groupwise.types import Completion, Group, Problem, Prompt
+from groupwise.types import Completion, Group, Problem, Prompt, told_apart
 
 __all__ = ["Generation", "PromptSet", "generate"]
 
@@ -211,7 +211,7 @@ def generate(
 ) -> Generation:
     """Sample ``group_size`` completions of each prompt and score them all at once. ``extras``: keywords beside the columns."""
     settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
-    sampled = engine.sample(prompts, group_size, settings, seed=args.seed, scope=scope)
+    sampled = engine.sample(told_apart(prompts), group_size, settings, seed=args.seed, scope=scope)
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
     answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]
