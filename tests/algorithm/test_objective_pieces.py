@@ -13,7 +13,6 @@ from groupwise.algorithm import BatchCounts, Objective, policy_loss, token_weigh
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.ratio import sequence_ratio, token_ratio
 from groupwise.algorithm.surrogate import ClipBounds, cispo, clip, dual_clip, two_sided
-from groupwise.trl.numbers import sweep_numbers
 
 ratios = st.floats(0.01, 20)
 advantages = st.floats(-5, 5)
@@ -232,18 +231,3 @@ def test_a_masked_token_of_a_sequence_ratio_still_moves_the_ratio(surrogate):
     loss.backward()
     expected = [-0.08] * 5 if surrogate == "clip" else [-0.2, 0.0, 0.0, -0.2, 0.0]
     assert logprobs.grad.tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_trl_s_ratio_of_cut_weights_counts_what_had_been_praised():
-    """Of two tokens whose weight is cut from above, the one with a negative advantage is not among TRL's cispo_clip_ratio."""
-    objective = Objective(surrogate="cispo", beta=0.0, bounds=ClipBounds(1.0, 0.5))
-    old = torch.full((4,), -3.0, dtype=torch.float64)
-    logprobs = old + torch.tensor([1.0, 1.0, 0.1, 0.1], dtype=torch.float64)
-    _, numbers = policy_loss(
-        objective, logprobs_T=logprobs.requires_grad_(), old_logprobs_T=old, sequence_T=torch.tensor([0, 1, 2, 3]),
-        weights_T=torch.full((4,), 0.25, dtype=torch.float64),
-        advantages_N=torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64),
-    )  # fmt: skip
-    found = {f"detail/{name}": number for name, number in numbers.items()}
-    assert sweep_numbers(found, 0, "cispo")["cispo_clip_ratio"] == 0.25
-    assert numbers["clip_high"].value == 0.5

@@ -189,9 +189,6 @@ def policy_loss(
             kl_T = kl_T * IMPORTANCE[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
             more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
-    if objective.surrogate == "cispo":
-        cut_T = (ratio_T.detach() > 1 + objective.bounds.high) & (advantages_T > 0)
-        more["clip_high_praised"] = Mean(float(cut_T.sum()), len(cut_T))
     metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
     return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
 

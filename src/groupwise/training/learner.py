@@ -38,7 +38,7 @@ HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 _FIRST_SWEEP = ("old_T", "correction_T")
 """What a micro-batch's first sweep notes about it."""
 _BONUS = "policy/entropy_bonus"
-_DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "clip_high_praised", "kl_corrected")
+_DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
 
 class Learner:

@@ -49,8 +49,7 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
     tokens = max(1, low.count + skipped_tokens)  # type: ignore[union-attr]
     shares = [m.total / tokens for m in (low, high)]  # type: ignore[union-attr]
     if loss_type == "cispo":
-        praised = found.get("detail/clip_high_praised", Mean(0.0, 0))  # a weight that was cut in vain, as A < 0, is not counted
-        return out | {"cispo_clip_ratio": praised.total / tokens}  # type: ignore[union-attr]
+        return out | {"cispo_clip_ratio": sum(shares)}  # a bound below 1 holds down ratios below 1 too
     return out | {
         "clip_ratio/low_mean": shares[0],
         "clip_ratio/high_mean": shares[1],
