@@ -62,10 +62,10 @@ def beside_a_neighbour(args: argparse.Namespace) -> Result:
                 neighbour.kill()
                 neighbour.wait()
             seconds[side] = {"quiet": quiet, "beside a neighbour": disturbed}
-    rows = [[side, *(median(times) for times in by.values()), median(by["beside a neighbour"]) / median(by["quiet"])]
-            for side, by in seconds.items()]  # fmt: skip
+    middles = {side: {when: median(times) for when, times in by.items()} for side, by in seconds.items()}
+    rows = [[side, m["quiet"], m["beside a neighbour"], m["beside a neighbour"] / m["quiet"]] for side, m in middles.items()]
     print_table("Workload W, seconds a step, medians", ("threads", "quiet", "neighbour", "times as long"), rows)
-    ours, theirs = rows[0][2], rows[1][2]
+    ours, theirs = (m["beside a neighbour"] for m in middles.values())
     shown = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
     return Result("step beside a neighbour", quotient(theirs, ours), ours, theirs, "s/step", shown, {"all_s": seconds})
 
