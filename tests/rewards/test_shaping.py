@@ -145,7 +145,7 @@ def test_restored_statistics_go_on_bit_for_bit():
 
 def test_without_either_nothing_changes_and_nothing_is_kept():
     suite = suite_of({"f": by_text})
-    assert step(suite, [1, 2]) == ([(1.0, 2.0)], {})
+    assert step(suite, [1, 2]) == ([(1.0, 2.0)], {"answers/unchecked": 0.0})
     assert (suite.has_state, suite.state_dict()) == (False, {})
     assert Shaper()(1e300) == 1e300
 
