@@ -149,3 +149,31 @@ def test_the_package_offers_what_it_says_and_nothing_is_missing():
     assert package.Config is package.load_config(None).__class__
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = package.trian
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "quickstart", "--steps", "3"], "--steps is no option: settings are written training.steps=3"),
+        (["train", "quickstart", "--training.steps", "3"], "training.steps=3"),
+        (["train", "quickstart", "--learning-rate=1e-5"], "optimizer.learning_rate=1e-5"),
+        (["train", "quickstart", "--max_new_tokens", "9", "--dry-run"], "rollout.max_completion_tokens=9"),
+        (["plan", "quickstart", "--temperature", "0.5"], "rollout.temperature=0.5"),
+        (["eval", "some-model", "--problems", "20"], "evaluation.problems=20"),
+        (["doctor", "quickstart", "--beta"], "algorithm.beta=VALUE"),
+    ],
+)
+def test_a_setting_spelled_as_an_option_is_told_how_it_is_written(groupwise, monkeypatch, words, said):
+    monkeypatch.setattr("sys.argv", ["groupwise", *words])
+    result = groupwise(*words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_misspelt_option_is_told_as_before(groupwise):
+    result = groupwise("train", "quickstart", "--resum")
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr
+    assert "settings are written" not in result.stderr
+    assert "settings are written" not in groupwise("recipes", "--steps", "3").stderr

@@ -4,8 +4,9 @@ import json
 import shutil
 
 import pytest
+import yaml
 
-from groupwise.config import load_config
+from groupwise.config import build_config, load_config
 from groupwise.errors import DataError
 from groupwise.training.setup import prepare
 
@@ -40,6 +41,69 @@ def test_a_dry_run_shows_settings_rewards_and_the_first_prompt_without_weights(g
     assert "correctness" in result.stdout
     assert "<|im_start|>user\n" in result.stdout
     assert "8 training problems, 4 held out; 4 completions a step for 2 steps. No weights were loaded." in result.stdout
+
+
+def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_on_request(groupwise, small, no_weights):
+    short, whole = (groupwise("train", "quickstart", *small, "--dry-run", *more).stdout for more in ((), ("--all",)))
+    assert "max_grad_norm" not in short
+    assert "max_grad_norm: 1.0" in whole
+    settings = yaml.safe_load(short.partition("\n")[2].partition("\n\n")[0])
+    assert build_config(settings) == load_config("quickstart", small)
+    assert len(short.splitlines()) < 80 < len(whole.splitlines())
+    assert "<|im_start|>user\n" in "\n".join(short.splitlines()[-30:]), "the prompt is there to be read"
+
+
+BROKEN = {
+    "a number": "return 1.0",
+    "too few": "return [1.0]",
+    "words": "return ['good' for _ in completions]",
+    "nan": "return [float('nan') for _ in completions]",
+    "raises": "raise KeyError('solution')",
+    "one that dislikes empty texts": "return [1 / len(str(c[-1]['content'])) for c in completions]",
+}
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_reward_that_fails_is_refused_before_any_weights(groupwise, small, no_weights, tmp_path, body, dry):
+    code = tmp_path / "mine.py"
+    code.write_text(f"def score(completions, **columns):\n    {body}\n", encoding="utf-8")
+    words = [*small, f"rewards.functions=['{code}:score']", "--run-folder", tmp_path / "run", *dry]
+    result = groupwise("train", "quickstart", *words)
+    assert result.exit_code == 2, result.output
+    assert "score" in result.stderr
+    assert "--no-check" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Everything checks out" not in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_learning_rate_of_5_is_refused_before_any_weights(groupwise, small, no_weights, tmp_path, dry):
+    result = groupwise("train", "quickstart", *small, "optimizer.learning_rate=5", "--run-folder", tmp_path / "run", *dry)
+    assert result.exit_code == 2
+    assert "optimizer.learning_rate is 5" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_critical_can_be_run_knowingly(groupwise, small, tmp_path):
+    words = [*small, "optimizer.learning_rate=5", "training.steps=0", "--no-check", "--run-folder", tmp_path / "run"]
+    assert "Everything checks out" not in groupwise("train", "quickstart", *words, "--dry-run").stdout
+    result = groupwise("train", "quickstart", *words)
+    assert result.exit_code == 0, result.output
+
+
+def test_warnings_are_told_before_the_run_and_not_again(groupwise, small, tmp_path):
+    words = [*small, "optimizer.learning_rate=1e-3", "training.steps=11", "--run-folder", tmp_path / "run"]
+    result = groupwise("train", "quickstart", *words)
+    assert result.exit_code == 0, result.output
+    assert "doctor, before the run: warning: Learning rate far above" in " ".join(result.stdout.split())
+    assert result.stdout.count("Learning rate far above") == 1
+
+
+def test_a_dry_run_has_its_findings_in_json(groupwise, small, no_weights):
+    found = json.loads(groupwise("train", "quickstart", *small, "optimizer.learning_rate=1e-3", "--dry-run", "--json").stdout)
+    assert "rate-too-high" in [finding["rule"] for finding in found["findings"]]
 
 
 def test_a_dry_run_as_json_is_json_and_its_config_reads_back(groupwise, small, no_weights, tmp_path):

@@ -45,6 +45,7 @@ def test_a_used_run_folder_is_refused_before_anything_is_lost(groupwise, small, 
     result = groupwise("train", "quickstart", *small, "--run-folder", folder)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
+    assert "name another with --run-folder PATH" in result.stderr
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
@@ -72,3 +73,11 @@ def test_a_source_that_is_neither_recipe_nor_file_is_told_before_anything_is_imp
     result = groupwise("train", name + "x")
     assert result.exit_code == 2
     assert f"did you mean {name}?" in result.stderr
+
+
+def test_generate_answers_as_long_as_the_run_trained_it_to(groupwise, small, tmp_path):
+    folder = tmp_path / "run"
+    assert groupwise("train", "quickstart", *small, "training.steps=0", "--run-folder", folder).exit_code == 0
+    short = groupwise("generate", folder, "1 + 2 = ?", "--greedy").stdout
+    assert short == groupwise("generate", folder, "1 + 2 = ?", "--greedy", "--max-tokens", "8").stdout
+    assert short != groupwise("generate", folder, "1 + 2 = ?", "--greedy", "--max-tokens", "40").stdout

@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.config import build_config, explain, load_config, notes
-from groupwise.config.fields import OTHER_WORDS, field_paths, find_field, sections, suggest
+from groupwise.config.fields import OTHER_WORDS, REMARKS, field_paths, find_field, sections, suggest
 from groupwise.config.notes import note_on_processes
 
 
@@ -37,8 +37,9 @@ def test_every_listed_path_can_be_found_again_and_every_plain_one_can_be_set():
 
 def test_the_words_of_other_trainers_point_at_settings_that_exist_and_are_none_themselves():
     leaves = {path.rsplit(".", 1)[-1] for path in [*field_paths(), *sections()]}
-    assert set(OTHER_WORDS.values()) <= set(field_paths())
-    assert not set(OTHER_WORDS) & leaves
+    meant = {path for found in OTHER_WORDS.values() for path in ([found] if isinstance(found, str) else found)}
+    assert meant <= set(field_paths())
+    assert not (set(OTHER_WORDS) | set(REMARKS)) & leaves
 
 
 def test_nothing_is_suggested_for_a_name_like_no_other():

@@ -1,5 +1,6 @@
 """A config is right, or one sentence says what is wrong with it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -416,3 +417,27 @@ def test_settings_from_python_that_contain_themselves_get_one_sentence():
     endless["a"] = endless
     with pytest.raises(ConfigError, match="nested too deeply"):
         build_config({"rewards": {"functions": [{"function": "correctness", "arguments": endless}]}})
+
+
+@pytest.mark.parametrize(
+    ("unknown", "said"),
+    [
+        ("algorithm.num_iterations", "algorithm.updates_per_batch or algorithm.reference_updates?"),
+        ("algorithm.kl_penalty", "algorithm.beta or algorithm.kl_estimator?"),
+        ("training.logging_steps", "is not a setting: every step is logged"),
+        ("model.lora.bias", "is not a setting: an adapter here (model.lora) trains no biases"),
+        ("training.gradient_accumulation_steps", "training.micro_batch_tokens? (a step's batch is"),
+        ("training.num_train_epochs", "training.steps? (an epoch is"),
+        ("training.epochs", "training.steps? (an epoch is"),
+        ("model.load_in_8bit", "model.quantization? (8bit, with model.lora)"),
+        ("rollout.max_length", "rollout.max_completion_tokens or data.max_prompt_tokens?"),
+        ("training.report_to", "output.trackers? (a list"),
+        ("optimizer.warmup_ratio", "optimizer.warmup_steps? (it is counted in steps)"),
+    ],
+)
+def test_other_trainers_words_lead_to_ours(unknown, said):
+    section, _, name = unknown.rpartition(".")
+    settings = {"model": {"lora": {name: 1}}} if section == "model.lora" else {section: {name: 1}}
+    for attempt in (lambda: build_config(settings), lambda: load_config(None, [f"{unknown}=1"])):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            attempt()

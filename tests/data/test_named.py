@@ -97,6 +97,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return [{column: row[column], "answer": row["answer"]}]
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("groupwise.data.readers._hub_answers", lambda source, name: True)
     return asked
 
 
@@ -113,6 +114,7 @@ def test_a_hub_that_cannot_be_reached_names_the_way_out(monkeypatch: pytest.Monk
         raise ConnectionError("no network")
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=refuse))
+    monkeypatch.setattr("groupwise.data.readers._hub_answers", lambda source, name: False)
     with pytest.raises(DataError, match=r"HuggingFaceH4/aime_2024.*a folder that has a copy in data\.folder"):
         load_held_out(DataConfig(source="aime24", eval_source="aime24"))
 

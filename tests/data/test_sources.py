@@ -283,6 +283,7 @@ def test_hub_names_reach_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None
         return ROWS
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("groupwise.data.readers._hub_answers", lambda source, name: True)
     assert load_problems(config("gsm8k")).train[0].id.startswith("gsm8k:train:")
     load_problems(config("polaris"))
     load_problems(config("someone/else", subset="hard", split="test"))
@@ -290,6 +291,48 @@ def test_hub_names_reach_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [("openai/gsm8k", "main", "train"), (polaris, None, "train"), ("someone/else", "hard", "test")]
     with pytest.raises(DataError, match=r"'someone/missing' is no local file.*ConnectionError: no network\): check the name"):
         load_problems(config("someone/missing"))
+
+
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [("gsmk", "gsm8k"), ("math50", "math500"), ("aime26", "aime25"), ("arithmatic", "arithmetic")],
+)
+def test_a_misspelt_name_is_told_at_once_and_the_hub_is_not_asked(
+    source: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.data.readers._hub_answers", lambda source, name: pytest.fail("the Hub was asked"))
+    with pytest.raises(DataError, match=rf"{source!r} is neither a file nor .*: did you mean {meant}\?"):
+        load_problems(config(source))
+    with pytest.raises(DataError, match=f"did you mean {meant}"):
+        load_problems(config("arithmetic", eval_source=source))
+
+
+def test_the_hub_is_asked_once_before_its_client_tries_each_file_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    asked, answer = [], ConnectionError("no network")
+
+    def dataset_info(self: Any, name: str, **settings: Any) -> None:
+        asked.append(name)
+        raise answer
+
+    def load_dataset(*arguments: Any, **settings: Any) -> Any:
+        assert datasets.config.HF_HUB_OFFLINE
+        assert constants.HF_HUB_OFFLINE
+        return ROWS
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    before = constants.HF_HUB_OFFLINE
+    assert load_problems(config("someone/cached")).train, "what was loaded before"
+    assert constants.HF_HUB_OFFLINE is before
+    answer = RepositoryNotFoundError("404", response=type("Response", (), {"headers": {}, "request": None, "status_code": 404})())
+    with pytest.raises(DataError, match=r"'someone/nothing' is neither a file here nor a public data set on the Hub"):
+        load_problems(config("someone/nothing"))
+    assert asked == ["someone/cached", "someone/nothing"]
 
 
 def test_a_prepared_folder_gives_back_what_was_saved(tmp_path: Path) -> None:

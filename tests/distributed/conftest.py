@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from groupwise import train
 from groupwise.distributed import World
 from groupwise.training import loop
 from groupwise.training import start as start_module
+from groupwise.training.loop import train
 from tests.training.conftest import letters, quiet, small_config, sums, tiny_folder
 
 __all__ = ["letters", "quiet", "small_config", "sums", "tiny_folder"]

@@ -47,7 +47,8 @@ def run(config_file: Path, folder: Path) -> None:
     """One process of a way: trains, and leaves its first gradient in ``gradient-RANK.safetensors``."""
     from rich.console import Console
 
-    from groupwise import load_config, train
+    from groupwise import load_config
+    from groupwise.training.loop import train
     from groupwise.training.optimizer import MasterAdamW
 
     torch.set_num_threads(1)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from groupwise import load_config, train
+from groupwise import load_config
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from groupwise import load_config, train
+from groupwise import load_config
 from groupwise.errors import GroupwiseError
+from groupwise.training.loop import train
 from groupwise.training.optimizer import MasterAdamW
 
 __all__ = ["letters", "note_first_gradient"]

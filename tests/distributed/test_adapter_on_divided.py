@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import (
     assert_same_bits,

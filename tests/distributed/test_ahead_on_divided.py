@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from groupwise import train
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import (
     assert_same_bits,

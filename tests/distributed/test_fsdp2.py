@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters, note_first_gradient
 from tests.distributed.two_processes import (
     assert_same_bits,

@@ -7,7 +7,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import load_config, train
+from groupwise import load_config
+from groupwise.training.loop import train
 from tests.distributed.test_processes import module_config  # noqa: F401
 from tests.distributed.two_processes import launch_two, numbers, rows, weights
 from tests.tiny import lower_case_share
@@ -17,7 +18,8 @@ import sys
 import torch
 from pathlib import Path
 from rich.console import Console
-from groupwise import load_config, train
+from groupwise import load_config
+from groupwise.training.loop import train
 from tests.tiny import lower_case_share
 torch.set_num_threads(1)
 folder = Path(sys.argv[2])

@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from groupwise import train
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import launch_two, said, weights
 from tests.engines.vllm.model_backend import ModelBackend

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.config.schema import Config
 from groupwise.distributed.zero_launch import zero_of_launcher
 from groupwise.errors import ConfigError
+from groupwise.training.loop import train
 from groupwise.training.sharding.zero import check_zero
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two, numbers, on_from_step_3, said, weights

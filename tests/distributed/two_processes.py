@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.config.schema import Config
 from groupwise.distributed.launch import launch
+from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.test_same_curve import CLOCKS
 

@@ -124,8 +124,7 @@ def test_reward_functions_of_the_pages_work_and_assertions_hold():
 
 
 def test_the_keywords_and_fields_that_python_snippets_use_exist():
-    from groupwise import train
-    from groupwise.training.loop import RunResult, StepReport
+    from groupwise import RunResult, StepReport, train
 
     used = set(re.findall(r"(?:train\([^()]*?|, )(rewards|on_step|resume_from)=", page("README.md")))
     assert used == {"rewards", "on_step", "resume_from"}
@@ -158,6 +157,15 @@ def test_settings_in_backticks_exist(path):
     for setting in SETTING.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
         if setting.split(".")[0] in sections and not setting.endswith(tuple("." + s for s in suffixes)):
             assert setting in known or any(one.startswith(setting + ".") for one in known), setting
+
+
+def test_what_the_tutorial_resumes_is_a_run_that_was_stopped():
+    """A finished run is left as it is: the one before it must be of the same folder, and is stopped there."""
+    commands = [line for line in page("docs/tutorials/first-run.md").splitlines() if line.startswith("groupwise train")]
+    (place,) = [i for i, line in enumerate(commands) if line.endswith(" --resume")]
+    assert commands[place] == f"{commands[place - 1]} --resume"
+    folder = re.search(r"--run-folder (\S+)", commands[place])[1]
+    assert sum(folder in line for line in commands) == 2
 
 
 def test_make_targets_and_recipes_that_pages_name_exist():

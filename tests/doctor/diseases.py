@@ -22,9 +22,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from groupwise import train
 from groupwise.doctor import RULES, Finding, diagnose_prepared, diagnose_run
 from groupwise.tracking.reading import read_run
+from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 from tests.doctor.ill_runs import DISEASES, HEALTHY, Disease, settings_of
 from tests.doctor.patients import REWARDS, Clinic

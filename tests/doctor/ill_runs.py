@@ -141,7 +141,7 @@ WRITING = (
     ill("the same, tiny", "goes-on never-stops", data="sevens", defect=no_end_token, training=steps(12), optimizer=GENTLE,
         warm_start={"steps": 120, "learning_rate": 1e-2}, rollout={**FORM, "max_completion_tokens": 80}, model="start",
         rewards=functions("correctness", "format")),
-    ill("a tokenizer that names the wrong end, once more", "talks-on", model="schooled_endless", training=steps(4),
+    ill("a tokenizer that names the wrong end, once more", "talks-on", model="schooled_endless", training=steps(6),
         rollout={"max_completion_tokens": 64}),
     ill("length is paid, once more", "length-creep", model="schooled", training=steps(24), rollout={"max_completion_tokens": 96},
         rewards=functions("wordy"), optimizer={"learning_rate": 4e-5}),
@@ -197,6 +197,9 @@ BEFORE = (
         "functions": [{"model": {"name": str(clinic.judge), "device": "cpu", "max_input_tokens": 12}}]}}),
     ill("a tokenizer that names the wrong end", "end-token-untaught", before=True, model="endless", data="sevens",
         rewards=functions("correctness"), warm_start={"steps": 10}),
+    ill("a batch of 800,000 completions in one pass", "memory-short", before=True, rewards=functions("correctness"),
+        rollout={"prompts_per_step": 100_000, "completions_per_prompt": 8, "max_completion_tokens": 128},
+        training={"micro_batch_tokens": 10**9}),
     ill("no problems held out", "reward-hacking-unseen", before=True, change=lambda clinic: {"data": {"holdout": 0}, "rewards":
         functions("correctness")}),
     ill("200 steps and no checkpoint", "no-checkpoints", before=True, rewards=functions("correctness"), training={"steps": 200}),

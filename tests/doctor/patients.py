@@ -14,7 +14,8 @@ from unittest import mock
 
 from rich.console import Console
 
-from groupwise import Config, load_config, train
+from groupwise import Config, load_config
+from groupwise.training.loop import train
 from tests.tiny import TEMPLATE, lower_case_share, tiny_config, write_sums, write_tiny_llama
 
 __all__ = ["REWARDS", "Clinic", "another_temperature", "no_end_token", "stranded_adapter", "wrong_sign"]

@@ -9,10 +9,12 @@ from groupwise.config import load_config, recipes
 from groupwise.config.notes import notes
 from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
-from groupwise.doctor import RULES, diagnose_prepared
+from groupwise.doctor import RULES, check_before, diagnose_prepared, refuse
 from groupwise.doctor.problems import contradictions, duplicates, leakage
+from groupwise.errors import RewardError
 from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.training.setup import Prepared
+from groupwise.training.short_memory import Shortage
 from groupwise.types import Problem
 
 QUESTION = (
@@ -204,3 +206,56 @@ def test_an_end_token_that_does_not_end_a_turn_is_found(prepared, shared_data):
     open_ended.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
     found = rules_of(diagnose_prepared(prepared(tokenizer=open_ended)))
     assert "puts none of the model's end tokens" in found["end-token-untaught"].summary
+
+
+def test_a_constant_reward_of_one_s_own_is_a_warning_since_it_may_look_for_something_else(prepared):
+    runs_code = {"runs": lambda completions, **_: [0.0 for _ in completions]}
+    found = rules_of(diagnose_prepared(prepared(["rewards.functions=[runs]"], runs_code)))
+    assert found["reward-blind"].severity == "warning"
+
+
+@pytest.mark.parametrize(
+    "overrides", [["optimizer.learning_rate=5"], ["optimizer.learning_rate=5", "model.lora={}"], ["warm_start.learning_rate=1"]]
+)
+def test_a_rate_as_large_as_the_weights_is_critical(overrides):
+    (found,) = [rule.examine(load_config("quickstart", overrides)) for rule in RULES if rule.name == "rate-too-high"]
+    assert found.severity == "critical"
+
+
+def test_always_the_likeliest_token_is_critical():
+    (found,) = [rule.examine(load_config("quickstart", ["rollout.top_k=1"])) for rule in RULES if rule.name == "too-cold"]
+    assert found.severity == "critical"
+
+
+def test_a_run_that_is_to_follow_tries_few_problems(prepared):
+    calls = []
+
+    def counted(completions, **_):
+        calls.append(len(completions))
+        return [float(len(c[-1]["content"])) for c in completions]
+
+    check_before(prepared(["rewards.functions=[counted]"], {"counted": counted}))
+    assert calls == [4, 4, 4, 4], "four problems, each once"
+
+
+@pytest.mark.parametrize(("needed", "severity"), [(10.5, "warning"), (12.0, "critical")])
+def test_a_plan_beyond_what_is_free_is_told_and_far_beyond_it_critical(prepared, needed, severity):
+    short = Shortage(int(needed * 2**30), 10 * 2**30, f"this run will need about {needed} GiB, and 10 are free: lower something")
+    found = rules_of(check_before(replace(prepared(), short_of_memory=short)))
+    assert found["memory-short"].severity == severity
+    assert found["memory-short"].summary.endswith("10 are free")
+
+
+def test_only_what_is_critical_about_settings_and_rewards_is_refused(prepared):
+    fails = {"fails": lambda completions, **_: 1 / 0}
+    for on_error, refused in (("stop", True), ("skip", False)):
+        ready = prepared(["rewards.functions=[fails]", f"rewards.on_error={on_error}"], fails)
+        found = check_before(ready)
+        assert "division by zero" in rules_of(found)["reward-fails"].summary
+        if refused:
+            with pytest.raises(RewardError, match=r"division by zero.*--no-check"):
+                refuse(found, ready.config)
+        else:
+            refuse(found, ready.config)
+    leaking = replace(rules_of(found)["reward-fails"], rule="leakage")
+    refuse([leaking], ready.config)

@@ -2,9 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from groupwise.cli import app
 from groupwise.doctor import RULES, diagnose_run
 from groupwise.tracking.reading import read_run
 
@@ -254,3 +257,41 @@ def test_the_gravest_comes_first(tmp_path):
     severities = [f.severity for f in diagnose_run(read_run(write_run(tmp_path / "run", story)))]
     assert severities == sorted(severities, key=["critical", "warning", "note", "normal"].index)
     assert severities[0] == "critical"
+
+
+def severities(folder, story):
+    return {
+        rule: finding.severity
+        for rule, finding in findings_of(folder, story).items()
+        if finding.severity in ("critical", "warning")
+    }
+
+
+@pytest.mark.parametrize("rule", ["strict-misses-right-answers", "never-stops", "no-variance", "talks-on", "reward-constant"])
+def test_a_warning_takes_five_steps_and_a_critical_finding_ten(rule, tmp_path):
+    """What one step shows may be gone after the next four: a run of 24 steps was called critical at its first."""
+    for steps in (1, 4):
+        assert severities(tmp_path / str(steps), replace(DISEASES[rule], steps=steps, evaluations=())) == {}
+    early = severities(tmp_path / "early", replace(DISEASES[rule], steps=6, evaluations=()))
+    assert set(early.values()) <= {"warning"}
+    late = severities(tmp_path / "late", replace(DISEASES[rule], steps=20, evaluations=()))
+    assert late[rule] == findings_of(tmp_path / "whole", DISEASES[rule])[rule].severity
+
+
+def test_what_one_step_shows_for_certain_is_told_at_once(tmp_path):
+    story = Story(steps=2, evaluations=(), metrics=lambda step, p: {"policy/ratio_deviation": 0.2})
+    assert severities(tmp_path / "ratio", story) == {"ratio-off": "warning"}
+    story = Story(steps=2, evaluations=(), metrics=lambda step, p: {"policy/loss": None if step == 2 else 0.0})
+    assert severities(tmp_path / "nan", story) == {"not-finite": "warning"}
+
+
+def test_one_number_that_is_not_finite_is_a_warning_and_several_are_critical(tmp_path):
+    for bad, severity in (({30}, "warning"), ({30, 31}, "critical")):
+        story = Story(metrics=lambda step, p, bad=bad: {"policy/loss": None} if step in bad else {})
+        assert findings_of(tmp_path / str(len(bad)), story)["not-finite"].severity == severity
+
+
+def test_a_run_of_three_steps_is_not_called_healthy(tmp_path):
+    result = CliRunner().invoke(app, ["doctor", str(write_run(tmp_path / "run", Story(steps=3, finished=False, evaluations=())))])
+    assert "Too early to judge: 3 steps, and it takes 5." in result.stdout
+    assert "Nothing ails it" not in result.stdout

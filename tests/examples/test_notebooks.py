@@ -78,7 +78,7 @@ def check(path, printed, names):
     """What each notebook's text claims of what is printed."""
     if path.stem.startswith("01"):
         assert "sum of advantages: 0.0" in printed.replace("-0.0", "0.0")
-        assert [row["stage"] for row in names["result"].summary["evaluations"]] == ["base", "warm_start", "final"]
+        assert [*names["result"].evaluations["stage"]][:3] == ["base", "warm_start", "final"]
     elif path.stem.startswith("02"):
         scores = names["closeness"](completions=names["chats"], answer=["19"] * len(names["chats"]))
         assert scores[0] == scores[1] == scores[-1] == scores[-2] == 1.0 > scores[2] > scores[3] > scores[4] == 0.0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from groupwise import train
 from groupwise.config.schema import Config
 from groupwise.errors import StoppedError
+from groupwise.training.loop import train
 from tests.tiny import lower_case_share
 
 __all__ = ["Forked", "begin"]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.errors import CheckpointError, ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
 from groupwise.training.learner import Learner
+from groupwise.training.loop import train
 from groupwise.training.resume import drift
 from groupwise.training.window import HeldWindow, _group_values
 from groupwise.types import Completion, Group, Problem, Prompt, StepScores

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from groupwise import train
 from groupwise.cli import app
 from groupwise.config import dump_config
 from groupwise.errors import CheckpointError, StoppedError, TrainingError
@@ -19,6 +18,7 @@ from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
 from groupwise.training import ending, writer
 from groupwise.training.checkpoint import latest_checkpoint
+from groupwise.training.loop import train
 from groupwise.training.run import Run
 from tests.survival.kills import differences
 from tests.survival.test_carrying_on import steps_in

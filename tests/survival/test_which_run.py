@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from groupwise import train
 from groupwise.cli import app
 from groupwise.config import dump_config
 from groupwise.errors import CheckpointError
 from groupwise.tracking import RunFolder
+from groupwise.training.loop import train
 from groupwise.training.resume import newest_run, unfinished_note
 
 

@@ -140,6 +140,8 @@ def test_the_summary_says_what_a_newcomer_asks():
     assert "p = 0.25" in text
     assert "The whole run took 1:15." in text
     assert "Everything lies in  runs/x" in lines
+    assert any(re.fullmatch(r"A page about it:    \S*groupwise report runs/x", line) for line in lines)
+    assert any(re.fullmatch(r"What looks wrong:   \S*groupwise doctor runs/x", line) for line in lines)
     assert re.fullmatch(r"Talk to the model:  \S*groupwise generate 'runs/x/final model'", lines[-1])
 
 

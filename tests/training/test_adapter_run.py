@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import completions_of, final_weights, metrics_of
 
-from groupwise import train
 from groupwise.errors import ConfigError
+from groupwise.training.loop import train
 from groupwise.training.optimizer import MasterAdamW
 
 pytest.importorskip("peft")

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from groupwise import train
 from groupwise.cli.app import app
+from groupwise.training.loop import train
 
 pytest.importorskip("peft")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import load_config, train
+from groupwise import load_config
 from groupwise.engines import make_engine
 from groupwise.engines.beside import SamplingThread
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -21,6 +21,7 @@ from groupwise.rollout import rollout_scope, rollout_settings
 from groupwise.training import ahead as ahead_module
 from groupwise.training import start as start_module
 from groupwise.training.learner import Learner
+from groupwise.training.loop import train
 from tests.survival.kills import differences
 
 LOG_ALL = {"log_completions": 100, "checkpoint_every": 1, "keep_checkpoints": 10}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.errors import CheckpointError
 from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from groupwise.training.loop import train
 from groupwise.training.start import start
 
 ALGORITHM = {"beta": 0.1, "updates_per_batch": 2, "reference_updates": 2, "epsilon": 0.01}

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from groupwise import train
+from groupwise.training.loop import train
 
 
 def letters(completions, **columns):

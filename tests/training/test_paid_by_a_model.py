@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from groupwise import RewardModel, train
+from groupwise import RewardModel
 from groupwise.errors import RewardError
 from groupwise.rewards.load import named_rewards
+from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from slow_grpo import config_of, distance, learner_of, make_groups, slow_advantages, slow_gradient, slow_logprobs, watch_gradients
 
-from groupwise import train
 from groupwise.errors import StoppedError
 from groupwise.rewards import StepRewards
 from groupwise.training.learner import Learner
+from groupwise.training.loop import train
 from groupwise.types import StepScores
 
 FLAT = [[0.0] * 4] * 3

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from groupwise import train
 from groupwise.report import write_report
 from groupwise.tracking.reading import read_run
+from groupwise.training.loop import train
 
 
 def rows_of(folder):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.errors import StoppedError
 from groupwise.rewards import reward_scope
+from groupwise.training.loop import train
 
 NORMALISED = {
     "functions": [{"function": "letters", "normalise": "mean_std", "clip": [-1, 1]}, {"function": "length", "normalise": "std"}],

@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from groupwise import train
 from groupwise.config import load_config
 from groupwise.doctor.rewarding import groups as groups_of
 from groupwise.errors import RewardError, TrainingError
@@ -15,6 +14,7 @@ from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
 from groupwise.training import run as run_module
+from groupwise.training.loop import train
 
 UNTIMED = ("time", "speed", "memory")
 

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from groupwise import train
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
 from groupwise.memory import available_memory_bytes
 from groupwise.training import short_memory
+from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 
 CPU = torch.device("cpu")

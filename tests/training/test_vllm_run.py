@@ -8,11 +8,11 @@ from contextlib import nullcontext
 import pytest
 from transformers import AutoModelForCausalLM
 
-from groupwise import train
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.evaluation import evaluate_model
+from groupwise.training.loop import train
 from groupwise.training.sharding import Replicas
 from tests.engines.vllm.model_backend import ModelBackend
 

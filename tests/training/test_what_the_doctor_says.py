@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from groupwise import train
 from groupwise.doctor import RULES, Watch
+from groupwise.training.loop import train
 from tests.doctor.diseases import PAGE, ailing, cause, find
 from tests.doctor.ill_runs import DISEASES, HEALTHY
 from tests.doctor.patients import Clinic

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from groupwise import train
 from groupwise.errors import CheckpointError
 from groupwise.models.load import copy_to_cpu
 from groupwise.training import checkpoint as checkpoints
 from groupwise.training import writer as writers
+from groupwise.training.loop import train
 from groupwise.training.run import Run
 from groupwise.training.start import start
 from groupwise.training.writer import CheckpointWriter

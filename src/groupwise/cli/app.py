@@ -45,9 +45,49 @@ class Door(TyperGroup):
 
                 typer.echo(f"groupwise: {message(error)}", err=True)
             raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if (
+                type(error).__name__ != "NoSuchOption" or (written := _as_setting(error)) is None
+            ):  # click's, which typer may bring itself
+                raise
+            option = error.option_name  # type: ignore[attr-defined]
+            typer.echo(f"groupwise: {option} is no option: settings are written {written}, without dashes", err=True)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("\ngroupwise: stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _as_setting(error: Any) -> str | None:
+    """``--steps 3`` as it is written here, ``training.steps=3``; None where no setting is called so, or the command takes none."""
+    from groupwise.config.fields import field_paths, suggest
+
+    command = error.ctx.command if error.ctx else None
+    if command is None or not any(parameter.name in ("overrides", "words") for parameter in command.params):
+        return None
+    name = error.option_name.lstrip("-").partition("=")[0].replace("-", "_")
+    known = field_paths()
+    found = [path for path in (suggest(name) or ([name] if name in known else [])) if path in known]
+    exact = name in known or any(path.rsplit(".", 1)[-1] == name for path in found)
+    if not found or (error.possibilities and not exact):
+        return None
+    path = min(found, key=lambda one: SECTION_ORDER.index(one.partition(".")[0]) if one.partition(".")[0] in SECTION_ORDER else 9)
+    return f"{path}={_value_after(error.option_name)}"
+
+
+SECTION_ORDER = ("training", "rollout", "optimizer", "model", "algorithm", "evaluation", "output", "data")
+"""Which section is meant where several have a setting of one name."""
+
+
+def _value_after(option: str) -> str:
+    """What stands behind the option on the command line; a setting is quoted by whoever needs it."""
+    words = sys.argv[1:]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option and following and not following.startswith("--"):
+            return following
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return "VALUE"
 
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from groupwise.models.load import Policy, load_policy, with_base
 from groupwise.tracking.text import visible
 from groupwise.types import Message, Problem
 
-__all__ = ["Speaker", "answer_dealt_lines", "answer_lines", "converse", "make_speaker"]
+__all__ = ["Speaker", "answer_dealt_lines", "answer_lines", "answer_of", "converse", "make_speaker"]
 
 WELCOME = "Type a question and press Enter. /new forgets the conversation, /exit or Ctrl-D leaves."
 
@@ -77,6 +77,12 @@ def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bo
     greedy = greedy or temperature == 0
     settings = SamplingSettings(max_tokens, temperature=1.0 if greedy else temperature, greedy=greedy)
     return Speaker(policy, make_engine(policy, config.rollout), config.prompt, system, settings, seed)
+
+
+def answer_of(speaker: Speaker, question: str) -> str:
+    """The answer to a question by itself."""
+    speaker.forget()
+    return speaker.answer(question, io.StringIO())
 
 
 def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from groupwise.doctor import Finding
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "print_finding"]
 
 STYLES = {"critical": "bold red", "warning": "yellow", "note": "cyan", "normal": "green"}
 
@@ -56,7 +56,7 @@ def doctor(
 
 def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:
     if Path(target).expanduser().is_dir():
-        from groupwise.doctor import diagnose_run
+        from groupwise.doctor import ENOUGH, diagnose_run
         from groupwise.errors import ConfigError
         from groupwise.tracking.reading import read_run
 
@@ -67,9 +67,13 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
         run = read_run(target)
         state = "finished" if run.summary else "not finished"
         findings = diagnose_run(run)
-        verdict = (
-            "Nothing to judge yet: 0 steps" if not run.last_step else "Nothing ails it" if not _ailing(findings) else "It ails"
-        )
+        verdict = "It ails" if _ailing(findings) else "Nothing ails it"
+        if len(run.steps) < ENOUGH and not _ailing(findings):
+            verdict = (
+                f"Too early to judge: {len(run.steps)} steps, and it takes {ENOUGH}"
+                if run.steps
+                else "Nothing to judge yet: 0 steps"
+            )
         about = {
             "run": str(run.path), "steps": run.last_step, "state": state, "verdict": verdict, "unreadable": dict(run.unreadable),
         }  # fmt: skip
@@ -99,14 +103,14 @@ def _print(findings: Sequence[Finding], about: dict[str, object], examples: int)
             left_out = ", ".join(f"{count} of {name}" for name, count in unreadable.items())
             out.print(harmless(f"could not be read and left out: {left_out}", "yellow"), soft_wrap=True)
     for finding in findings:
-        _print_finding(finding, examples, out)
-    if "run" in about and not about["steps"]:
+        print_finding(finding, examples, out)
+    if str(about.get("verdict")).startswith(("Too early", "Nothing to judge")):
         out.print(harmless(f"{about['verdict']}.", "cyan"), soft_wrap=True)
     elif not _ailing(findings):
         out.print(harmless("Nothing ails it, as far as can be seen.", "green"), soft_wrap=True)
 
 
-def _print_finding(finding: Finding, examples: int, out: Console) -> None:
+def print_finding(finding: Finding, examples: int, out: Console) -> None:
     from groupwise.tracking.text import harmless
 
     style = STYLES[finding.severity]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from groupwise.distributed import World
     from groupwise.evaluation.models import Judged
 
-__all__ = ["evaluate"]
+__all__ = ["data_overrides", "evaluate"]
 
 SHORT_OF_MEMORY = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
 
@@ -78,7 +78,7 @@ def evaluate(
     options += [f"evaluation.shots={shots}"] if shots is not None else []
     options += [f"model.device_map={device_map}"] if device_map else []
     aside = console(stderr=True, quiet=not is_first_process())
-    judged, source = _judge(models, [*_data_overrides(data), *options, *overrides], aside)
+    judged, source = _judge(models, [*data_overrides(data), *options, *overrides], aside)
     from groupwise.evaluation.models import compare_models, write_records
     from groupwise.tracking.text import harmless
 
@@ -193,7 +193,7 @@ def _print(judged: Sequence[Judged], comparisons: Sequence[dict[str, Any]], out:
         out.print(harmless(line), soft_wrap=True)
 
 
-def _data_overrides(data: str | None) -> list[str]:
+def data_overrides(data: str | None) -> list[str]:
     """``gsm8k:test``: that split is judged; a file: all of it; the generator or a prepared folder: its held-out problems."""
     if data is None:
         return []

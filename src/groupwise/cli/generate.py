@@ -26,7 +26,10 @@ def generate(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="1 is the model itself, 0 is greedy.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Longest answer, in tokens; by itself what the run trained it with, else 512."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     device_map: DeviceMap = None,
@@ -52,15 +55,12 @@ def generate(
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
     start_processes(num_processes)
     from groupwise.cli.chat import answer_dealt_lines, answer_lines, converse, make_speaker
-    from groupwise.cli.models import fetch_model, settings_for_model
+    from groupwise.cli.models import fetch_model, settings_to_ask
     from groupwise.training.short_memory import explain_short_memory
 
     options = [f"model.device_map={device_map}"] if device_map else []
-    config, run_config = settings_for_model(model, [*options, *(["model.trust_remote_code=true"] if trust_remote_code else [])])
-    if system is not None:
-        config.prompt.system = system
-    elif run_config is None:
-        config.prompt.system = "none"
+    options += ["model.trust_remote_code=true"] if trust_remote_code else []
+    config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
     fetch_model(config)
     short = explain_short_memory(remedy=SHORT_OF_MEMORY)
     if many:
@@ -68,10 +68,10 @@ def generate(
 
         with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world, short:
             lines = world.first_does(lambda: [line for line in sys.stdin if line.strip()])
-            answer_dealt_lines(make_speaker(config, max_tokens, temperature, greedy, seed), lines, sys.stdout, world)
+            answer_dealt_lines(make_speaker(config, longest, temperature, greedy, seed), lines, sys.stdout, world)
         return
     with short:
-        speaker = make_speaker(config, max_tokens, temperature, greedy, seed)
+        speaker = make_speaker(config, longest, temperature, greedy, seed)
         if prompt is not None:
             speaker.answer(prompt, sys.stdout)
         elif sys.stdin.isatty():

@@ -11,9 +11,11 @@ from groupwise.config import Config, load_config
 from groupwise.config.load import load_run_config
 from groupwise.models.folder import adapter_in
 
-__all__ = ["fetch_model", "settings_for_model"]
+__all__ = ["fetch_model", "settings_for_model", "settings_to_ask"]
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
+LONGEST_ANSWER = 512
+"""Tokens, of a model that no run is known of."""
 _MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
 
@@ -48,6 +50,18 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
         config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
     return config, run_config
+
+
+def settings_to_ask(
+    model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None
+) -> tuple[Config, int]:
+    """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give."""
+    config, run_config = settings_for_model(model, overrides)
+    if system is not None:
+        config.prompt.system = system
+    elif run_config is None:
+        config.prompt.system = "none"
+    return config, max_tokens or (LONGEST_ANSWER if run_config is None else config.rollout.max_completion_tokens)
 
 
 def fetch_model(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from groupwise.config import Config
-    from groupwise.training.loop import StepReport
+    from groupwise.doctor import Finding
     from groupwise.training.setup import Prepared
 
 __all__ = ["train"]
@@ -41,6 +41,12 @@ Resume = Annotated[
 AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
 ]
+Check = Annotated[
+    bool, typer.Option("--check/--no-check", help="Look at settings and rewards before the run, and refuse what cannot learn.")
+]
+Everything = Annotated[
+    bool, typer.Option("--all", help="With --dry-run: show every setting, not only those that differ from the defaults.")
+]
 Hints = Annotated[
     bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds; ever more seldom as it goes on.")
 ]
@@ -54,12 +60,17 @@ def train(
     run_folder: RunFolder = None,
     resume: Resume = False,
     accept_changes: AcceptChanges = False,
+    check: Check = True,
+    everything: Everything = False,
     hints: Hints = True,
     num_processes: NumProcesses = 1,
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
     A setting is named by its section and name, or by its name alone where only one is called so. A list is written as in YAML.
+
+    Before weights are loaded the doctor looks at the settings and tries the rewards on a few made-up completions; a run that cannot
+    learn is refused, unless it is told --no-check.
 
     \b
     Examples:
@@ -83,7 +94,7 @@ def train(
     config = load_config(source, overrides or ())
     fetch_model(config)
     if dry_run:
-        _dry_run(config, as_json, num_processes)
+        _dry_run(config, as_json, num_processes, everything, check)
         return
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
@@ -93,10 +104,21 @@ def train(
     recipe, shown = find_source(source).stem, console(stderr=as_json)
     if resume and run_folder is None:
         run_folder = _newest(config, recipe, shown)
-    on_step = _hints(shown) if hints else None
+    from groupwise.doctor import Watch
+    from groupwise.tracking.text import harmless
+
+    styles = {"critical": "bold red", "warning": "yellow"}
+
+    def say(sentence: str, severity: str) -> None:
+        """On one line in a log; between words, in a terminal."""
+        shown.print(harmless(sentence, styles[severity]), soft_wrap=not shown.is_terminal, highlight=False)
+
+    watch = Watch(say)
     result = run_training(
-        config, recipe=recipe, run_folder=run_folder, on_step=on_step, console=shown, resume=resume, accept_changes=accept_changes
-    )
+        config, recipe=recipe, run_folder=run_folder, console=shown, resume=resume, accept_changes=accept_changes,
+        on_step=(lambda report: watch(report.folder, report.step)) if hints else None,
+        check=watch.before if check else None,
+    )  # fmt: skip
     if as_json and is_first_process():
         print_json({"folder": str(result.folder), "summary": result.summary})
 
@@ -116,31 +138,22 @@ def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
     return folder
 
 
-def _hints(shown: Console) -> Callable[[StepReport], None]:
-    """A callback for the loop that shows what the doctor finds during the run."""
-    from groupwise.doctor import Watch
-    from groupwise.tracking.text import harmless
-
-    styles = {"critical": "bold red", "warning": "yellow"}
-
-    def say(sentence: str, severity: str) -> None:
-        """On one line in a log; between words, in a terminal."""
-        shown.print(harmless(sentence, styles[severity]), soft_wrap=not shown.is_terminal, highlight=False)
-
-    watch = Watch(say)
-    return lambda report: watch(report.folder, report.step)
-
-
-def _dry_run(config: Config, as_json: bool, num_processes: int) -> None:
+def _dry_run(config: Config, as_json: bool, num_processes: int, everything: bool, check: bool) -> None:
     from groupwise.cli.show import print_json
     from groupwise.distributed import world_size
+    from groupwise.doctor import diagnose_prepared, refuse
     from groupwise.training.setup import prepare
 
     prepared = prepare(config, processes=max(num_processes, world_size()))
+    findings = diagnose_prepared(prepared) if check else []
+    prepared.rewards.close()
     if as_json:
-        print_json(_facts(prepared))
+        print_json(_facts(prepared) | {"findings": [finding.to_json() for finding in findings]})
     else:
-        _print_prepared(prepared)
+        _print_prepared(prepared, findings, everything)
+    refuse(findings, config)
+    if not as_json:
+        _print_verdict(prepared, findings if check else None)
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:
@@ -174,27 +187,41 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _print_prepared(prepared: Prepared) -> None:
+def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything: bool) -> None:
+    """What is short last, so that it is still there to be read."""
+    from groupwise.cli.doctor import print_finding
     from groupwise.cli.show import console, print_notes, table
+    from groupwise.config import changed_settings
     from groupwise.config.load import yaml_text
     from groupwise.tracking.text import harmless
 
     out, facts = console(), _facts(prepared)
-    out.print(harmless("Settings", "bold"))
-    out.print(harmless(yaml_text(facts["config"])), soft_wrap=True)
+    out.print(harmless("Settings" if everything else "Settings that differ from the defaults (--all: every one)", "bold"))
+    out.print(harmless(yaml_text(facts["config"] if everything else changed_settings(facts["config"]))), soft_wrap=True)
     rows = [(row["name"], row["weight"], row["arguments"] or None, row["called"], row["summary"]) for row in facts["rewards"]]
     out.print(table(["reward", "weight", "arguments", "sees one", "what it scores"], rows))
     first = facts["first_prompt"]
     out.print(harmless(f"First prompt ({first['problem']}, {first['tokens']} tokens)", "bold"))
     out.print(harmless(first["text"]), soft_wrap=True)
     out.print(harmless(f"\nreference answer: {first['reference_answer']}\n", "dim"), soft_wrap=True)
-    print_notes(facts["notes"], out)
-    out.print(
+    print_notes([note for note in facts["notes"] if not any(note.startswith(one.summary) for one in findings)], out)
+    for finding in findings:
+        print_finding(finding, 0, out)
+
+
+def _print_verdict(prepared: Prepared, findings: Sequence[Finding] | None) -> None:
+    from groupwise.cli.show import console
+    from groupwise.tracking.text import harmless
+
+    grave = sum(finding.severity in ("critical", "warning") for finding in findings or ())
+    verdict = f"It would run, with {grave} {'finding' if grave == 1 else 'findings'} above" if grave else "Everything checks out"
+    verdict = "It would run; rewards and settings were not checked" if findings is None else verdict
+    console().print(
         harmless(
-            f"Everything checks out: {facts['training_problems']:,} training problems, {facts['held_out_problems']:,} held out; "
+            f"{verdict}: {len(prepared.train_prompts):,} training problems, {len(prepared.held_out_prompts):,} held out; "
             f"{prepared.config.completions_per_step} completions a step for {prepared.config.training.steps} steps. "
             "No weights were loaded.",
-            "green",
+            "yellow" if grave else "green",
         ),
         soft_wrap=True,
     )

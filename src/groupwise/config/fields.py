@@ -15,12 +15,12 @@ from pydantic_core import PydanticUndefined
 
 from groupwise.config.schema import Config
 
-__all__ = ["ITEM", "FieldDoc", "explain", "field_paths", "find_field", "schema_path", "sections", "suggest"]
+__all__ = ["ITEM", "REMARKS", "FieldDoc", "explain", "field_paths", "find_field", "schema_path", "sections", "suggest"]
 
 ITEM = "[]"
 """Stands for "any entry" in the path of a setting inside a list: ``rewards.functions[].weight``."""
 
-OTHER_WORDS = {
+OTHER_WORDS: dict[str, str | tuple[str, ...]] = {
     "G": "rollout.completions_per_prompt",
     "num_generations": "rollout.completions_per_prompt",
     "group_size": "rollout.completions_per_prompt",
@@ -31,19 +31,30 @@ OTHER_WORDS = {
     "max_new_tokens": "rollout.max_completion_tokens",
     "max_tokens": "rollout.max_completion_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
+    "max_length": ("rollout.max_completion_tokens", "data.max_prompt_tokens"),
     "mu": "algorithm.updates_per_batch",
-    "num_iterations": "algorithm.updates_per_batch",
+    "num_iterations": ("algorithm.updates_per_batch", "algorithm.reference_updates"),  # TRL's mu, and the outer loop of the paper
+    "ppo_epochs": "algorithm.updates_per_batch",
+    "gradient_accumulation_steps": "training.micro_batch_tokens",
     "sync_ref_model": "algorithm.reference_updates",
     "clip_range": "algorithm.epsilon",
     "cliprange": "algorithm.epsilon",
     "kl_coef": "algorithm.beta",
     "kl_coeff": "algorithm.beta",
+    "kl_penalty": ("algorithm.beta", "algorithm.kl_estimator"),
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
     "grad_clip": "optimizer.max_grad_norm",
     "master_weights": "optimizer.precision",
     "max_steps": "training.steps",
     "num_steps": "training.steps",
+    "epochs": "training.steps",
+    "num_epochs": "training.steps",
+    "num_train_epochs": "training.steps",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "load_in_4bit": "model.quantization",
+    "load_in_8bit": "model.quantization",
+    "report_to": "output.trackers",
     "eval_steps": "evaluation.every",
     "save_steps": "output.checkpoint_every",
     "output_dir": "output.folder",
@@ -54,6 +65,19 @@ OTHER_WORDS = {
     "reward_funcs": "rewards.functions",
 }
 """What other trainers and the papers call a setting of ours; used for suggestions only, never accepted as a key."""
+
+REMARKS = {
+    "logging_steps": "every step is logged, to metrics.jsonl and output.trackers",
+    "bias": "an adapter here (model.lora) trains no biases",
+    "gradient_accumulation_steps": "a step's batch is rollout.prompts_per_step x rollout.completions_per_prompt, however it is cut",
+    "epochs": "an epoch is the training problems / rollout.prompts_per_step, and `groupwise plan` counts its steps",
+    "warmup_ratio": "it is counted in steps",
+    "report_to": "a list, such as [jsonl, wandb]",
+    "load_in_4bit": "4bit, with model.lora",
+    "load_in_8bit": "8bit, with model.lora",
+}
+"""What there is to say of another trainer's setting beside the name of ours, or because we have none."""
+REMARKS |= dict.fromkeys(("num_epochs", "num_train_epochs"), REMARKS["epochs"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +162,10 @@ def suggest(unknown: str) -> list[str]:
     """
     leaf = unknown.rsplit(".", 1)[-1]
     if leaf in OTHER_WORDS:
-        return [OTHER_WORDS[leaf]]
+        meant = OTHER_WORDS[leaf]
+        return [meant] if isinstance(meant, str) else list(meant)
+    if leaf in REMARKS:
+        return []
     known = [path for path in (*field_paths(), *sections()) if path != unknown.rpartition(".")[0] or path not in sections()]
     same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
     if same_leaf:

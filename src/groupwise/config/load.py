@@ -18,13 +18,13 @@ import yaml
 from pydantic import ValidationError
 
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections
-from groupwise.config.problems import explain_failure, shown, unknown_key
+from groupwise.config.problems import shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
 __all__ = [
-    "Recipe", "build_config", "build_known", "dump_config", "find_source", "load_config", "load_run_config", "plain_yaml", "recipes",
-    "yaml_text",
+    "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
+    "plain_yaml", "recipes", "yaml_text",
 ]  # fmt: skip
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
@@ -46,7 +46,11 @@ class _Granted:
     """Stands where a file sets ``trust_remote_code``, until an override takes its place."""
 
 
-def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+Overrides = Sequence[str] | Mapping[str, Any] | str
+"""``["training.steps=10"]``, ``{"training.steps": 10}``, ``{"training": {"steps": 10}}``, or one text."""
+
+
+def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
     """The config of a shipped recipe or a YAML file (None: the defaults), with overrides on top.
 
     A file cannot grant ``trust_remote_code``, since files are passed on: an override can.
@@ -54,7 +58,8 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
     Args:
         source: a recipe's name (`recipes` lists them) or the path of a YAML file.
         overrides: texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
-            stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so.
+            stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so. Or a mapping from
+            such keys (or sections) to values, which are taken as they are.
 
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
@@ -64,13 +69,13 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
         return _build(_replace_trust(settings, _Granted()), overrides, str(source))
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_run_config(path: Path, overrides: Overrides = ()) -> Config:
     """The same of the ``config.yaml`` of a run, which may be somebody else's: what it says of ``trust_remote_code`` is left out."""
     with _in_one_line():
         return _build(_replace_trust(_read(path), False), overrides)
 
 
-def build_config(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def build_config(settings: Mapping[str, Any], overrides: Overrides = ()) -> Config:
     """The same from a mapping in the shape of the YAML: ``build_config({"training": {"steps": 10}})``."""
     with _in_one_line():
         return _build(settings, overrides)
@@ -87,7 +92,9 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
     while True:
         try:
             return Config.model_validate(merged), left_out
-        except ValidationError as failure:
+        except ConfigError as error:
+            failure = error.__cause__
+            assert isinstance(failure, ValidationError)
             paths = [_remove(merged, error["loc"], error["type"] == "extra_forbidden") for error in failure.errors()]
         found = [path for path in dict.fromkeys(paths) if path]
         if not found:
@@ -131,22 +138,43 @@ def _in_one_line() -> Iterator[None]:
         raise ConfigError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)) from None
 
 
-def _build(settings: Mapping[str, Any], overrides: Sequence[str], source: str = "") -> Config:
+def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "") -> Config:
     merged = _merge({}, settings)
-    for override in overrides:
-        path, value = _parse_override(override)
+    for path, value in _pairs(overrides):
         _set(merged, path, value)
     _spell_out_rewards(merged)
     _check_values(merged, "", source)
-    try:
-        return Config.model_validate(merged)
-    except ValidationError as failure:
-        raise ConfigError(explain_failure(failure)) from None
+    return Config.model_validate(merged)
+
+
+def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
+    """Path and value of each."""
+    if isinstance(overrides, Mapping):
+        yield from ((_resolve(str(key)), _merge({}, {"value": value})["value"]) for key, value in overrides.items())
+    else:
+        yield from map(_parse_override, [overrides] if isinstance(overrides, str) else overrides)
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, every setting written out; `load_config` reads it back to an equal config, but for trust in code."""
     return yaml_text(config.model_dump(mode="json"))
+
+
+def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a config as plain values those that differ from the defaults, in the shape of the YAML."""
+    return _difference(settings, Config().model_dump(mode="json"))
+
+
+def _difference(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in these.items():
+        default = those.get(name)
+        if isinstance(value, Mapping) and isinstance(default, Mapping) and value and default:
+            if inner := _difference(value, default):
+                found[name] = inner
+        elif value != default:
+            found[name] = value
+    return found
 
 
 class _Dumper(yaml.SafeDumper):
@@ -273,6 +301,8 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
+    if not isinstance(override, str):
+        raise ConfigError(f"{override!r} is not an override, which is a text, such as 'training.steps=10', or an entry of a dict")
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{override!r} is not an override, which is written key=value, such as training.steps=10")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, suggest
+from groupwise.config.fields import ITEM, REMARKS, field_paths, find_field, schema_path, sections, suggest
 
 __all__ = ["explain_failure", "shown", "unknown_key"]
 
@@ -38,11 +38,12 @@ _BOUNDS = {
 }
 
 
-def explain_failure(failure: ValidationError) -> str:
-    """One sentence for the first problem (unknown keys before bad values), and how many more there are."""
+def explain_failure(failure: ValidationError, place: str = "") -> str:
+    """One sentence for the first problem (unknown keys before bad values), and how many more there are. ``place``: the section that it
+    was about, where it was not a whole config."""
     by_path: dict[str, list[ErrorDetails]] = {}
     for error in failure.errors():
-        by_path.setdefault(_path(error["loc"]), []).append(error)
+        by_path.setdefault(_path((*place.split("."), *error["loc"]) if place else error["loc"]), []).append(error)
     ordered = sorted(by_path.items(), key=lambda item: item[1][0]["type"] != "extra_forbidden")
     path, errors = ordered[0]
     sentence = unknown_key(path) if errors[0]["type"] == "extra_forbidden" else _bad_value(path, errors)
@@ -52,9 +53,11 @@ def explain_failure(failure: ValidationError) -> str:
 
 def unknown_key(path: str) -> str:
     """The sentence for a setting that does not exist, naming the nearest that does."""
-    near = suggest(path)
+    near, remark = suggest(path), REMARKS.get(path.rpartition(".")[2])
     if near:
-        return f"{path} is not a setting: did you mean {_either(near)}?"
+        return f"{path} is not a setting: did you mean {_either(near)}?" + (f" ({remark})" if remark else "")
+    if remark:
+        return f"{path} is not a setting: {remark}; leave it out"
     parent = path.rpartition(".")[0]
     if parent in sections():
         return f"{path} is not a setting: the section {parent} has {', '.join(sections()[parent].model_fields)}"

@@ -5,14 +5,15 @@ Defaults are the recipe that was tested. Nothing here imports torch, so a config
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section
+from groupwise.errors import ConfigError
 
 __all__ = [
     "AlgorithmConfig",
@@ -284,6 +285,15 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     output: OutputConfig = OutputConfig()
+
+    def __init__(self, **sections: Any) -> None:
+        """Raises ConfigError, with the nearest name for a setting that does not exist."""
+        try:
+            super().__init__(**sections)
+        except ValidationError as failure:
+            from groupwise.config.problems import explain_failure
+
+            raise ConfigError(explain_failure(failure)) from failure
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from groupwise.errors import DataError
 
 __all__ = ["Row", "Table", "is_local", "peek_columns", "read_table"]
 
+KNOWN = ("arithmetic", *NAMED)
 SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
 
 
@@ -220,16 +223,66 @@ def _read_hub(source: str, split: str, subset: str | None) -> Table:
     name, default_subset = (known.hub, known.subset) if known else (source, None)
     if known is None and _looks_like_path(source):
         raise DataError(f"data source {source!r} does not exist: check the path, or name a Hub data set such as openai/gsm8k")
+    if known is None and "/" not in source and (near := get_close_matches(source.lower(), KNOWN, n=1, cutoff=0.75)):
+        raise DataError(
+            f"data source {source!r} is neither a file nor a data set known by name: did you mean {near[0]}? One of the Hub is written "
+            "owner/name"
+        )
+    reachable = _hub_answers(source, name)
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, subset or default_subset, split=split)
+        with nullcontext() if reachable else _from_cache_alone(datasets):
+            loaded = datasets.load_dataset(name, subset or default_subset, split=split)
     except Exception as error:
         raise DataError(
             f"data source {source!r} is no local file, and the Hub gives no data set {name!r} with split {split!r} "
             f"({_first_line(error)}): check the name, data.subset, data.split and the network{_or_a_copy(known is not None)}"
         ) from error
     return _dataset_table(loaded, name.rpartition("/")[2], split)
+
+
+HUB_TIMEOUT_S = 10.0
+
+
+def _hub_answers(source: str, name: str) -> bool:
+    """Whether the Hub can be reached, asked once; the client's own loading tries each file for half a minute where it cannot.
+
+    Raises DataError where the Hub has no such data set, or does not give it to everybody.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+        return True
+    except GatedRepoError as error:
+        raise DataError(
+            f"data set {name!r} is gated on the Hub: accept its terms on its page, and log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise DataError(
+            f"data source {source!r} is neither a file here nor a public data set on the Hub: check the spelling (known by name are "
+            f"{', '.join(KNOWN)}), and log in with `hf auth login` if it is private"
+        ) from error
+    except Exception:  # no network, offline mode, a Hub in trouble: httpx's or requests' errors, by the client's release
+        return False
+
+
+@contextmanager
+def _from_cache_alone(datasets: Any) -> Iterator[None]:
+    """Without a network, what was loaded before is still there."""
+    from huggingface_hub import constants
+
+    places: list[Any] = [place for place in (constants, getattr(datasets, "config", None)) if hasattr(place, "HF_HUB_OFFLINE")]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
 
 
 def _or_a_copy(known: bool) -> str:

@@ -1,11 +1,12 @@
 """The doctor: what ails a run or its settings, with the evidence and the remedy."""
 
-from groupwise.doctor.examine import diagnose_prepared, diagnose_run, diagnose_settings
+from groupwise.doctor.examine import ENOUGH, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity
 from groupwise.doctor.rules import RULES, Rule
 from groupwise.doctor.watch import Watch
 
 __all__ = [
+    "ENOUGH",
     "RULES",
     "SEVERITIES",
     "Evidence",
@@ -14,7 +15,9 @@ __all__ = [
     "Rule",
     "Severity",
     "Watch",
+    "check_before",
     "diagnose_prepared",
     "diagnose_run",
     "diagnose_settings",
+    "refuse",
 ]

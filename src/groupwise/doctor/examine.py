@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from groupwise.config import Config
 from groupwise.doctor.findings import SEVERITIES, Finding
 from groupwise.doctor.rehearsal import Rehearsal
 from groupwise.doctor.rules import RULES, Subject
+from groupwise.errors import ConfigError, RewardError
 from groupwise.tracking.reading import RunRecord
 from groupwise.training.setup import Prepared, prepare
 
-__all__ = ["diagnose_prepared", "diagnose_run", "diagnose_settings"]
+__all__ = ["ENOUGH", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse"]
+
+ENOUGH, CERTAIN = 5, 10
+"""Steps before which nothing is said of a run but what one step shows for certain, and before which nothing is critical: rules take
+means over half of the steps of a short run, and of ten steps that are five."""
 
 
 def diagnose_run(run: RunRecord) -> list[Finding]:
-    """What ails a run, by what it has written so far; the gravest first."""
+    """What is wrong with a run, by what it has written so far; the gravest first."""
     about_settings = ask("settings", run.config) if run.config else []
-    return ordered([*ask("run", run), *about_settings])
+    steps, at_once = len(run.steps), {rule.name for rule in RULES if rule.at_once}
+    found = [one for one in ask("run", run) if steps >= ENOUGH or one.severity in ("note", "normal") or one.rule in at_once]
+    if steps < CERTAIN:
+        found = [replace(one, severity="warning") if one.severity == "critical" else one for one in found]
+    return ordered([*found, *about_settings])
 
 
 def diagnose_settings(config: Config) -> list[Finding]:
@@ -32,6 +42,33 @@ def diagnose_settings(config: Config) -> list[Finding]:
 def diagnose_prepared(prepared: Prepared) -> list[Finding]:
     found = [*ask("settings", prepared.config), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))]
     return ordered(found)
+
+
+BY_NAME = {rule.name: rule for rule in RULES}
+FEW = 4
+"""Problems that rewards are tried on where the run follows."""
+
+
+def check_before(prepared: Prepared) -> list[Finding]:
+    """What a run looks at before it loads its weights: settings, and the rewards tried on a few made-up completions. The data are not
+    searched for repeats and leaks."""
+    return ordered([*ask("settings", prepared.config), *ask("rehearsal", Rehearsal(prepared, FEW))])
+
+
+def refuse(findings: Iterable[Finding], config: Config) -> None:
+    """Raise what is critical about settings and rewards, as the error of a run that is not begun.
+
+    Rewards that fail where ``rewards.on_error`` is skip are no such thing: somebody has said what becomes of them.
+    """
+    told = [one for one in findings if one.severity == "critical" and BY_NAME[one.rule].subject in ("settings", "rehearsal")]
+    told = [one for one in told if one.rule != "reward-fails" or config.rewards.on_error == "stop"]
+    if not told:
+        return
+    kind = RewardError if told[0].rule.startswith("reward") else ConfigError
+    more = f"{len(told) - 1} more of the kind; " if len(told) > 1 else ""
+    raise kind(
+        f"{told[0].summary}. {told[0].remedy} ({more}`groupwise doctor` says more; --no-check, in Python check=False, trains all the same)"
+    )
 
 
 def ask(subject: Subject, about: Any) -> list[Finding]:

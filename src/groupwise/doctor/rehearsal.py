@@ -13,7 +13,7 @@ from groupwise.rewards.compose import RewardFailure
 from groupwise.training.setup import Prepared
 from groupwise.types import Completion, Group, Problem
 
-__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "cut_for_the_judge", "reward_fails", "untaught_end"]
+__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "cut_for_the_judge", "memory_short", "reward_fails", "untaught_end"]
 
 TRIED = 16
 KINDS = ("right", "wrong", "empty", "gibberish")
@@ -25,11 +25,13 @@ class Rehearsal:
     """A run that has been prepared, and what its rewards say to completions whose worth is known."""
 
     prepared: Prepared
+    tried: int = TRIED
+    """Problems that completions are made up for."""
 
-    @property
+    @cached_property
     def problems(self) -> Sequence[Problem]:
         prompts = self.prepared.train_prompts
-        return [prompts[i].problem for i in range(min(TRIED, len(prompts)))]
+        return [prompts[i].problem for i in range(min(self.tried, len(prompts)))]
 
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
@@ -95,12 +97,14 @@ def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
         return None
     same = sum(1 for g in groups if not g.has_variance)
     said = f"; in {same} all four scored the same" if same else ""
+    # What an own function looks for, such as code that runs, may be in none of the four.
+    certain = same == len(groups) and all(one.built_in for one in rehearsal.prepared.rewards.rewards if one.weight)
     return Evidence(
         f"in {len(blind)} of {len(groups)} problems that were tried a worked right answer earned no more than a wrong, an empty or a "
         f"senseless one{said}",
         numbers={"blind": len(blind), "tried": len(groups)},
         examples=tuple(reward_examples(blind[0])),
-        severity="critical" if same == len(groups) else None,
+        severity="critical" if certain else None,
     )
 
 
@@ -148,6 +152,18 @@ def cut_for_the_judge(rehearsal: Rehearsal) -> Evidence | None:
                 severity="warning" if cut else None,
             )
     return None
+
+
+def memory_short(rehearsal: Rehearsal) -> Evidence | None:
+    """A plan is off by a tenth or less, so that a run which needs more than that beyond what is free will be killed."""
+    short = rehearsal.prepared.short_of_memory
+    if short is None:
+        return None
+    return Evidence(
+        short.sentence,
+        numbers={"needed_bytes": short.needed, "free_bytes": short.free},
+        severity="critical" if short.needed > 1.1 * short.free else None,
+    )
 
 
 def untaught_end(rehearsal: Rehearsal) -> Evidence | None:

@@ -26,6 +26,8 @@ class Rule:
     check: Callable[[Any], Evidence | None]
     meaning: str
     remedy: str
+    at_once: bool = False
+    """Whether a single step of a run shows it for certain."""
 
     def examine(self, subject: Any) -> Finding | None:
         found = self.check(subject)
@@ -122,6 +124,13 @@ RULES: tuple[Rule, ...] = (
         "Use the instruct model's own tokenizer and template, or set eos_token in its tokenizer_config.json to the token that ends a turn.",
     ),
     Rule(
+        "memory-short", "rehearsal", "Less memory free than the run will need", "warning", rehearsal.memory_short,
+        "The plan counts completions that all reach the limit. A process that takes more than there is gets killed, mostly late in "
+        "the run.",
+        "Lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora, or "
+        "free memory; `groupwise plan` says what takes how much.",
+    ),
+    Rule(
         "reward-constant", "run", "A reward function gives everybody the same", "warning", rewarding.constant,
         "A score that never varies cancels out of every advantage: it teaches nothing, and usually means that the function never "
         "finds what it looks for.",
@@ -132,6 +141,7 @@ RULES: tuple[Rule, ...] = (
         "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
         "left out is seldom a fair sample.",
         "The terminal names function, problem and cause of each; fix the function, or raise rewards.timeout_s if it is slow.",
+        at_once=True,
     ),
     Rule(
         "judged-in-part", "run", "The reward model judges what it has not read", "warning", rewarding.judged_in_part,
@@ -244,18 +254,21 @@ RULES: tuple[Rule, ...] = (
         "kl-negative", "run", "A KL that cannot be", "critical", steadiness.negative_kl,
         "The logged estimate exp(d) - 1 - d is never negative. Log-probabilities of policy and reference do not belong to the same tokens.",
         "This is a defect and not a setting: please report it, with the run's config.yaml and metrics.jsonl.",
+        at_once=True,
     ),
     Rule(
         "ratio-off", "run", "The policy that learns is not the one that sampled", "warning", steadiness.ratio_off,
         "The ratio weighs what was sampled by what is being trained. Far from 1 the clip throws most of the gradient away, and what "
         "is left points elsewhere.",
         "Lower optimizer.learning_rate or algorithm.updates_per_batch. With one update a batch it must be 1: report it.",
+        at_once=True,
     ),
     Rule(
         "not-finite", "run", "Loss, gradient or reward is not a number", "critical", steadiness.not_finite,
         "A NaN or infinity came up. The update was not made, and the step is lost; five in a row end the run.",
         "Lower optimizer.learning_rate, set optimizer.max_grad_norm to 0.1 and optimizer.warmup_steps to a tenth of the steps; look for "
         "rewards of extreme size, and hold them by rewards.clip.",
+        at_once=True,
     ),
     Rule(
         "gradient-spikes", "run", "The gradient jumps", "note", steadiness.spikes,
@@ -340,6 +353,7 @@ RULES: tuple[Rule, ...] = (
         "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,
         "These prompts stand both in completions.jsonl and in the evaluations: their accuracy shows memory.",
         "Remove them from the training source, or judge by another set (data.eval_source).",
+        at_once=True,
     ),
     Rule(
         "loss-zero-at-start", "run", "The loss is 0 at the start, and that is right", "normal", steadiness.first_loss_is_zero,

@@ -36,6 +36,17 @@ def rate_too_low(config: Config) -> Evidence | None:
 
 
 def rate_too_high(config: Config) -> Evidence | None:
+    """A rate as large as a weight replaces the model in one update: nobody means that."""
+    rates = {"optimizer.learning_rate": config.optimizer.learning_rate}
+    if config.warm_start.steps:
+        rates["warm_start.learning_rate"] = config.warm_start.learning_rate
+    for name, rate in rates.items():
+        if rate >= TYPICAL_WEIGHT:
+            return Evidence(
+                f"{name} is {rate:g}: an update moves each weight by about as much, and weights are of the size of {TYPICAL_WEIGHT}",
+                numbers={"learning_rate": rate},
+                severity="critical",
+            )
     rate = config.optimizer.learning_rate
     if rate <= 1e-4 or config.model.lora:
         return None
@@ -77,6 +88,12 @@ def no_checkpoints(config: Config) -> Evidence | None:
 def hardly_any_chance(config: Config) -> Evidence | None:
     """Sampling too cold for a group to differ."""
     temperature = config.rollout.temperature
+    if config.rollout.top_k == 1:
+        return Evidence(
+            "rollout.top_k is 1, always the likeliest token: the completions of a group are all the same, and teach nothing",
+            numbers={"top_k": 1},
+            severity="critical",
+        )
     if temperature >= 0.4:
         return None
     return Evidence(

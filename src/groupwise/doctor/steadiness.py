@@ -126,6 +126,7 @@ def not_finite(run: RunRecord) -> Evidence | None:
         (first, last),
         {"steps": len(steps)},
         three(completions_between(run, (first, first))),
+        None if len(steps) > 1 else "warning",
     )
 
 

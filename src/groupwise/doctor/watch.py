@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from groupwise.doctor.examine import diagnose_run
+from groupwise.doctor.examine import check_before, diagnose_run, refuse
 from groupwise.doctor.findings import Finding
 from groupwise.tracking.reading import read_run
+from groupwise.training.setup import Prepared
 
 __all__ = ["Watch"]
 
@@ -27,6 +28,16 @@ class Watch:
         self.say = say
         self.next_look = FIRST
         self.told: set[str] = set()
+
+    def before(self, prepared: Prepared) -> list[str]:
+        """What a run that is about to begin should be told, a sentence each.
+
+        Raises ConfigError or RewardError for what is critical.
+        """
+        found = [one for one in check_before(prepared) if one.severity in ("critical", "warning")]
+        refuse(found, prepared.config)
+        self.told |= {finding.rule for finding in found}
+        return [f"doctor, before the run: {one.severity}: {one.title}: {one.summary}. {one.remedy}" for one in found]
 
     def __call__(self, folder: Path, step: int) -> None:
         if step < self.next_look:

@@ -53,6 +53,12 @@ class Plan:
         return self.setup.config.rollout.prompts_per_step * 3600 / self.cost.step_s
 
     @property
+    def epoch_steps(self) -> int | None:
+        """Steps in which every training problem is seen once; None where their number is not known beforehand."""
+        problems = training_problems(self.setup.config)
+        return None if problems is None else -(-problems // self.setup.config.rollout.prompts_per_step)
+
+    @property
     def epoch_hours(self) -> float | None:
         """Once over the training problems, evaluations and checkpoints not counted; None where their number is not known beforehand."""
         problems = training_problems(self.setup.config)
@@ -114,6 +120,7 @@ class Plan:
             "prompts_per_hour": self.prompts_per_hour,
             "completions_per_hour": self.prompts_per_hour * setup.config.rollout.completions_per_prompt,
             "epoch_hours": self.epoch_hours,
+            "epoch_steps": self.epoch_steps,
             "hardware": asdict(self.hardware),
             "assumptions": self.assumptions,
             "hints": list(self.hints),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -162,8 +161,10 @@ class ConsoleTracker:
         self.show_change(summary)
         if summary.get("folder"):
             self.print(f"\nEverything lies in  {summary['folder']}")
+            self.print(f"A page about it:    {next_command('report', summary['folder'])}")
+            self.print(f"What looks wrong:   {next_command('doctor', summary['folder'])}")
         if summary.get("final_model"):
-            self.print(f"Talk to the model:  {next_command(Path(summary['final_model']))}", "bold green")
+            self.print(f"Talk to the model:  {next_command('generate', summary['final_model'])}", "bold green")
 
     def show_change(self, summary: Mapping[str, Any]) -> None:
         """The first held-out problem (not a chosen one) as answered by the first and by the last stage."""

@@ -77,7 +77,7 @@ class RunFolder:
                 if last:
                     raise ConfigError(
                         f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name "
-                        "another with output.folder=PATH"
+                        "another with --run-folder PATH (the setting is output.folder)"
                     ) from None
                 time.sleep(0.02)
 
@@ -141,7 +141,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 f"the run's folder {str(wanted or Path('runs'))!r} cannot be written ({error.strerror or error}): a run needs a "
-                "writable folder with free space; name another with output.folder=PATH"
+                "writable folder with free space; name another with --run-folder PATH (the setting is output.folder)"
             ) from error
         return folder
 
@@ -245,7 +245,7 @@ class RunFolder:
     def lost(path: Path, error: OSError) -> TrainingError:
         return TrainingError(
             f"{str(path)!r} cannot be written ({error.strerror or error}): a run needs a writable folder with free space; free "
-            "some, or name another with output.folder=PATH"
+            "some, or name another with --run-folder PATH (the setting is output.folder)"
         )
 
 
@@ -276,16 +276,19 @@ def flock(path: Path, *, shared: bool) -> int | None:
 
 def make_named(path: Path) -> Path:
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with output.folder=PATH")
+        raise ConfigError(
+            f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH (the setting is output.folder)"
+        )
     checkpoints = sorted((path / "checkpoints").glob("step-*/state.json"))
     if checkpoints:
         raise ConfigError(
             f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: carry it on with "
-            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with output.folder=PATH"
+            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with --run-folder PATH (the setting is output.folder)"
         )
     if path.is_dir() and not is_unused(path):
         raise ConfigError(
-            f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with output.folder=PATH"
+            f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with --run-folder PATH "
+            "(the setting is output.folder)"
         )
     path.mkdir(parents=True, exist_ok=True)
     return path

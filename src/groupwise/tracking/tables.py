@@ -86,13 +86,13 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
         yield f"The whole run took {clock(summary['seconds'])}."
 
 
-def next_command(final_model: str | Path) -> str:
-    """The command that talks to the trained model, as it can be typed here."""
+def next_command(name: str, target: str | Path) -> str:
+    """A command about a run or its model, as it can be typed here."""
     here = Path(sys.executable).parent / "groupwise"
     command = "groupwise"
     if here.exists():
         command = str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
-    return f"{shlex.quote(command)} generate {shlex.quote(str(final_model))}"
+    return f"{shlex.quote(command)} {name} {shlex.quote(str(target))}"
 
 
 def shortened(response: str) -> str:

@@ -5,9 +5,8 @@ collect G completions a prompt -> score -> group-relative advantages -> pack -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,14 @@ from groupwise.distributed import open_world
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
 from groupwise.streams import lasting_output
+from groupwise.tracking.results import RunResult
 from groupwise.training.place import nothing_to_carry_on
 from groupwise.training.run import StepReport
+from groupwise.training.setup import Prepared
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.start import start
 
 __all__ = ["RunResult", "StepReport", "train"]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run leaves: its folder, and the figures of ``summary.json``."""
-
-    folder: Path
-    summary: dict[str, Any]
 
 
 @lasting_output()
@@ -39,13 +32,14 @@ def train(
     config: Config,
     *,
     recipe: str = "run",
-    run_folder: Path | None = None,
+    run_folder: str | Path | None = None,
     on_step: Callable[[StepReport], Any] | None = None,
     rewards: Rewards | None = None,
     console: Console | None = None,
-    resume_from: Path | None = None,
+    resume_from: str | Path | None = None,
     resume: bool = False,
     accept_changes: bool = False,
+    check: Callable[[Prepared], Iterable[str]] | None = None,
 ) -> RunResult:
     """Train a policy as ``config`` says.
 
@@ -60,6 +54,7 @@ def train(
         resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
             that is finished is left as it is, and what it came to is returned.
         accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
+        check: looks at a new run before its weights are loaded; what it returns is said, and what it raises ends it.
 
     Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the
     first one writes, shows and calls ``on_step``, and what it returns is everybody's.
@@ -67,6 +62,7 @@ def train(
     Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
     ``StoppedError`` when SIGTERM, SIGHUP or Ctrl-C ended it, after saving.
     """
+    run_folder = None if run_folder is None else Path(run_folder)
     on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
     with open_world(on_cpu, config.training.process_timeout_s) as world:
         if resume and (found := world.first_does(lambda: nothing_to_carry_on(config, run_folder, console))):
@@ -74,7 +70,7 @@ def train(
         with closing(
             start(
                 config, world, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console,
-                resume_from=resume_from, resume=resume, accept_changes=accept_changes,
+                resume_from=resume_from, resume=resume, accept_changes=accept_changes, check=check,
             )
         ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
             if run.is_new:

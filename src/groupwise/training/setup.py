@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+import torch
+
 from groupwise.config.notes import note_on_processes, notes
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
@@ -27,7 +29,7 @@ from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
-from groupwise.training.short_memory import disk_note, memory_note
+from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, disk_note, memory_shortage
 from groupwise.training.trainable import check_trainable
 from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
@@ -84,6 +86,7 @@ class Prepared:
     """Positions of the model: prompt and completion together, in tokens."""
     notes: list[str] = field(default_factory=list)
     """Settings without effect, and what was dropped on the way, a sentence each."""
+    short_of_memory: Shortage | None = None
 
 
 def prepare(config: Config, rewards: Rewards | None = None, processes: int | None = None) -> Prepared:
@@ -123,6 +126,8 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size())]
     if _lean(config.model, hf_config) and (remark := attention_note(config.model.attention, hf_config.model_type)):
         remarks.append(remark)
+    if note := _note_on_idle_gpus(config, processes or world_size()):
+        remarks.append(note)
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     train = _fitting(problems.train, render_one, limit, config, "training", remarks)
@@ -133,8 +138,9 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
     longest = max(len(one.token_ids) for one in (*train, *held_out))
-    if note := memory_note(config, resolve_device(config.model.device), longest, processes):
-        remarks.append(note)
+    short = memory_shortage(config, resolve_device(config.model.device), longest, processes)
+    if short is not None:
+        remarks.append(f"{short.sentence}: {SHORT_OF_MEMORY}")
     if note := disk_note(config, Path(config.output.folder or "runs")):
         remarks.append(note)
     return Prepared(
@@ -149,6 +155,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         hf_config=hf_config,
         context_length=context,
         notes=remarks,
+        short_of_memory=short,
     )
 
 
@@ -158,6 +165,14 @@ def _lean(model: ModelConfig, hf_config: Any) -> bool:
         return shape_of_config(hf_config.to_dict(), model.name).lean and not (model.lora and model.lora.dropout)
     except ModelError:
         return False
+
+
+def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
+    gpus = torch.cuda.device_count() if resolve_device(config.model.device).type == "cuda" else 0
+    if gpus <= processes or config.rollout.engine == "vllm" or config.model.device.startswith("cuda:"):
+        return None
+    using = "one is" if processes == 1 else f"{processes} are"
+    return f"this machine has {gpus} GPUs, and {using} used: --num-processes {gpus} takes all of them."
 
 
 def _prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:

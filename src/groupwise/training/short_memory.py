@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,18 +24,37 @@ from groupwise.planner.memory import disk_bytes, evaluation
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 
-__all__ = ["disk_note", "explain_short_memory", "memory_note", "planned", "rows_that_fit"]
+__all__ = [
+    "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",
+]  # fmt: skip
 
 _GIB = 2**30
-_REMEDY = (
+SHORT_OF_MEMORY = (
     "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
     "`groupwise plan` says what takes how much"
 )
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory")
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a run needs of a device or machine by its plan, and what is free there, in bytes."""
+
+    needed: int
+    free: int
+    sentence: str
+
+
 def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None) -> str | None:
-    """A sentence where the planner's estimate is more than there is now; None where it fits, or nothing is known about the model.
+    """The sentence of ``memory_shortage`` with what to do about it."""
+    short = memory_shortage(config, device, prompt_tokens, processes)
+    return None if short is None else f"{short.sentence}: {SHORT_OF_MEMORY}"
+
+
+def memory_shortage(
+    config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None
+) -> Shortage | None:
+    """Where the planner's estimate is more than there is now; None where it fits, or nothing is known about the model.
 
     Args:
         prompt_tokens: the longest prompt; 0 takes a typical one.
@@ -54,14 +74,16 @@ def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, pr
     if needed <= there:
         return None
     together = f", in {here} processes" if here > 1 else ""
-    return (
+    return Shortage(
+        needed,
+        there,
         f"this run will need about {needed / _GIB:.1f} GiB of memory{together} ({peak.name}: most for {peak.cause.name}), and "
-        f"{there / _GIB:.1f} GiB are free: {_REMEDY}"
+        f"{there / _GIB:.1f} GiB are free",
     )
 
 
 def planned(config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None) -> Setup | None:
-    """The run as the planner sees it; None where nothing is known about the model. Arguments as for ``memory_note``."""
+    """The run as the planner sees it; None where nothing is known about the model. Arguments as for ``memory_shortage``."""
     size = processes or world_size()
     try:
         shape = find_shape(config.model)
@@ -106,7 +128,7 @@ def disk_note(config: Config, folder: Path) -> str | None:
 
 
 @contextmanager
-def explain_short_memory(saved: Callable[[], str] = str, remedy: str = _REMEDY) -> Iterator[None]:
+def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_MEMORY) -> Iterator[None]:
     """Turn a failed allocation in here into a TrainingError.
 
     ``saved``: what to say about checkpoints, if anything. ``remedy``: where the error brings none of its own. The kernel may also end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from groupwise.training.checkpoint import find_checkpoint
 from groupwise.training.place import Place
 from groupwise.training.resume import folder_of
 from groupwise.training.run import Run
-from groupwise.training.setup import prepare
+from groupwise.training.setup import Prepared, prepare
 from groupwise.training.sharding import loading_device, make_sharding
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import StopSignals
@@ -41,15 +42,19 @@ def start(
     run_folder: Path | None = None,
     rewards: Rewards | None = None,
     console: Console | None = None,
-    resume_from: Path | None = None,
+    resume_from: str | Path | None = None,
     resume: bool = False,
     accept_changes: bool = False,
+    check: Callable[[Prepared], Iterable[str]] | None = None,
 ) -> Run:
-    """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first."""
+    """Check everything, make the run's folder, then load the weights: what can be wrong comes to light first.
+
+    ``check`` looks at a new run before its folder is made: what it returns is said, and what it raises ends it.
+    """
     world = world or World()
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
-    checkpoint = world.first_does(lambda: find_checkpoint(resume_from, said.append)) if resume_from else None
+    checkpoint = world.first_does(lambda: find_checkpoint(Path(resume_from), said.append)) if resume_from else None
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
@@ -58,6 +63,12 @@ def start(
     prepared = prepare(config, rewards)
     world.gather(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None
+    if check is not None and checkpoint is None and not (wanted and wanted.expanduser().is_dir()):
+        try:
+            said += world.first_does(lambda: list(check(prepared)))
+        except BaseException:
+            prepared.rewards.close()
+            raise
     place = Place(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said)
     opened: list[RunFolder] = []
     beginning = world.first_does(lambda: place.take(opened))
@@ -69,6 +80,8 @@ def start(
         for sentence in said:
             trackers.say(sentence, "yellow")
         for note in prepared.notes:
+            if any(note.partition(": ")[0] in sentence for sentence in said):
+                continue  # the check has said it
             trackers.say(f"Note: {note}", "dim")
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")

@@ -1,0 +1,197 @@
+"""groupwise from Python and notebooks: what the commands do, as functions. ``import groupwise`` gives them all.
+
+A run's settings may be given as a recipe's name, the path of a YAML file, a dict in the shape of the YAML, or a `Config`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.config import Config, build_config, load_config
+from groupwise.config.load import Overrides, find_source
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from groupwise.doctor import Finding
+    from groupwise.evaluation import Evaluation
+    from groupwise.planner import Plan
+    from groupwise.report.write import ReportFile
+    from groupwise.rewards.load import Rewards
+    from groupwise.tracking.results import RunResult
+    from groupwise.training.run import StepReport
+
+__all__ = ["Settings", "diagnose", "evaluate", "generate", "plan", "train", "write_report"]
+
+Settings = Config | Mapping[str, Any] | str | Path
+"""A config, a dict in the shape of the YAML, a recipe's name, or the path of a YAML file."""
+Place = str | os.PathLike[str]
+"""A folder; a `RunResult` stands for its own."""
+
+
+def train(
+    settings: Settings,
+    overrides: Overrides = (),
+    *,
+    recipe: str | None = None,
+    run_folder: str | Path | None = None,
+    on_step: Callable[[StepReport], Any] | None = None,
+    rewards: Rewards | None = None,
+    console: Console | None = None,
+    resume_from: str | Path | None = None,
+    resume: bool = False,
+    accept_changes: bool = False,
+    check: bool = True,
+) -> RunResult:
+    """Train a policy: ``train("quickstart", {"training.steps": 10})``.
+
+    Args:
+        settings: a recipe's name, the path of a YAML file, a dict in the shape of the YAML, or a `Config`.
+        overrides: settings on top, as `load_config` takes them.
+        recipe: a name for the run's folder; by itself that of the recipe or file, or ``run``.
+        run_folder: where to write; by default ``runs/<recipe>-<date>-<time>``.
+        on_step: called after each step with a ``StepReport``; returning False ends training early, with evaluation and saving.
+        rewards: your own reward functions and `RewardModel`s, beside those of the config: by name, in a list, or one alone.
+        console: where progress is shown; by default standard output, or one output of the notebook's cell. ``Console(quiet=True)``
+            shows nothing.
+        resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
+            one that the run would have had. The new run has a folder of its own.
+        resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
+            that is finished is left as it is, and what it came to is returned.
+        accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
+        check: look at settings and rewards first, and refuse what cannot learn.
+
+    Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the
+    first one writes, shows and calls ``on_step``, and what it returns is everybody's.
+
+    A new run is looked at first: its settings, and its rewards on a few made-up completions. Raises ``GroupwiseError`` for what is
+    wrong with config, data, model or rewards, before any weights are loaded where possible, and ``StoppedError`` when SIGTERM, SIGHUP
+    or Ctrl-C ended it, after saving.
+    """
+    from groupwise.cli.models import fetch_model
+    from groupwise.doctor import Watch
+    from groupwise.training.loop import train as run_training
+
+    config = _config(settings, overrides)
+    fetch_model(config)
+    named = isinstance(settings, str | Path)
+    watch = Watch(lambda sentence, severity: None)
+    return run_training(
+        config, recipe=recipe or (find_source(settings).stem if named else "run"), run_folder=run_folder, on_step=on_step,  # type: ignore[arg-type]
+        rewards=rewards, console=console, resume_from=resume_from, resume=resume, accept_changes=accept_changes,
+        check=watch.before if check else None,
+    )  # fmt: skip
+
+
+def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewards | None = None) -> list[Finding]:
+    """What is wrong with a run (its folder, or a `RunResult`), or with the settings of a run to come; the gravest first.
+
+    For settings everything but the weights is loaded, and ``rewards`` are tried with those of the config. Raises ``GroupwiseError`` for
+    what makes a run impossible.
+    """
+    from groupwise.cli.models import fetch_model
+    from groupwise.doctor import diagnose_prepared, diagnose_run
+    from groupwise.tracking.reading import read_run
+    from groupwise.training.setup import prepare
+
+    if isinstance(what, str | os.PathLike) and Path(what).expanduser().is_dir():
+        return diagnose_run(read_run(Path(what)))
+    config = _config(what, overrides)  # type: ignore[arg-type]
+    fetch_model(config)
+    prepared = prepare(config, rewards)
+    try:
+        return diagnose_prepared(prepared)
+    finally:
+        prepared.rewards.close()
+
+
+def evaluate(
+    model: Place, data: str | None = None, overrides: Overrides = (), *, console: Console | None = None
+) -> list[Evaluation]:
+    """Judge a model (its folder, a run's, a `RunResult`, or a name) on held-out problems; an `Evaluation` for each mode.
+
+    ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained.
+    """
+    from groupwise.cli.evaluate import data_overrides
+    from groupwise.cli.models import fetch_model, settings_for_model
+    from groupwise.evaluation import evaluate_model
+    from groupwise.tracking import make_trackers
+
+    config, _ = settings_for_model(os.fspath(model), data_overrides(data))
+    config = _config(config, overrides)
+    fetch_model(config)
+    trackers = make_trackers(config, None, console)
+    try:
+        return evaluate_model(config.model.name, config, further=True, trackers=trackers)
+    finally:
+        trackers.close()
+
+
+def generate(
+    model: Place,
+    prompt: str | Sequence[str],
+    *,
+    system: str | None = None,
+    temperature: float = 1.0,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    greedy: bool = False,
+) -> Any:
+    """A model's answer to ``prompt``, or to each of several: a text, or a list of them.
+
+    ``model``: its folder, a run's, a `RunResult`, or a name. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the
+    one it was trained with. ``max_tokens``: by default what it was trained with, else 512.
+    """
+    from groupwise.cli.chat import answer_of, make_speaker
+    from groupwise.cli.models import fetch_model, settings_to_ask
+
+    config, longest = settings_to_ask(os.fspath(model), system=system, max_tokens=max_tokens)
+    fetch_model(config)
+    speaker = make_speaker(config, longest, temperature, greedy, seed)
+    answers = [answer_of(speaker, one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
+    return answers[0] if isinstance(prompt, str) else answers
+
+
+def plan(
+    settings: Settings,
+    overrides: Overrides = (),
+    *,
+    hardware: str | None = None,
+    gpu_memory: str | None = None,
+    world_size: int = 1,
+) -> Plan:
+    """Whether a run fits and how long a step takes; ``fits``, ``peak``, ``suggestions`` and ``to_json()`` say it. No weights are loaded.
+
+    ``hardware``: a device of the table, such as ``a100-80gb``; ``gpu_memory``: such as ``24GiB``; by default this machine's.
+    """
+    from groupwise.planner import make_plan
+    from groupwise.planner.hardware import choose_hardware, parse_bytes
+
+    config = _config(settings, overrides)
+    limit = parse_bytes(gpu_memory) if gpu_memory else None
+    return make_plan(config, choose_hardware(config.model.device, hardware, limit), limit_bytes=limit, world_size=world_size)
+
+
+def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *, completions: bool = True) -> ReportFile:
+    """Write one HTML page about a run or several; ``path`` of what is returned says where. ``completions=False`` leaves out what models
+    and data sets wrote."""
+    from groupwise.report import write_report as write
+
+    listed = [runs] if isinstance(runs, str | os.PathLike) else runs
+    return write([Path(run) for run in listed], None if out is None else Path(out), completions=completions)
+
+
+def _config(settings: Settings, overrides: Overrides) -> Config:
+    if isinstance(settings, Config):
+        return build_config(settings.model_dump(exclude_unset=True), overrides) if overrides else settings
+    if isinstance(settings, Mapping):
+        return build_config(settings, overrides)
+    if isinstance(settings, str | Path):
+        return load_config(settings, overrides)
+    raise ConfigError(
+        f"settings are a {type(settings).__name__}, but must be a recipe's name, a path, a dict or a groupwise.Config"
+    )

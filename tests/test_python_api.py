@@ -1,0 +1,190 @@
+"""groupwise from Python: what it exports, what it accepts, and what it gives back."""
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import groupwise
+from groupwise.config import build_config
+from groupwise.errors import ConfigError, RewardError
+from tests.tiny import lower_case_share, tiny_config, write_sums, write_tiny_llama
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_everything_that_is_exported_is_there_and_declared_for_type_checkers():
+    for name in groupwise.__all__:
+        assert getattr(groupwise, name) is not None
+    assert set(groupwise.__all__) - {"__version__"} == set(groupwise._HOME_OF)
+    tree = ast.parse(Path(groupwise.__file__).read_text(encoding="utf-8"))
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    declared = {(node.module, alias.name) for node in typed.body for alias in node.names}
+    assert declared == {(home, name) for home, names in groupwise._HOMES.items() for name in names}
+    assert set(groupwise.__all__) <= set(dir(groupwise))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        groupwise.trian  # noqa: B018
+
+
+def test_importing_groupwise_and_its_settings_imports_no_torch():
+    code = (
+        "import sys, groupwise; assert 'pydantic' not in sys.modules; groupwise.load_config('quickstart'); groupwise.RunResult; "
+        "groupwise.ConfigError; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pandas', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_import_from_groupwise_alone(path):
+    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    nodes = [node for cell in cells for node in ast.walk(ast.parse("".join(cell["source"])))]
+    ours = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module.partition(".")[0] == "groupwise"]
+    assert {n.module for n in ours} == {"groupwise"}
+    assert all(alias.name in groupwise.__all__ for n in ours if n.module == "groupwise" for alias in n.names)
+    assert all(hasattr(importlib.import_module(n.module), alias.name) for n in ours for alias in n.names)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["training.steps=2"], "training.steps=2", {"training.steps": 2}, {"training": {"steps": 2}}], ids=repr
+)
+def test_overrides_may_be_texts_one_text_or_a_dict(overrides):
+    config = groupwise.load_config("quickstart", overrides)
+    assert config == groupwise.load_config("quickstart", ["training.steps=2"])
+    assert config.data.arithmetic.largest_number == 15, "the recipe's"
+
+
+def test_values_of_a_dict_are_taken_as_they_are():
+    config = groupwise.load_config(
+        None, {"prompt.system": "null", "model.lora": None, "max_grad_norm": None, "rewards.functions": ["format"]}
+    )
+    assert config.prompt.system == "null"
+    assert config.optimizer.max_grad_norm is None
+    assert [entry.function for entry in config.rewards.functions] == ["format"]
+
+
+def wrong_steps(config):
+    config.training.steps = "many"
+
+
+def wrong_name(config):
+    config.training.step = 3
+
+
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        (lambda: groupwise.Config(training={"step": 3}), "training.step is not a setting: did you mean training.steps?"),
+        (lambda: groupwise.Config(trainign={}), "trainign is not a setting: did you mean training?"),
+        (lambda: groupwise.Config(training={"steps": "many"}), "training.steps is 'many', but must be a whole number"),
+        (
+            lambda: groupwise.load_config(None, {"training.step": 3}),
+            "training.step is not a setting: did you mean training.steps?",
+        ),
+        (lambda: groupwise.load_config(None, [3]), "3 is not an override"),
+        (lambda: wrong_name(groupwise.Config()), "training.step is not a setting: did you mean training.steps?"),
+        (lambda: wrong_steps(groupwise.Config()), "training.steps is 'many', but must be a whole number"),
+        (lambda: groupwise.train("quickstrat"), "did you mean quickstart?"),
+        (lambda: groupwise.train(3), "settings are a int"),
+        (lambda: groupwise.train({"training": {"step": 3}}), "did you mean training.steps?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_of_ours(attempt, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        attempt()
+    assert "pydantic" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_by_name():
+    made = groupwise.plan("gsm8k-0.5b", {"rollout.prompts_per_step": 4}, hardware="rtx-4090")
+    assert made.setup.config.rollout.prompts_per_step == 4
+    assert isinstance(made.fits, bool)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """A run that was asked for with a dict, and paths as texts."""
+    folder = tmp_path_factory.mktemp("api")
+    settings = tiny_config(write_tiny_llama(folder / "model"), write_sums(folder / "sums.jsonl")).model_dump(exclude_unset=True)
+    return groupwise.train(
+        settings, {"training.steps": 3, "evaluation.at_start": True}, run_folder=str(folder / "a <b> run"),
+        rewards={"letters": lower_case_share}, console=Console(quiet=True),
+    )  # fmt: skip
+
+
+def test_a_run_s_results_are_data_frames(result):
+    steps = [1, 2, 3]
+    assert list(result.metrics.index) == steps
+    assert list(result.metrics["reward/mean"]) == [value for _, value in groupwise.read_run(result).series("reward/mean")]
+    assert all(kind == "float64" for kind in result.metrics.dtypes)
+    completions = result.completions
+    assert sorted(completions["step"].unique()) == steps
+    assert completions["reward/letters"].equals(completions["reward"])
+    evaluations = result.evaluations
+    assert [*zip(evaluations["stage"], evaluations["mode"], strict=True)] == [("base", "sampled"), ("final", "sampled")]
+    assert ((evaluations["strict_low"] <= evaluations["strict"]) & (evaluations["strict"] <= evaluations["strict_high"])).all()
+
+
+def test_a_result_has_a_chart_and_a_short_view(result, tmp_path):
+    chart = result.plot("reward/mean", "reward/letters")
+    assert chart.svg().count("<polyline") == 2
+    assert len(re.search('points="([^"]+)"', chart.svg())[1].split()) == 3
+    assert chart.save(tmp_path / "chart.svg").read_text(encoding="utf-8").startswith("<svg ")
+    with pytest.raises(ConfigError, match="'reward' is no metric of this run"):
+        result.plot("reward")
+    assert groupwise.RunResult.of(result.folder).evaluations.equals(result.evaluations)
+    view = result._repr_html_()
+    assert "a &lt;b&gt; run" in view
+    assert "<b> run" not in view
+    assert "after GRPO" in view
+    assert len(view) < 6000
+
+
+def test_a_result_stands_for_its_folder(result, tmp_path):
+    page = groupwise.write_report(result, tmp_path / "page.html")
+    assert page.path.is_file()
+    assert isinstance(groupwise.diagnose(result), list)
+    answer = groupwise.generate(result, "1 + 1 = ?", greedy=True)
+    assert groupwise.generate(result, ["1 + 1 = ?", "2 + 2 = ?"], greedy=True)[0] == answer
+    assert 0 < len(answer.encode()) <= 8 * 4, "as long as it was trained to answer: 8 tokens"
+    (judged,) = groupwise.evaluate(result, overrides={"evaluation.problems": 4}, console=Console(quiet=True))
+    assert judged.n == 4
+
+
+def test_a_run_that_cannot_learn_is_refused_from_python_too_and_can_be_run_knowingly(result, tmp_path):
+    settings = groupwise.load_config(result.folder / "config.yaml", {"training.steps": 0, "evaluation.at_start": False})
+
+    def broken(completions, **columns):
+        raise KeyError("solution")
+
+    run = {
+        "rewards": {"letters": lower_case_share, "broken": broken},
+        "console": Console(quiet=True),
+        "run_folder": tmp_path / "run",
+    }
+    with pytest.raises(RewardError, match=r"solution.*check=False"):
+        groupwise.train(settings, **run)
+    assert not (tmp_path / "run").exists()
+    assert groupwise.train(settings, **run, check=False).folder == tmp_path / "run"
+    assert groupwise.diagnose(settings, rewards=run["rewards"])[0].rule == "reward-fails"
+
+
+def test_a_chart_of_a_single_step_and_of_a_flat_line_is_drawn():
+    from groupwise.tracking.results import Chart
+
+    assert "<circle" in Chart({"reward/mean": [(1, 0.5)]}).svg()
+    assert "nan" not in Chart({"reward/mean": [(1, 0.5), (2, 0.5)], "empty": []}).svg()
+
+
+def test_a_config_with_overrides_keeps_what_was_set():
+    from groupwise.api import _config
+
+    given = build_config({"optimizer": {"learning_rate": 1e-5}})
+    assert _config(given, {"training.steps": 3}) == build_config({"optimizer": {"learning_rate": 1e-5}, "training": {"steps": 3}})
+    assert _config(given, ()) is given
