@@ -277,13 +277,15 @@ def flock(path: Path, *, shared: bool) -> int | None:
 def make_named(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(
-            f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH (the setting is output.folder)"
+            f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH "
+            "(the setting is output.folder)"
         )
     checkpoints = sorted((path / "checkpoints").glob("step-*/state.json"))
     if checkpoints:
         raise ConfigError(
             f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: carry it on with "
-            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with --run-folder PATH (the setting is output.folder)"
+            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with --run-folder PATH (the "
+            "setting is output.folder)"
         )
     if path.is_dir() and not is_unused(path):
         raise ConfigError(
