@@ -148,7 +148,7 @@ def _demo() -> str:
         given = f"{words} rollout.prompts_per_step=4 rollout.completions_per_prompt=4"
         rows.append(f"| `{given}` | {made(f'{given} --hardware rtx-4090').cost.step_s:.1f} s |")
     closing = (
-        "The estimates are 3 to 33 times shorter. They are of another program, whose sampling and passes differ, and",
+        "The estimates are several times shorter. They are of another program, whose sampling and passes differ, and",
         "nothing here says which part",
         "is the difference and which part is the estimate's error: no GPU has been measured.",
     )
