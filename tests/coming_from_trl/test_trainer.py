@@ -668,6 +668,7 @@ def test_a_checkpoint_of_trl_s_own_is_called_that(tiny_folder, prompts, letters,
     trainer.train()
     folder = Path(trainer.args.output_dir) / "checkpoint-1"
     (folder / "optimizer.safetensors").rename(folder / "optimizer.pt")
+    (folder / "manifest.json").unlink()  # TRL writes none
     again = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=2), prompts)
     with pytest.raises(CheckpointError, match=r"written by TRL.*pass the folder as model="):
         again.train(resume_from_checkpoint=str(folder))
@@ -684,6 +685,18 @@ def test_long_templates_do_not_escape_the_early_check(tiny_folder, letters, sett
     assert context == 256
     with pytest.raises(DataError, match="row 3"):
         GRPOTrainer(str(tiny_folder), letters, settings(), data, processing_class=tokenizer)
+
+
+def test_code_that_comes_with_a_model_is_asked_for_in_trl_s_words(tiny_folder, prompts, letters, settings, tmp_path):
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "remote"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = {"model_type": "remote", "auto_map": {"AutoConfig": "c.Config", "AutoModelForCausalLM": "m.Model"}}
+    (folder / "config.json").write_text(json.dumps(config | own), encoding="utf-8")
+    for name in ("c", "m"):
+        (folder / f"{name}.py").write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="trust_remote_code=True in GRPOConfig") as refusal:
+        GRPOTrainer(str(folder), letters, settings(), prompts)
+    assert isinstance(refusal.value, ValueError)
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "_generate", "_save_checkpoint", "create_optimizer", "evaluation_loop"])

@@ -227,9 +227,9 @@ log_multimodal | bool | True | - | There is text only.
 num_completions_to_print | int? | None | h | How many completions are printed.
 log_unique_prompts | bool | False | - | In TRL it thins a table sent to wandb; here completions go to files, whole.
 log_completions_hub_repo | str? | None | x | Leave it out, and upload `completions/` yourself.
-use_transformers_continuous_batching | bool | False | x | Leave it out: groupwise's own engine batches continuously.
+use_transformers_continuous_batching | bool | False | - | groupwise's own engine batches continuously anyway.
 transformers_continuous_batching_config | dict? | None | - | Only matters with `use_transformers_continuous_batching`.
-use_transformers_paged | bool | False | x | Leave it out: groupwise's own engine batches continuously.
+use_transformers_paged | bool | False | - | groupwise's own engine batches continuously anyway.
 vllm_importance_sampling_cap | float? | None | - | Only matters with `use_vllm`.
 """
 

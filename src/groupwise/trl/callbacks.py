@@ -42,6 +42,8 @@ def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Itera
     """What a script should know of how its arguments are taken."""
     if args.use_vllm:
         yield "use_vllm=True: groupwise's own engine samples in vLLM's place, from the very weights that are trained"
+    if args.use_transformers_continuous_batching or args.use_transformers_paged:
+        yield "use_transformers_continuous_batching, use_transformers_paged: groupwise's own engine samples, and batches continuously"
     if args.use_liger_kernel:
         yield "use_liger_kernel=True: the logits of all tokens never exist at once here anyway; Liger's kernels are not used"
     if args.cast_lm_head_to_fp32 and args.bf16:

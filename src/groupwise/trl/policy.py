@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 __all__ = ["make_parts", "make_policy", "seed_everything"]
 
 
+class ModelArgumentError(ModelError, ValueError):
+    """A ``ModelError`` where TRL raises a ``ValueError``."""
+
+
 def seed_everything(args: Any) -> None:
     """Random numbers, and what else of ``args`` makes a run repeatable or not."""
     if args.full_determinism:
@@ -60,7 +64,14 @@ def make_policy(
         policy = _adopt(loaded, args, config, tokenizer, peft_config is not None)
     elif isinstance(model, str):
         config = model_config(args, model)
-        policy = load_policy(config)
+        try:
+            policy = load_policy(config)
+        except ModelError as error:
+            if "Python code of its own" not in str(error):
+                raise
+            raise ModelArgumentError(
+                f"model {model!r} brings custom code, which trust_remote_code=True in GRPOConfig lets run: set it if you trust its source"
+            ) from error
     else:
         if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
             raise ModelError(
