@@ -202,7 +202,7 @@ def test_training_prompts_are_rendered_when_used_and_are_those_of_their_problems
     original = setup.render
     monkeypatch.setattr(setup, "render", lambda problem, *rest: rendered.append(problem.id) or original(problem, *rest))
     prepared = prepare(load_config("quickstart", small))
-    assert len(rendered) <= 1 + 4, "one training prompt to measure the template, and the held-out ones"
+    assert len(rendered) <= 2 + 4, "two training prompts, the first and the one with most words, and the held-out ones"
     for problem, prompt in zip(prepared.problems.train, prepared.train_prompts, strict=True):
         assert prompt.problem is problem
         assert problem.question in prompt.text

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.config.schema import Config, LoraConfig, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
+from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, merged, peft_config_of
 from groupwise.models.load import Policy, save_model
 from groupwise.models.merged_decoder import MergedDecoder
@@ -61,6 +62,7 @@ def adapted(model: Any, *, filled: bool = False, **settings: Any) -> Policy:
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_the_file_of_many_bits_does_not_stay_in_memory(tiny_llama, tmp_path, kind):
     model = in_few_bits(tiny_llama(), kind, tmp_path, "bfloat16")
+    own_memory([*model.parameters(), *model.buffers()])  # as load_policy does
     assert (
         model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr() or not model.config.tie_word_embeddings
     )
@@ -190,7 +192,9 @@ def test_what_bf16_samples_is_what_it_scores_and_half_a_step_of_its_grid_is_not_
     base = layer.base_layer.weight.detach()
     assert torch.equal(merged_weight(layer), base), "an adapter that adds nothing changes nothing"
     with torch.no_grad():
-        layer.lora_B["default"].weight.normal_(std=1e-3)
+        for part, size in ((layer.lora_A, 0.07), (layer.lora_B, 1e-3)):
+            weight = part["default"].weight
+            weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     added = layer.get_delta_weight("default").detach().float()
     nearest = (base.float() + added).bfloat16().float() - base.float()
     found = merged_weight(layer).float() - base.float()
