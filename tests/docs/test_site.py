@@ -78,7 +78,7 @@ def test_formulas_become_mathml_and_code_stays(hooks):
 def test_a_notebook_is_a_page_with_its_words_and_code(hooks):
     page = hooks.notebook_page("examples/notebooks/02-your-own-reward.ipynb")
     assert page.startswith("# Your own reward\n")
-    assert "\n\n```python\nfrom groupwise.data.answers import" in page
+    assert "\n\n```python\nfrom groupwise import" in page
     assert "\n```math\n\\delta_t" in hooks.notebook_page("examples/notebooks/04-ppo-against-grpo.ipynb")
     link = hooks.rewritten("examples/notebooks/README.md", "examples/notebooks/README.md", "[a](02-your-own-reward.ipynb)")
     assert link == "[a](02-your-own-reward.md)"
