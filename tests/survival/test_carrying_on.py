@@ -97,6 +97,32 @@ def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, qui
     assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 
+@pytest.mark.parametrize(("mu", "left"), [(1, "step 1, which"), (2, "step 1 and 1 updates of the next, which")])
+def test_a_signal_between_two_passes_is_told_at_once_and_does_not_wait_for_the_others(
+    small_config, letters, quiet, tmp_path, monkeypatch, capfd, mu, left
+):
+    """Nothing was learnt from an update's passes before its step: they are dropped, and made again by the resumed run."""
+    sections = {"training": {"steps": 3, "micro_batch_tokens": 20}, "algorithm": {"updates_per_batch": mu}}
+    whole = go(small_config(**sections), letters, quiet, tmp_path / "whole").folder
+    backward, passes, told = Learner._backward, [], []
+
+    def one(learner, *words):
+        passes.append(learner.updates)
+        if passes.count(2 * mu - 1) == 2 and not told:
+            os.kill(os.getpid(), signal.SIGTERM)
+            told.append(capfd.readouterr().err)
+        return backward(learner, *words)
+
+    monkeypatch.setattr(Learner, "_backward", one)
+    with pytest.raises(StoppedError, match=f"after {left} is saved"):
+        go(small_config(**sections), letters, quiet, tmp_path / "run")
+    assert passes.count(2 * mu - 1) == 2, "the pass that was under way was the last"
+    assert "SIGTERM: " in told[0]
+    assert "the run is saved" in told[0]
+    folder = go(small_config(**sections), letters, quiet, tmp_path / "run", resume=True).folder
+    assert differences(whole, folder) == []
+
+
 def test_an_abandoned_step_does_not_renew_the_reference_twice(small_config, letters, quiet, tmp_path):
     """It is renewed before the step; a moving average that moves twice is another one."""
     config = small_config(

@@ -248,8 +248,8 @@ class OutputConfig(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Write a checkpoint every so many steps; 0 writes only the final model."""
     checkpoint_in_background: bool = True
-    """Take a copy of the state and go on while a thread writes it to the disk. Needs memory for the copy, while it is written; where
-    that is short the run waits for the disk instead."""
+    """Sample the next batch while a thread writes the state to the disk; learning waits for it. On a GPU it is written from a copy in the
+    machine's memory; where that is short the run waits for the disk instead."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
     adapter_only: bool = False

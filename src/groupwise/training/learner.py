@@ -111,6 +111,7 @@ class Learner:
         step: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         held: HeldState | None = None,
+        within: bool = False,
     ) -> tuple[Advantages, dict[str, Metric]]:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
@@ -120,8 +121,9 @@ class Learner:
 
         ``step``: which of the run's it is, from 0; by itself the one after the last.
 
-        ``stop`` is asked between two updates; where it says yes, the rest is left to be done later by raising WindowOpenError. ``held``
-        is the state of the window that it carries: the same ``groups`` are then carried on with.
+        ``stop`` is asked between two updates, and with ``within`` between the passes of one; where it says yes, the rest is left to be
+        done later by raising WindowOpenError, and the gradient of an update that was under way is dropped. ``held`` is the state of the
+        window that it carries: the same ``groups`` are then carried on with.
         """
         updates = self.config.algorithm.updates_per_batch
         step = self.place // updates if step is None else step
@@ -141,7 +143,7 @@ class Learner:
         self.entropy_bonus = next((m[_BONUS].value for m in window.found if _BONUS in m), 0.0) or None
         while window.updates < updates:
             self.place = step * updates + window.updates
-            passes = self.world.reduce(self._sweep(window))
+            passes = self.world.reduce(self._sweep(window, stop if within else lambda: False))
             for name in ("policy/loss", "value/loss"):
                 if name in passes:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
@@ -162,12 +164,17 @@ class Learner:
         if self.critic is not None:
             seed_noise([self.critic.trunk, self.critic.optimizer], self.config.training.seed, batch, 1)
 
-    def _sweep(self, window: Window) -> dict[str, Metric]:
+    def _sweep(self, window: Window, stop: Callable[[], bool] = lambda: False) -> dict[str, Metric]:
         """The gradient of one update. Where memory runs out it is swept again from the start, in smaller passes."""
         first = window.updates == 0
 
+        def stopping() -> None:
+            if stop():
+                self._clear()
+                raise WindowOpenError(window)
+
         def sweep() -> dict[str, Metric]:
-            return self.accumulate(window.micro_batches, first=first)
+            return self.accumulate(window.micro_batches, first=first, before_each=stopping)
 
         return self._attempt(sweep, window, lambda: window.notes(without=_FIRST_SWEEP if first else ()))
 
@@ -178,9 +185,7 @@ class Learner:
             return largest_divisible([*window.micro_batches, *window.judged])
 
         def restart() -> None:
-            self.optimizer.clear()
-            if self.critic:
-                self.critic.clear()
+            self._clear()
             window.cut_anew(self._cut(window.groups), notes())
             window.judged = self._packed(window.groups, self._judged_only(window.groups)) if window.judged else []
 
@@ -190,6 +195,12 @@ class Learner:
         """What falls to this process of ``members``; perhaps nothing."""
         own = self._own(groups, members)
         return cut(groups, Share(own, self.counts(groups)), self.scorer, self.objective, self.budget.tokens) if own else []
+
+    def _clear(self) -> None:
+        """Drop what has added up of an update's gradient."""
+        self.optimizer.clear()
+        if self.critic:
+            self.critic.clear()
 
     def _cut(self, groups: Sequence[Group]) -> list[MicroBatch]:
         """What falls to this process of the completions that take part, packed; perhaps nothing."""
@@ -279,15 +290,27 @@ class Learner:
         keep_most_entropic(everything, self._look_ahead(everything)[1], self.config.algorithm.top_entropy_share, self.world)
         return out
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], *, first: bool, scale: float = 1.0) -> dict[str, Metric]:
+    def accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        first: bool,
+        scale: float = 1.0,
+        before_each: Callable[[], None] = lambda: None,
+    ) -> dict[str, Metric]:
         """Add the gradient of some micro-batches, times ``scale``, to what the next ``step`` takes. Their loss is summed, not averaged.
 
         ``first``: they are swept for the first time, so that the sampler's mismatch can be measured. Without gradients switched on
-        (``torch.no_grad``) only the numbers are computed. Names that begin with ``detail/`` are for callers, not for the records.
+        (``torch.no_grad``) only the numbers are computed. ``before_each`` is called before each pass, and may raise. Names that
+        begin with ``detail/`` are for callers, not for the records.
         """
         started = time.perf_counter()
         with self.sharding.evened(self.scorer, len(micro_batches)):
-            found = merge([self._backward(micro_batch, first, scale) for micro_batch in micro_batches])
+            parts = []
+            for micro_batch in micro_batches:
+                before_each()
+                parts.append(self._backward(micro_batch, first, scale))
+            found = merge(parts)
         return found | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     def step(self, rate: float | None = None) -> dict[str, Metric]:

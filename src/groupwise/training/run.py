@@ -95,6 +95,8 @@ class Run:
     budget: PassBudget = field(init=False)
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
+    known: dict[str, Any] = field(default_factory=dict)
+    """The rewards' state before the step."""
     kept: KeptMemory = field(default_factory=KeptMemory)
     ahead: Ahead | None = None
     """What is sampled for later steps, where the config wants it."""
@@ -265,7 +267,7 @@ class Run:
             self.metrics = dict(self.held.rollout_metrics)
             return Rollout(self.held.groups(partial(self.batches.prompt_of, self.checkpoint)), [], 0.0, 0.0)
         seed_generators(self.config.training.seed, step)
-        known = self.prepared.rewards.state_dict()
+        self.known = self.prepared.rewards.state_dict()
 
         def progress(finished: int, _: int) -> None:
             bar.advance(0, completions=finished)
@@ -275,7 +277,7 @@ class Run:
                 ready = None if self.ahead is None else self.ahead.take(step, progress)
                 rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:
-            self.prepared.rewards.load_state_dict(known)
+            self.prepared.rewards.load_state_dict(self.known)
             self.stop()
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
@@ -287,7 +289,8 @@ class Run:
         return rollout
 
     def learn(self, rollout: Rollout) -> Advantages:
-        """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume."""
+        """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume. Within
+        the first update it abandons the step, which is sampled again then."""
         assert self.learner is not None
         if self.ahead is not None:
             self.ahead.learnt(self.done)
@@ -296,9 +299,16 @@ class Run:
         self.writer.finish()  # it writes from the weights that are about to change
         try:
             advantages, found = self.learner.learn(
-                rollout.groups, step=self.done, stop=self.signals.at_once_and_received, held=self.held.take()
+                rollout.groups,
+                step=self.done,
+                stop=self.signals.at_once_and_received,
+                held=self.held.take(),
+                within=self.ahead is None,
             )
         except WindowOpenError as halfway:
+            if halfway.window.updates == 0:
+                self.prepared.rewards.load_state_dict(self.known)
+                self.stop()
             self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
             self.stop(halfway.window.updates)
         self.metrics |= found

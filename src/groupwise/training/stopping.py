@@ -1,4 +1,8 @@
-"""SIGTERM, Ctrl-C and SIGHUP: the step is finished, or abandoned where nothing has been learnt from it yet; then the run saves itself.
+"""SIGTERM, Ctrl-C and SIGHUP: it is said at once, what has changed nothing yet is abandoned, and the run saves itself.
+
+Sampling is abandoned on the spot, and so are the passes of an update, in between two of them: until the optimiser's step nothing has been
+learnt from them, and a scheduler gives 30 s, in which the passes of a large model would not end. What was abandoned is done again, with
+the same numbers, when the run is resumed.
 
 A second SIGTERM or Ctrl-C ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run
 carries on. SIGHUP, which says that the terminal is gone, comes from shell and system both, and often beside a SIGTERM: it is no
@@ -10,14 +14,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from groupwise.distributed.signals import HANGUP, stop_signals
 
 __all__ = ["AbandonStep", "StopSignals"]
+
+
+def say_now(sentence: str) -> None:
+    """To standard error, past every buffer: a handler may have interrupted whoever holds a stream's lock."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"\n{sentence}\n".encode())
 
 
 class AbandonStep(BaseException):
@@ -27,12 +37,16 @@ class AbandonStep(BaseException):
 class StopSignals:
     """While entered, such signals are noted instead of ending the process. Outside the main thread it does nothing."""
 
-    def __init__(self, at_once: bool = True) -> None:
-        """``at_once``: nothing is abandoned and no batch left half learnt where it is False: several processes stop together."""
+    def __init__(self, at_once: bool = True, say: Callable[[str], object] = say_now) -> None:
+        """``say``: hears of the first signal, inside its handler.
+
+        ``at_once``: nothing is abandoned and no batch left half learnt where it is False: several processes stop together.
+        """
         self.at_once = at_once
         self.received: signal.Signals | None = None
         self.may_abandon = False
         """Whether the step has changed nothing yet, so that it can be dropped on the spot."""
+        self._say = say
         self._asked = 0
         """How often somebody asked, SIGHUP apart."""
         self._before: dict[int, Any] = {}
@@ -57,6 +71,14 @@ class StopSignals:
         finally:
             self.may_abandon = False
 
+    def finishing(self) -> str:
+        """What is done before the process ends."""
+        if self.may_abandon:
+            return "what is under way is abandoned, and the run is saved."
+        if self.at_once:
+            return "the pass or the file that is under way is finished, and the run is saved."
+        return "the step that is under way is finished by all processes, and the run is saved."
+
     def at_once_and_received(self) -> bool:
         return self.at_once and self.received is not None
 
@@ -67,6 +89,7 @@ class StopSignals:
         if self.received is not None:
             return
         self.received = signal.Signals(number)
+        self._say(f"{self.received.name}: {self.finishing()} A second signal ends it at once, and what was saved before stays.")
         if self.may_abandon:
             self.may_abandon = False
             raise AbandonStep
