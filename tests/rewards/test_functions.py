@@ -110,6 +110,14 @@ def test_length_falls_linearly_and_is_bounded():
         length(["a"], unit="tokens")
 
 
+def test_length_in_words_that_stops_paying_is_the_tutorials_reward_less_1():
+    texts = ["", "three words\nhere", " ".join(["a"] * 25), " ".join(["a"] * 100), " ".join(["a"] * 900)]
+    tutorials = [min(len(text.split()) / 100, 1.0) for text in texts]
+    assert length(texts, target=100, unit="words", penalise_longer=False) == pytest.approx([score - 1 for score in tutorials])
+    assert length(texts, target=100, unit="words")[-1] == -1.0
+    assert length(["a", "a b c"], target=2, unit="words", penalise_longer=False, bounded=False) == [-1.0, 0.0]
+
+
 def test_length_as_a_plain_distance_is_the_one_of_short_summaries():
     """The first example of many GRPO pages rewards summaries of TL;DR posts for being close to 20 characters."""
     texts = ["", "a" * 19, "a" * 20, "a" * 21, "a" * 500]
@@ -122,7 +130,7 @@ def test_length_as_a_plain_distance_is_the_one_of_short_summaries():
     ("call", "said"),
     [
         (lambda: length(["a"], target=0), "length's target is 0, but it must be at least 1"),
-        (lambda: length(["a"], unit="words"), "length's unit is 'words', but it must be 'characters' or 'tokens'"),
+        (lambda: length(["a"], unit="lines"), "length's unit is 'lines', but it must be 'characters', 'words' or 'tokens'"),
         (lambda: xml_count(["a"], trailing_penalty=-0.1), "trailing_penalty -0.1, but neither may be below 0"),
         (lambda: repetition_penalty(["a"], ngram=0), "must be at least 1 and 0"),
         (lambda: keyword(["a"], words=[" "]), "keyword needs words to look for"),
@@ -144,6 +152,13 @@ def test_keyword_counts_whole_words_once():
     texts = ["So, therefore 3", "thereforeX", "THEREFORE because because", ""]
     assert keyword(texts, words=["therefore", "because"]) == [0.5, 0.0, 1.0, 0.0]
     assert keyword(texts, words="therefore", case_sensitive=True) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_keyword_takes_off_the_share_of_words_to_avoid():
+    texts = ["True, and no error", "an error, an error", "so it is", "nothing"]
+    assert keyword(texts, words=["true"], avoid=["error", "wrong"]) == [0.5, -0.5, 0.0, 0.0]
+    assert keyword(texts, avoid="Error") == [-1.0, -1.0, 0.0, 0.0]
+    assert keyword(texts, avoid="Error", case_sensitive=True) == [0.0] * 4
 
 
 def test_repetition_penalty_is_the_share_of_repeated_ngrams():

@@ -30,32 +30,37 @@ def length(
     completions: Sequence[CompletionText],
     completion_ids: Sequence[Sequence[int]] | None = None,
     target: int = 200,
-    unit: Literal["characters", "tokens"] = "characters",
+    unit: Literal["characters", "words", "tokens"] = "characters",
     bounded: bool = True,
+    penalise_longer: bool = True,
     **_: Any,
 ) -> list[float]:
     """How near a completion's length is to `target`: 0 on the spot, falling linearly to -1 for an empty one or twice the target.
 
     `-min(1, |length - target| / target)`: longer ones stay at -1, so that one endless completion does not drown the differences
-    within its group. `bounded: false` is the plain distance, `-|length - target|`, which has no lower end. Tokens include the stop
-    token.
+    within its group. `bounded: false` is the plain distance, `-|length - target|`, which has no lower end. With `penalise_longer: false`
+    whatever reaches the target scores 0: `min(length / target, 1) - 1`. Words stand between blanks; tokens include the stop token.
 
     >>> length(["a" * 25, "a" * 100], target=20)
     [-0.25, -1.0]
     >>> length(["a" * 25, "a" * 100], target=20, bounded=False)
     [-5.0, -80.0]
+    >>> length(["only three words", "these are four words"], target=4, unit="words", penalise_longer=False)
+    [-0.25, 0.0]
     """
     if target < 1:
         raise RewardError(f"length's target is {target}, but it must be at least 1")
-    if unit not in ("characters", "tokens"):
-        raise RewardError(f"length's unit is {unit!r}, but it must be 'characters' or 'tokens'")
+    if unit not in ("characters", "words", "tokens"):
+        raise RewardError(f"length's unit is {unit!r}, but it must be 'characters', 'words' or 'tokens'")
     if unit == "tokens":
         if completion_ids is None:
             raise RewardError("length counts tokens only where completion_ids are given; use unit='characters'")
         sizes = [len(ids) for ids in completion_ids]
     else:
-        sizes = [len(text_of(completion)) for completion in completions]
-    return [-min(1.0, abs(size - target) / target) if bounded else -float(abs(size - target)) for size in sizes]
+        texts = [text_of(completion) for completion in completions]
+        sizes = [len(text.split()) if unit == "words" else len(text) for text in texts]
+    distances = [abs(size - target) if penalise_longer else max(0, target - size) for size in sizes]
+    return [0.0 - (min(1.0, distance / target) if bounded else distance) for distance in distances]
 
 
 def overlong(
@@ -84,19 +89,36 @@ def overlong(
 
 
 def keyword(
-    completions: Sequence[CompletionText], words: Sequence[str] = (), case_sensitive: bool = False, **_: Any
+    completions: Sequence[CompletionText],
+    words: Sequence[str] = (),
+    case_sensitive: bool = False,
+    avoid: Sequence[str] = (),
+    **_: Any,
 ) -> list[float]:
-    """The share of `words` that stand in a completion as whole words: 0 to 1. Repeating one earns nothing more.
+    """The share of `words` that stand in a completion as whole words, less the share of those to `avoid`: -1 to 1.
+
+    Repeating one changes nothing.
 
     >>> keyword(["Therefore 3, therefore 4", "therefores"], words=["therefore", "because"])
     [0.5, 0.0]
+    >>> keyword(["Therefore 3", "Sorry, an error"], words=["therefore"], avoid=["sorry", "error", "wrong", "false"])
+    [1.0, -0.5]
     """
-    listed = [words] if isinstance(words, str) else list(words)
-    if not listed or not all(word.strip() for word in listed):
+    wanted, unwanted = _word_patterns(words, case_sensitive), _word_patterns(avoid, case_sensitive)
+    if not wanted and not unwanted:
         raise RewardError("keyword needs words to look for: set arguments: {words: [therefore, because]}")
-    flags = 0 if case_sensitive else re.IGNORECASE
-    patterns = [re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", flags) for word in listed]
-    return [sum(bool(p.search(text)) for p in patterns) / len(patterns) for text in map(text_of, completions)]
+    return [_share_found(wanted, text) - _share_found(unwanted, text) for text in map(text_of, completions)]
+
+
+def _word_patterns(words: Sequence[str], case_sensitive: bool) -> list[re.Pattern[str]]:
+    listed = [words] if isinstance(words, str) else list(words)
+    if not all(word.strip() for word in listed):
+        raise RewardError("keyword needs words to look for, but one of them is blank: remove it")
+    return [re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", 0 if case_sensitive else re.IGNORECASE) for word in listed]
+
+
+def _share_found(patterns: Sequence[re.Pattern[str]], text: str) -> float:
+    return sum(bool(pattern.search(text)) for pattern in patterns) / len(patterns) if patterns else 0.0
 
 
 def repetition_penalty(completions: Sequence[CompletionText], ngram: int = 3, strength: float = 1.0, **_: Any) -> list[float]:
