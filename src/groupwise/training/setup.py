@@ -137,7 +137,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
-    wordiest = max(range(len(train)), key=lambda i: len(train.problems[i].question))  # thousands would take long to render
+    wordiest = max(range(len(train)), key=lambda i: len(str(train.problems[i].question)))  # thousands would take long to render
     longest = max(len(one.token_ids) for one in (train[wordiest], *held_out))
     short = memory_shortage(config, resolve_device(config.model.device), longest, processes)
     if short is not None:

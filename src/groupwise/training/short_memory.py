@@ -103,7 +103,8 @@ def rows_that_fit(setup: Setup | None, rows: int, free: int | None = None) -> in
         return rows
     kept = sum(item.bytes for item in state(setup))
     if free is None:
-        free = available_memory_bytes() + max(0, psutil.Process().memory_info().rss - kept)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", setup.world_size))  # they share what is free
+        free = available_memory_bytes() // here + max(0, psutil.Process().memory_info().rss - kept)
     while rows > 1 and sum(item.bytes for item in evaluation(setup, rows)) > free:
         rows //= 2
     return rows
