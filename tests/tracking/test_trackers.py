@@ -191,6 +191,8 @@ def test_every_metric_has_a_unit_and_a_sentence():
         assert unit
         assert meaning.endswith(".")
     assert describe_metric("reward/my_function") == METRICS["reward/<component>"]
+    assert describe_metric("updates/clip_share_12") == METRICS["updates/clip_share_<k>"]
+    assert describe_metric("updates/clip_share_x") is None
     assert describe_metric("reward/mean") == METRICS["reward/mean"]
     assert describe_metric("policy/unheard_of") is None
 

@@ -103,12 +103,19 @@ def test_later_updates_measure_ratio_clip_and_kl_from_the_policy_that_sampled(ti
     assert metrics["policy/clip_share"].value == pytest.approx(sum(shares) / 3, abs=1e-9)
     assert metrics["policy/loss"].value == pytest.approx(sum(losses) / 3, abs=1e-6), "the mean over updates, not their sum"
     assert metrics["policy/sampler_mismatch"].value < 1e-5, "measured at the first update, before the weights moved"
+    texts = [(g.prompt.token_ids, c.token_ids) for g in groups for c in g.completions]
     with torch.no_grad():
-        deviations = [
-            float((slow_logprobs(models[-1], *ids) - slow_logprobs(before, *ids)).expm1().abs().max())
-            for ids in ((g.prompt.token_ids, c.token_ids) for g in groups for c in g.completions)
-        ]
-    assert metrics["policy/ratio_deviation"].value >= max(deviations) * 0.999 > 0.05
+        moved = [torch.cat([slow_logprobs(m, *ids) - slow_logprobs(before, *ids) for ids in texts]).exp() for m in models]
+    assert metrics["policy/ratio_deviation"].value >= float((moved[-1] - 1).abs().max()) * 0.999 > 0.05
+    ratios = [float(ratio_T.mean()) for ratio_T in moved]
+    assert metrics["policy/ratio"].value == pytest.approx(sum(ratios) / 3, abs=1e-5)
+    for name, of_updates in (("loss", losses), ("clip_share", shares), ("ratio", ratios)):
+        assert [metrics[f"updates/{name}_{k}"].value for k in (1, 2, 3)] == pytest.approx(of_updates, abs=1e-5)
+    kl = [metrics[f"updates/kl_{k}"].value for k in (1, 2, 3)]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert metrics["policy/kl"].value == pytest.approx(sum(kl) / 3)
+    assert kl[2] > 0
+    assert metrics["optimizer/grad_norm"].value == max(metrics[f"updates/grad_norm_{k}"].value for k in (1, 2, 3))
 
 
 def test_the_first_update_is_on_policy_whatever_the_sampler_s_rounding(tiny_llama):
@@ -116,6 +123,8 @@ def test_the_first_update_is_on_policy_whatever_the_sampler_s_rounding(tiny_llam
     learner, before = learner_of(tiny_llama(), config_of())
     _, metrics = learner.learn([shifted(group) for group in make_groups(before, REWARDS)])
     assert metrics["policy/ratio_deviation"].value == 0
+    assert metrics["policy/ratio"].value == 1
+    assert not any(name.startswith("updates/") for name in metrics), "one update is what the step's own numbers say"
     assert metrics["policy/sampler_mismatch"].value == pytest.approx(0.01, abs=1e-5)
 
 

@@ -269,7 +269,10 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
     assert {family for family in families if not any(family.replace("<component>", name) in logged for name in names)} == set()
     assert {f"reward/{name}" for name in names} <= logged
     of_vllm = {"completions/prompt_cached", "policy/push_probe", "time/push_s"}  # test_vllm_run holds them
-    assert logged - components == {name for name in METRICS if not name.endswith("<component>")} - of_vllm
+    by_update = {name: [name.replace("<k>", str(k)) for k in (1, 2)] for name in METRICS if name.endswith("<k>")}
+    assert by_update
+    plain_names = {name for name in METRICS if not name.endswith(">")}
+    assert logged - components == plain_names.union(*by_update.values()) - of_vllm
 
 
 def rarely(completions, **columns):

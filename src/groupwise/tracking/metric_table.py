@@ -59,6 +59,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "policy/loss": ("nats", "The objective's value; near 0 at ratio 1 by construction, so it is no measure of progress."),
     "policy/kl": ("nats", "Mean k3 estimate of the KL from the reference, per token; only with beta above 0."),
+    "policy/ratio": ("ratio", "Mean ratio between the policy and the one that sampled, over tokens and updates; 1 on-policy."),
     "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| between the policy and the one that sampled."),
     "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy, and above about 0.3 steps are too large."),
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens, an estimate of entropy; falling to 0 means collapse."),
@@ -105,6 +106,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "masters, or the weights themselves): rounded away for good. Counted in a sample of each tensor.",
     ),
     "optimizer/loss_scale": ("1", "What the loss is multiplied by before the backward pass; only with model.dtype float16."),
+    "updates/loss_<k>": (
+        "nats",
+        "`policy/loss` of update k of the step's batch; these five only with updates_per_batch above 1.",
+    ),
+    "updates/ratio_<k>": ("ratio", "`policy/ratio` of update k."),
+    "updates/clip_share_<k>": ("share", "`policy/clip_share` of update k."),
+    "updates/kl_<k>": ("nats", "`policy/kl` of update k; only with beta above 0."),
+    "updates/grad_norm_<k>": ("1", "`optimizer/grad_norm` of update k."),
     "time/sample_s": ("s", "Sampling the completions; like every time but the step's, the slowest process's."),
     "time/wait_s": (
         "s",
@@ -133,7 +142,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),
 }
-"""Name -> (unit, meaning). A name with ``<component>`` stands for one name per reward function."""
+"""Name -> (unit, meaning). A name with ``<component>`` stands for one name per reward function, with ``<k>`` for one per update."""
 
 EVALUATION_METRICS: dict[str, tuple[str, str]] = {
     "evaluation/<mode>_strict": ("share", "Held-out problems answered right in the form asked for."),
@@ -154,5 +163,7 @@ def describe_metric(name: str) -> tuple[str, str] | None:
     if name.startswith("evaluation/"):
         figure = name.removeprefix("evaluation/").partition("_")[2]
         return EVALUATION_METRICS.get("evaluation/<mode>_" + re.sub(r"_at_\d+$", "_at_<k>", figure))
+    if name.startswith("updates/"):
+        return METRICS.get(re.sub(r"_\d+$", "_<k>", name))
     families = (known for known in METRICS if known.endswith(_EACH) and name.startswith(known.removesuffix(_EACH)))
     return next((METRICS[family] for family in families), None)

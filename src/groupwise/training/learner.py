@@ -38,6 +38,8 @@ HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 _FIRST_SWEEP = ("old_T", "correction_T")
 """What a micro-batch's first sweep notes about it."""
 _BONUS = "policy/entropy_bonus"
+_BY_UPDATE = ("policy/loss", "policy/ratio", "policy/clip_share", "policy/kl", "optimizer/grad_norm")
+"""Shown of each update too, where a batch has several: the first is at ratio 1, and a mean over all hides what the last did."""
 _DETAILS = ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")
 
 
@@ -149,11 +151,15 @@ class Learner:
                     passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
             window.found += [{k: v for k, v in passes.items() if not k.startswith("detail/")}, self.step()]
             window.updates += 1
+            if updates > 1:
+                made = window.found[-2] | window.found[-1]
+                shown = {f"updates/{k.partition('/')[2]}_{window.updates}": made[k] for k in _BY_UPDATE if k in made}
+                window.found[-1] = window.found[-1] | shown
             self.place += 1
             if window.updates < updates and stop():
                 raise WindowOpenError(window)
-        shown = self.world.gather(advantages_by_token(micro_batches, self.config.output.log_tokens))
-        self.token_advantages = {member: numbers for part in shown for member, numbers in part.items()}
+        of_tokens = self.world.gather(advantages_by_token(micro_batches, self.config.output.log_tokens))
+        self.token_advantages = {member: numbers for part in of_tokens for member, numbers in part.items()}
         metrics = merge(window.found) | {"optimizer/learning_rate": window.found[-1]["optimizer/learning_rate"]}
         metrics |= self.world.reduce({"memory/halvings": Sum(self.budget.halvings - halvings)})
         return window.advantages, metrics | self._steer(metrics)
@@ -461,6 +467,7 @@ class Learner:
             beta=self.beta,
         )
         found |= {"policy/loss": numbers["loss"], "policy/ratio_deviation": numbers["ratio_deviation_max"]}
+        found["policy/ratio"] = numbers["ratio"]
         found["policy/clip_share"] = Mean(numbers["clip_low"].total + numbers["clip_high"].total, tokens)  # type: ignore[union-attr]
         found |= {f"detail/{name}": numbers[name] for name in _DETAILS if name in numbers}
         if "kl" in numbers:
