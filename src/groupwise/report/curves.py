@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
-__all__ = ["MOST_BANDS", "MOST_POINTS", "QUANTILES", "bands", "curves", "thin"]
+__all__ = ["MOST_BANDS", "MOST_POINTS", "QUANTILES", "bands", "curves", "taken", "thin"]
 
 MOST_POINTS = 600
 """Points of a curve; above, neighbours are averaged, and their smallest and largest values are kept as well."""
@@ -22,6 +22,29 @@ def curves(run: RunRecord) -> dict[str, dict[str, list[float]]]:
     """Every metric that was ever logged with a finite value: name -> thinned curve."""
     found = {name: thin(run.series(name)) for name in run.metric_names()}
     return {name: curve for name, curve in found.items() if curve["steps"]}
+
+
+def taken(run: RunRecord, most: int = MOST_POINTS) -> dict[str, list[float] | None]:
+    """What the run had taken by the end of each of ``steps``, which begin with 0: ``time`` in seconds, and ``tokens``, the completion
+    tokens of the batches (mean length times completions of a step). Of long runs every so many steps; None where it was not logged.
+
+    A resumed run counts its seconds from 0 again; they are added to those before.
+    """
+    rows = [row for row in run.steps if row["step"] is not None]
+    batch = run.config.completions_per_step if run.config else 0
+    time, tokens, before = [0.0], [0.0], 0.0
+    for row in rows:
+        now = row.get("time_s") or before
+        time.append(time[-1] + (now - before if now >= before else now))
+        before = now
+        tokens.append(tokens[-1] + (row.get("completions/tokens_mean") or 0.0) * batch)
+    kept = sorted({*range(0, len(time), -(-len(time) // most)), len(time) - 1})
+    steps = [0.0, *(float(row["step"] or 0) for row in rows)]
+    return {
+        "steps": [steps[i] for i in kept],
+        "time": [short(time[i]) for i in kept] if time[-1] else None,
+        "tokens": [short(tokens[i]) for i in kept] if tokens[-1] else None,
+    }
 
 
 def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> dict[str, list[float]]:

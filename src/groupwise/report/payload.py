@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.config import Config
 from groupwise.doctor import diagnose_run
 from groupwise.report.comparing import differences, flat
-from groupwise.report.curves import QUANTILES, bands, curves
+from groupwise.report.curves import QUANTILES, bands, curves, taken
 from groupwise.report.held_out import asked, comparisons, evaluation_curves, evaluation_rows, held_out
 from groupwise.report.transcripts import transcripts
 from groupwise.tracking.environment import installed_version
@@ -60,6 +60,7 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
         "environment": flat(run.environment) if run.environment else {},
         "curves": curves(run) | evaluation_curves(evaluations, run.last_step),
         "bands": bands(run),
+        "taken": taken(run),
         "evaluations": evaluations,
         "asked": asked(run),
         "comparisons": comparisons(run),

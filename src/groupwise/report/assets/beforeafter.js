@@ -5,6 +5,9 @@ const CHANGES = {
 };
 const VERDICT_FLAGS = { r: 1, l: 6, w: 2, '-': 0 };
 
+// `held-out/RUN/MODE/PROBLEM` of an address: the problem is shown, at the stages that are shown first.
+let openHeldOut = () => {};
+
 function beforeAfterSection() {
   const offered = state.data.runs.flatMap((run, r) => run.held_out.map((mode, m) => [r + '/' + m, run.name + ', ' + mode.mode]));
   if (!offered.length) return null;
@@ -14,7 +17,7 @@ function beforeAfterSection() {
   const table_ = () => { const [r, m] = chosen.at.split('/').map(Number); return [r, state.data.runs[r].held_out[m]]; };
   const reset = () => { const [, held] = table_(); chosen.before = Math.max(0, held.stages.indexOf('warm_start')); chosen.after = held.stages.length - 1; };
   const set = (key, value) => { chosen[key] = value; page = null; if (key === 'at') reset(); draw(); };
-  const draw = async () => {
+  const draw = async (go) => {
     const mine = ++turn, [r, held] = table_();
     const stages = held.stages.map((stage, i) => [i, stageName(stage)]);
     replaceChildren(controls, offered.length > 1 ? select('Run and mode', offered, chosen.at, (v) => set('at', v)) : null,
@@ -26,11 +29,22 @@ function beforeAfterSection() {
     page = Math.min(page, Math.max(0, found.length - 1));
     try {
       const made = found.length ? await pairOf(r, held, found[page], chosen) : el('p', {}, 'None.');
-      if (mine === turn) replaceChildren(list, stepper(found.length, page, (to) => { page = to; draw(); }), made);
+      if (mine === turn) replaceChildren(list, stepper(found.length, page, (to) => { page = to; draw(true); }), made);
+      if (mine === turn && go && found.length) remember('held-out', r, held.mode, held.problems[found[page]]);
     } catch (error) { replaceChildren(list, el('p', { class: 'error' }, String(error.message || error))); }
   };
   reset();
   draw();
+  openHeldOut = async (run, mode, problem) => {
+    const m = state.data.runs[run]?.held_out.findIndex((one) => one.mode === mode) ?? -1;
+    const at = m < 0 ? -1 : state.data.runs[run].held_out[m].problems.indexOf(problem);
+    if (at < 0) return;
+    Object.assign(chosen, { at: run + '/' + m, change: 'all' });
+    reset();
+    page = at;
+    await draw();
+    document.getElementById('before-after').scrollIntoView();
+  };
   return section('before-after', 'Before and after', 'The same held-out problem at two stages; what only one of them says is marked.', controls, list);
 }
 
@@ -45,6 +59,6 @@ async function pairOf(run, held, problem, chosen) {
   const [before, after] = [one.said[chosen.before], one.said[chosen.after]];
   const side = (said, stage, which) => el('div', {}, el('h4', {}, stageName(held.stages[stage]), ' ', verdictOf(VERDICT_FLAGS[held.verdicts[stage][problem]] | (said && said[2] !== 'stop' ? TRUNCATED : 0))),
     said ? [differing(before ? before[0] : '', after ? after[0] : '', which), el('p', { class: 'note' }, 'found ' + (said[1] === null ? 'nothing' : said[1]) + ', ' + number(said[3]) + ' tokens')] : el('p', {}, 'not asked'));
-  return el('div', {}, el('p', { class: 'question' }, one.question), el('p', { class: 'note' }, held.problems[problem] + ', expected ', el('code', {}, one.expected)),
+  return el('div', {}, el('p', { class: 'question' }, one.question), el('p', { class: 'note' }, held.problems[problem] + ', expected ', el('code', {}, one.expected), anchor(['held-out', run, held.mode, held.problems[problem]], held.problems[problem])),
     el('div', { class: 'pair' }, side(before, chosen.before, 'before'), side(after, chosen.after, 'after')));
 }

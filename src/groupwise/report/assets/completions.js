@@ -104,14 +104,46 @@ function completionsSection() {
   const parsed = (other) => (text) => (text.trim() === '' || Number.isNaN(Number(text)) ? other : Number(text));
   const box = (label, key, read, size) => el('label', {}, label + ' ', el('input', { size, change: set(key, read), 'aria-label': label }));
   const choose = (label, key, options) => select(label, options, filter[key], (value) => { filter[key] = value; page = 0; update(); });
-  const controls = el('div', { class: 'controls' }, runPicker((value) => { state.run = value; page = 0; replaceChildren(detail); update(); }),
+  const controls = el('div', { class: 'controls' }, runPicker((value) => { state.run = value; page = 0; replaceChildren(detail); offer(); update(); }),
     box('Step from', 'from', parsed(0), 5), box('to', 'to', parsed(Infinity), 5), box('Reward from', 'least', parsed(null), 5), box('up to', 'most', parsed(null), 5),
     choose('Answer', 'verdict', [['all', 'all'], ['right', 'right'], ['wrong', 'wrong'], ['elsewhere', 'right, not in form'], ['unknown', 'not judged']]),
     choose('End', 'cut', [['all', 'all'], ['ended', 'ended by itself'], ['cut', 'cut at the limit']]),
     choose('Order', 'sort', [['order', 'as written'], ['-reward', 'reward, highest first'], ['+reward', 'reward, lowest first'], ['-tokens', 'longest first'], ['+advantage', 'advantage, lowest first'], ['-advantage', 'advantage, highest first'], ['-step', 'latest first']]),
     box('Problem', 'problem', (text) => text.trim(), 14), box('Words', 'words', (text) => text.trim(), 14));
+  const follow = el('span', {});
+  const offer = async () => replaceChildren(follow, state.data.runs[state.run].transcripts ? followed(await completionsOf(state.run), detail) : null);
+  controls.append(follow);
+  offer();
   update();
   return section('completions', 'Completions', 'Choose a row to see its whole group, and how scores became advantages.', controls, list, detail);
+}
+
+// Groups of every problem, in the order of steps.
+function groupsByProblem(table) {
+  if (!table.byProblem) {
+    table.byProblem = table.problems.map(() => []);
+    table.firstRow.forEach((row, g) => table.byProblem[table.problem[row]].push(g));
+  }
+  return table.byProblem;
+}
+
+// A choice of the problems that came at several steps, the most frequent first.
+const MOST_FOLLOWED = 200;
+
+function followed(table, detail) {
+  const found = groupsByProblem(table).map((groups, problem) => [problem, groups]).filter(([, groups]) => groups.length > 1)
+    .sort((a, b) => b[1].length - a[1].length).slice(0, MOST_FOLLOWED);
+  if (!found.length) return null;
+  const options = [['', 'choose'], ...found.map(([problem, groups]) => [problem, table.problems[problem] + ' (' + groups.length + ' steps)'])];
+  return select('Follow a problem', options, '', (value) => value !== '' && showGroup(detail, table, table.firstRow[groupsByProblem(table)[value].at(-1)]));
+}
+
+// `completion/RUN/STEP/PROBLEM/SAMPLE` of an address: its group is shown.
+async function openCompletion(run, step, problem, sample) {
+  if (!state.data.runs[run]?.transcripts) return;
+  const table = await completionsOf(Number(run));
+  const row = table.step.findIndex((at, i) => at === Number(step) && table.problems[table.problem[i]] === problem && table.sample[i] === Number(sample));
+  if (row >= 0) await showGroup(document.getElementById('group'), table, row, 'start');
 }
 
 function pager(count, page, go) {

@@ -1,7 +1,7 @@
 // Helpers: making elements, writing numbers, unpacking data. Text from runs is only ever put into text nodes.
 
 const SVG = 'http://www.w3.org/2000/svg';
-const state = { data: null, smoothing: 0.6, hidden: new Set(), run: 0, logarithmic: false };
+const state = { data: null, smoothing: 0.6, hidden: new Set(), run: 0, logarithmic: false, axis: 'step', zoom: null, whole: new Set() };
 
 // What was written stands in <pre>, in the direction of its script.
 function el(tag, attributes, ...children) {
@@ -140,9 +140,36 @@ function lastNotAbove(ascending, value) {
   return low;
 }
 
+// Something that a link can name, and the mark to take the link from.
+function anchor(id, title) {
+  return el('a', { class: 'anchor', href: '#' + [id].flat().map(encodeURIComponent).join('/'), 'aria-label': 'Link to ' + title });
+}
+
+function slug(text) {
+  return text.replace(/[^\p{L}\p{N}_.]+/gu, '-');
+}
+
+// The address now names what is looked at; going back still leads away from the page.
+function remember(...parts) {
+  history.replaceState(null, '', '#' + parts.map(encodeURIComponent).join('/'));
+}
+
+// A file of text made here, saved by the browser.
+function save(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el('a', { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60000);
+}
+
+// Spreadsheets take a text that begins with one of these signs for a formula, so it gets an apostrophe before it.
+function csv(rows) {
+  const cell = (value) => (typeof value === 'number' ? (Number.isFinite(value) ? String(value) : '') : '"' + value.replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""') + '"');
+  return rows.map((row) => row.map(cell).join(',') + '\r\n').join('');
+}
+
 function section(id, title, note, ...children) {
   return el('section', { id, 'aria-labelledby': id + '-title' },
-    el('h2', { id: id + '-title' }, title), note ? el('p', { class: 'note' }, note) : null, children);
+    el('h2', {}, el('span', { id: id + '-title' }, title), anchor(id, title)), note ? el('p', { class: 'note' }, note) : null, children);
 }
 
 function select(label, options, chosen, onChange) {

@@ -17,14 +17,14 @@ function metricLines(name) {
   const lines = [];
   state.data.runs.forEach((run, i) => {
     const curve = run.curves[name];
-    if (curve && !state.hidden.has(i)) lines.push({ label: run.name, look: runClass(i), judged: name.startsWith('evaluation/'), ...curve });
+    if (curve && !state.hidden.has(i)) lines.push({ label: run.name, look: runClass(i), judged: name.startsWith('evaluation/'), taken: run.taken, ...curve });
   });
   return lines;
 }
 
-// One range of steps for all charts, so that what happened at the same time stands at the same place.
+// One range for all charts, so that what happened at the same time stands at the same place.
 function stepRange() {
-  return extent(state.data.runs.filter((_, i) => !state.hidden.has(i)).flatMap((run) => Object.values(run.curves).map((curve) => [curve.steps[0], curve.steps.at(-1)])));
+  return extent(state.data.runs.filter((_, i) => !state.hidden.has(i)).flatMap((run) => Object.values(run.curves).map((curve) => places(run.taken, [curve.steps[0], curve.steps.at(-1)]))));
 }
 
 function unitAndMeaning(name) {
@@ -33,7 +33,7 @@ function unitAndMeaning(name) {
 
 function metricChart(name) {
   const lines = metricLines(name);
-  return lines.length ? lineChart(name, ...unitAndMeaning(name), lines) : null;
+  return lines.length ? lineChart('curve-' + slug(name), name, ...unitAndMeaning(name), lines) : null;
 }
 
 // One value in all steps of all runs shown: said in a line, since a chart of it shows nothing.
@@ -47,7 +47,7 @@ function constantOf(name) {
 function metricGroup(members) {
   const still = members.filter((name) => constantOf(name) !== null), moving = members.filter((name) => !still.includes(name));
   return [
-    moving.length ? el('div', { class: 'charts' }, moving.map((name) => lazily(() => metricChart(name)))) : null,
+    moving.length ? el('div', { class: 'charts' }, moving.map((name) => lazily(() => metricChart(name), 'curve-' + slug(name)))) : null,
     still.length ? el('p', { class: 'note still' }, 'The same in every step: ', still.map((name, i) => {
       const [unit, meaning] = unitAndMeaning(name);
       return [i ? '; ' : '', el('span', { title: meaning || false }, name + ' ', el('b', {}, writer(unit)(constantOf(name))))];
@@ -58,14 +58,15 @@ function metricGroup(members) {
 function componentChart(run) {
   const names = Object.keys(run.curves).filter((name) => name.startsWith('reward/') && !['reward/mean', 'reward/std'].includes(name));
   if (names.length < 2) return null;
-  const lines = names.map((name, i) => ({ label: name.slice(7), look: runClass(i), ...run.curves[name] }));
-  return lineChart('Reward components' + (state.data.runs.length > 1 ? ' of ' + run.name : ''), 'score', 'Each function’s own mean score, before its weight.', lines);
+  const lines = names.map((name, i) => ({ label: name.slice(7), look: runClass(i), taken: run.taken, ...run.curves[name] }));
+  return lineChart('distribution-components', 'Reward components' + (state.data.runs.length > 1 ? ' of ' + run.name : ''), 'score', 'Each function’s own mean score, before its weight.', lines);
 }
 
-// Charts are drawn when they come near the window: hundreds of them cost nothing until then.
-function lazily(make) {
-  const place = el('div', { class: 'place' });
+// Charts are drawn when they come near the window: hundreds of them cost nothing until then. The event 'draw' does it at once, or again.
+function lazily(make, id) {
+  const place = el('div', { class: 'place', id });
   const draw = () => { const made = make(); if (made) place.replaceChildren(made); else place.remove(); };
+  place.addEventListener('draw', draw);
   if (typeof IntersectionObserver === 'undefined') { draw(); return place; }
   const observer = new IntersectionObserver((entries) => {
     if (entries.some((entry) => entry.isIntersecting)) { observer.disconnect(); draw(); }
@@ -78,14 +79,28 @@ function curvesSection() {
   const body = el('div', {});
   const names = Object.keys(state.data.metrics);
   if (!names.length) return section('curves', 'Curves', 'There are no steps yet.');
-  const redraw = () => replaceChildren(body, metricGroups(names).map(([key, members]) => el('details', { open: FIRST.indexOf(key) < 7 && FIRST.includes(key) },
-    el('summary', {}, key + ' (' + members.length + ')'), metricGroup(members))));
+  const open = new Map();  // what somebody folded or unfolded stays so
+  const redraw = () => replaceChildren(body, metricGroups(names).map(([key, members]) => el('details', { id: 'curves-' + slug(key),
+    open: open.get(key) ?? (FIRST.indexOf(key) < 7 && FIRST.includes(key)), toggle: (event) => open.set(key, event.target.open) },
+  el('summary', {}, key + ' (' + members.length + ')'), metricGroup(members))));
   const smoothing = el('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: state.smoothing, 'aria-label': 'Smoothing',
-    change: (event) => { state.smoothing = Number(event.target.value); redraw(); } });
-  const log = el('input', { type: 'checkbox', change: (event) => { state.logarithmic = event.target.checked; redraw(); } });
-  const controls = el('div', { class: 'controls' }, el('label', {}, 'Smoothing ', smoothing), el('label', {}, log, ' logarithmic where possible'), legend(redraw));
+    change: (event) => { state.smoothing = Number(event.target.value); redrawCharts(); } });
+  const log = el('input', { type: 'checkbox', change: (event) => { state.logarithmic = event.target.checked; redrawCharts(); } });
+  const axis = axesOffered().length > 1 ? select('Along', axesOffered(), state.axis, (value) => { state.axis = value; zoomTo(null); }) : null;
+  const controls = el('div', { class: 'controls' }, el('label', {}, 'Smoothing ', smoothing), el('label', {}, log, ' logarithmic where possible'), axis, rangeBoxes(), legend(redraw));
   redraw();
-  return section('curves', 'Curves', 'Where learning shows: reward/mean, accuracy/strict and, on problems that are not trained on, evaluation/… rise together; a reward that rises alone is being gamed. What to worry about: completions/truncated rises, policy/entropy falls to 0 without a gain in accuracy, groups/zero_variance nears 100%. Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value.', controls, body);
+  return section('curves', 'Curves', 'Where learning shows: reward/mean, accuracy/strict and, on problems that are not trained on, evaluation/… rise together; a reward that rises alone is being gamed. What to worry about: completions/truncated rises, policy/entropy falls to 0 without a gain in accuracy, groups/zero_variance nears 100%. Point at a chart, or focus it and use the arrow keys, for the numbers; in brackets the smoothed value. Drag over a chart to zoom, double-click (or Esc) for the whole. Triangles at an edge are values far outside.', controls, body);
+}
+
+// The range of all charts in numbers, for those who do not drag.
+function rangeBoxes() {
+  const read = (id, other) => { const text = document.getElementById(id).value.trim(); return text === '' || Number.isNaN(Number(text)) ? other : Number(text); };
+  const change = () => {
+    const [first, last] = stepRange(), range = [read('zoom-from', first), read('zoom-to', last)];
+    zoomTo(range[0] < range[1] && (range[0] > first || range[1] < last) ? range : null);
+  };
+  const box = (id, label) => el('label', {}, label + ' ', el('input', { id, size: 5, inputmode: 'decimal', change }));
+  return [box('zoom-from', 'From'), box('zoom-to', 'to'), el('button', { type: 'button', id: 'zoom-out', click: () => zoomTo(null) }, 'whole range')];
 }
 
 function legend(redraw) {
@@ -103,9 +118,9 @@ function distributionsSection() {
   const draw = () => {
     const run = state.data.runs[state.run];
     const fans = Object.entries(run.bands).filter(([, band]) => band.steps.length)
-      .map(([name, band]) => lazily(() => fanChart(about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, least to greatest.', band, state.data.quantiles, runClass(state.run))));
+      .map(([name, band]) => lazily(() => fanChart('distribution-' + name, about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, least to greatest.', run, band, state.data.quantiles, runClass(state.run)), 'distribution-' + name));
     const components = componentChart(run);
-    replaceChildren(body, components ? lazily(() => componentChart(run)) : null, fans);
+    replaceChildren(body, components ? lazily(() => componentChart(run), 'distribution-components') : null, fans);
   };
   draw();
   const picker = runPicker((value) => { state.run = value; draw(); });

@@ -2,7 +2,7 @@
 
 const SHORT_PROMPT = 800;
 
-async function showGroup(place, table, row) {
+async function showGroup(place, table, row, block = 'nearest') {
   const run = state.data.runs[table.index];
   const number_ = table.group[row], first = table.firstRow[number_];
   const group = await groupAt(table, number_);
@@ -10,15 +10,17 @@ async function showGroup(place, table, row) {
     ...one, i: first + i, reward: table.reward[first + i], advantage: table.advantage[first + i], tokens: table.tokens[first + i], flags: table.flags[first + i], sample: table.sample[first + i],
   }));
   const chosen = rows[row - first];
+  const times = await overSteps(place, table, row);
+  remember('completion', table.index, group.step, group.problem, chosen.sample);
   replaceChildren(place,
-    el('h3', { tabindex: -1 }, 'Step ' + group.step + ', problem ' + group.problem),
+    el('h3', { tabindex: -1 }, (state.data.runs.length > 1 ? run.name + ', step ' : 'Step ') + group.step + ', problem ' + group.problem, anchor(['completion', table.index, group.step, group.problem, chosen.sample], 'this completion')),
     el('p', { class: 'question', dir: 'auto' }, questionOf(table, group)),
     el('details', { open: group.prompt.length <= SHORT_PROMPT }, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
     scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
-    howAdvantages(run, rows), otherSteps(place, table, row),
+    howAdvantages(run, rows), times,
     el('h4', {}, 'Sample ' + chosen.sample), chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
     againstAnother(rows, chosen));
-  place.scrollIntoView({ block: 'nearest' });
+  place.scrollIntoView({ block });
   place.querySelector('h3').focus({ preventScroll: true });  // whoever came by keyboard goes on from here
 }
 
@@ -97,11 +99,24 @@ function tokenTable(one, tokens, rule) {
   ]), true);
 }
 
-function otherSteps(place, table, row) {
-  const groups = [];
-  for (let g = 0; g < table.firstRow.length; g++) if (table.problem[table.firstRow[g]] === table.problem[row] && g !== table.group[row]) groups.push(g);
-  if (!groups.length) return null;
-  return el('p', {}, 'The same problem at ', groups.slice(0, 20).map((g) => [el('button', { type: 'button', click: () => showGroup(place, table, table.firstRow[g]) }, 'step ' + table.step[table.firstRow[g]]), ' ']));
+// The same problem at each step that had it: how its group did, and the answer that was paid best.
+const MOST_TIMES = 100;
+
+async function overSteps(place, data, row) {
+  const all = groupsByProblem(data)[data.problem[row]];
+  if (all.length < 2) return null;
+  const rows = [];
+  for (const g of all.slice(-MOST_TIMES)) {
+    const first = data.firstRow[g], group = await groupAt(data, g), members = group.rows.map((_, i) => first + i);
+    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+    const best = members.reduce((a, b) => (data.reward[b] > data.reward[a] ? b : a));
+    rows.push([
+      el('button', { type: 'button', disabled: g === data.group[row], 'aria-label': 'Step ' + group.step, click: () => showGroup(place, data, first) }, String(group.step)),
+      members.filter((i) => data.flags[i] & RIGHT).length + ' of ' + members.length, number(mean(members.map((i) => data.reward[i]))), number(mean(members.map((i) => data.tokens[i]))),
+      el('span', { class: 'excerpt', dir: 'auto' }, shortened(group.rows[best - first].t, 140, 70))]);
+  }
+  return el('details', { id: 'over-steps', open: true }, el('summary', {}, 'This problem over ' + all.length + ' steps' + (all.length > MOST_TIMES ? ', the last ' + MOST_TIMES : '')),
+    table(['step', 'right', 'mean reward', 'mean tokens', 'best paid answer'], rows));
 }
 
 function againstAnother(rows, chosen) {

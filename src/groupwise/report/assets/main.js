@@ -15,11 +15,35 @@ function navigation(sections) {
   return el('nav', { 'aria-label': 'Sections' }, sections.map((one) => el('a', { href: '#' + one.id }, one.querySelector('h2').textContent)));
 }
 
+// Where the address points: a completion, a held-out problem, or a part of the page, which is unfolded and drawn first.
+async function follow() {
+  let parts;
+  try { parts = location.hash.slice(1).split('/').map(decodeURIComponent); } catch (malformed) { return; }
+  if (parts[0] === 'completion') return openCompletion(...parts.slice(1));
+  if (parts[0] === 'held-out') return openHeldOut(...parts.slice(1));
+  const target = parts[0] && document.getElementById(parts[0]);
+  if (!target) return;
+  for (let fold = target.closest('details'); fold; fold = fold.parentNode.closest('details')) fold.open = true;
+  target.dispatchEvent(new Event('draw'));
+  target.scrollIntoView();
+  requestAnimationFrame(() => requestAnimationFrame(() => target.scrollIntoView()));  // charts above have been drawn meanwhile
+}
+
+// On paper nothing is lost: groups of charts are unfolded and all charts drawn.
+function forPaper() {
+  for (const fold of document.querySelectorAll('#curves details')) fold.open = true;
+  for (const place of document.querySelectorAll('#curves .place:empty, #distributions .place:empty')) place.dispatchEvent(new Event('draw'));
+}
+
 function start() {
   state.data = JSON.parse(document.getElementById('data').textContent);
   const sections = [overviewSection, findingsSection, curvesSection, distributionsSection, evaluationsSection, beforeAfterSection, completionsSection, settingsSection]
     .map((make) => make()).filter((made) => made !== null);
   document.getElementById('page').append(header(), navigation(sections), el('main', {}, sections));
+  window.addEventListener('hashchange', follow);
+  window.addEventListener('beforeprint', forPaper);
+  matchMedia('print').addEventListener('change', (paper) => paper.matches && forPaper());
+  follow();
   document.documentElement.dataset.ready = 'true';
 }
 

@@ -1,10 +1,25 @@
 // Overview, findings, evaluations, settings and environment.
 
+// Where a table is wider than the window, a line above says so, and the arrow keys move it.
+const widths = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const wider = target.scrollWidth > target.clientWidth;
+    target.classList.toggle('wider', wider);
+    if (wider) target.tabIndex = 0; else target.removeAttribute('tabindex');
+  }
+});
+
+function scrolling(content) {
+  const box = el('div', { class: 'scroll' }, content);
+  widths.observe(box);
+  return box;
+}
+
 // With `numeric`, columns stay on one line, and those of nothing but numbers stand at the right.
 function table(head, rows, numeric) {
   const plain = (cell) => ['string', 'number'].includes(typeof cell) && /^[-–\d.,e%]+$/.test(String(cell));
   const look = head.map((_, i) => (numeric && i ? (rows.length && rows.every((row) => plain(row[i])) ? 'numeric right' : 'numeric') : false));
-  return el('div', { class: 'scroll' }, el('table', {},
+  return scrolling(el('table', {},
     el('thead', {}, el('tr', {}, head.map((name, i) => el('th', { scope: 'col', class: look[i] }, name)))),
     el('tbody', {}, rows.map((row) => el('tr', {}, row.map((cell, i) => el(i ? 'td' : 'th', { class: look[i], scope: i ? false : 'row' }, cell)))))));
 }
@@ -70,22 +85,24 @@ function sentence(text) {
   return (/^\S*[./_]/.test(text) ? text : text[0].toUpperCase() + text.slice(1)) + '.';
 }
 
-function finding(one) {
+function finding(one, run) {
   const examples = one.examples.map((example) => el('div', { class: 'example' },
     el('div', { class: 'note' }, example.where + (example.remark ? ' — ' + example.remark : '')), el('pre', {}, example.text)));
   const steps = one.steps ? (one.steps[0] === one.steps[1] ? 'step ' + one.steps[0] : 'steps ' + one.steps[0] + ' to ' + one.steps[1]) : null;
   const title = [el('span', { class: 'badge' }, one.severity), ' ' + one.title, steps ? el('small', {}, ' ' + steps) : null];
   const calm = one.severity === 'normal';  // what is as it should be takes one line, until somebody asks
-  return el(calm ? 'details' : 'article', { class: 'finding ' + one.severity }, calm ? el('summary', {}, el('b', {}, title)) : el('h4', {}, title),
+  const id = 'finding-' + (run ? run + '-' : '') + slug(one.rule);
+  title.push(anchor(id, one.title));
+  return el(calm ? 'details' : 'article', { id, class: 'finding ' + one.severity }, calm ? el('summary', {}, el('b', {}, title)) : el('h4', {}, title),
     el('p', {}, sentence(one.summary)), el('p', { class: 'note' }, one.meaning), el('p', {}, one.severity === 'normal' ? null : el('b', {}, 'Remedy: '), one.remedy),
     examples.length ? el('details', {}, el('summary', {}, examples.length + (examples.length > 1 ? ' examples' : ' example')), examples) : null);
 }
 
 function findingsSection() {
-  const parts = state.data.runs.map((run) => {
+  const parts = state.data.runs.map((run, i) => {
     const ailing = run.findings.some((one) => one.severity !== 'normal');
     return el('div', {}, state.data.runs.length > 1 ? el('h3', {}, run.name) : null,
-      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'Nothing to judge yet: 0 steps.'), run.findings.map(finding));
+      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'Nothing to judge yet: 0 steps.'), run.findings.map((one) => finding(one, i)));
   });
   return section('findings', 'What the doctor finds', null, parts);
 }
