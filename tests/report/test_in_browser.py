@@ -1,7 +1,11 @@
 """The page in a real headless Chromium: it draws itself, its controls do what they say, and nothing that a model wrote runs."""
 
+import csv
 import json
+import math
 import re
+import time
+from xml.etree import ElementTree
 
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, healthy_text, write_run
@@ -385,3 +389,163 @@ def test_it_fits_the_window_and_follows_the_scheme(page, width, dark):
 def test_hardly_begun_runs_are_drawn_without_complaint(page, story):
     browser = page(story)
     assert browser.problems == []
+
+
+def chart(name):
+    return f"document.getElementById('curve-{name}')"
+
+
+def ticks_below(browser, name):
+    return browser.run(f"[...{chart(name)}.querySelectorAll('.tick[text-anchor=middle]')].map((t) => t.textContent)")
+
+
+def drag(browser, name, left, right):
+    """Press, move and let go over a chart's drawing, at shares of its width."""
+    browser.run(f"{chart(name)}.scrollIntoView({{block: 'center'}})")
+    browser.until(f"{chart(name)}.querySelector('svg')")
+    box = browser.run(
+        f"(() => {{ const b = {chart(name)}.querySelector('svg').getBoundingClientRect(); "
+        "return [b.left, b.top + b.height / 2, b.width]; })()"
+    )
+    for kind, share in (("mousePressed", left), ("mouseMoved", right), ("mouseReleased", right)):
+        browser.ask(
+            "Input.dispatchMouseEvent", type=kind, x=box[0] + share * box[2], y=box[1], button="left", buttons=1, clickCount=1
+        )
+
+
+def test_on_paper_every_chart_is_drawn(page):
+    browser = page(Story())
+    assert browser.run("document.querySelectorAll('#curves .place:empty').length") > 0
+    browser.ask("Page.printToPDF")
+    assert browser.run("document.querySelectorAll('#curves .place:empty, #distributions .place:empty').length") == 0
+    assert browser.run("[...document.querySelectorAll('#curves details')].every((d) => d.open)")
+    assert browser.problems == []
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_the_whole(page):
+    browser = page(Story())
+    drag(browser, "policy-entropy", 0.4, 0.6)
+    browser.until("document.getElementById('zoom-from').value !== ''")
+    draw_all(browser)
+    for name in ("policy-entropy", "reward-mean"):
+        found = [float(tick) for tick in ticks_below(browser, name)]
+        assert found
+        assert 15 < min(found) < max(found) < 45
+    told = browser.run(f"{chart('policy-entropy')}.querySelector('.readout .step').textContent")
+    assert 30 < float(told.removeprefix("step ")) < 45, "the readout tells the last step in view"
+    browser.run(f"{chart('policy-entropy')}.querySelector('svg').dispatchEvent(new MouseEvent('dblclick'))")
+    assert ticks_below(browser, "policy-entropy") == ["0", "20", "40", "60"]
+    browser.run("document.getElementById('zoom-to').value = '20'")
+    browser.run("document.getElementById('zoom-to').dispatchEvent(new Event('change'))")
+    assert ticks_below(browser, "reward-mean")[-1] == "20"
+    browser.run("document.getElementById('zoom-out').click()")
+    assert ticks_below(browser, "reward-mean")[-1] == "60"
+    assert browser.problems == []
+
+
+def test_charts_run_along_time_and_tokens_too(page):
+    browser = page(Story(metrics=lambda step, p: {"completions/tokens_mean": 1000.0}))
+    draw_all(browser)
+    set_control(browser, "Along", "tokens", "#curves")
+    assert ticks_below(browser, "reward-mean") == ["0M", "1M", "2M", "3M"], "60 steps of 64 completions of 1,000 tokens"
+    assert browser.run(f"{chart('reward-mean')}.querySelector('.readout .step').textContent") == "step 60, 3.84M tokens"
+    set_control(browser, "Along", "time", "#curves")
+    assert ticks_below(browser, "reward-mean")[-1].endswith(" s")
+    set_control(browser, "Along", "step", "#curves")
+    assert ticks_below(browser, "reward-mean") == ["0", "20", "40", "60"]
+    assert browser.problems == []
+
+
+def test_one_spike_flattens_no_chart_and_can_be_seen(page):
+    browser = page(Story(loss=lambda step: 5000.0 if step == 31 else 0.01 * math.sin(step)))
+    draw_all(browser)
+    heights = f"[...{chart('policy-loss')}.querySelectorAll('.tick[text-anchor=end]')].map((t) => t.textContent)"
+    assert all(abs(float(tick)) < 0.03 for tick in browser.run(heights))
+    assert browser.run(f"{chart('policy-loss')}.querySelectorAll('.beyond').length") == 1
+    line = browser.run(f"{chart('policy-loss')}.querySelector('.line').getAttribute('d')")
+    places = [float(y) for y in re.findall(r"[ML][-\d.]+ ([-\d.]+)", line)]
+    assert len(places) == 60
+    assert all(0 <= y <= 170 for y in places), "nor does the smoothed curve leave the chart"
+    assert "1 value lies outside (5,000)" in browser.run(f"{chart('policy-loss')}.textContent")
+    browser.run(f"{chart('policy-loss')}.querySelector('[data-part=all]').click()")
+    assert max(float(tick.replace(",", "")) for tick in browser.run(heights)) >= 4000
+    assert browser.run(f"{chart('policy-loss')}.querySelectorAll('.beyond').length") == 0
+    assert browser.problems == []
+    assert browser.run(f"{chart('reward-mean')}.querySelectorAll('.beyond').length") == 0
+
+
+def test_a_chart_is_saved_as_numbers_and_as_a_drawing(page, tmp_path):
+    browser = page(Story(steps=30))
+    draw_all(browser)
+    browser.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "saved"))
+    saved = {}
+    for part in ("csv", "svg"):
+        path = tmp_path / "saved" / f"curve-reward-mean.{part}"
+        browser.run(f"{chart('reward-mean')}.querySelector('[data-part={part}]').click()")
+        give_up = time.monotonic() + 60
+        while not path.exists():
+            assert time.monotonic() < give_up
+            browser.run("1")
+        saved[part] = path.read_text(encoding="utf-8")
+    rows = list(csv.DictReader(saved["csv"].splitlines()))
+    run = read_run(tmp_path / "run-0")
+    assert [(int(row["step"]), float(row["value"])) for row in rows] == pytest.approx(run.series("reward/mean"), rel=1e-5)
+    assert float(rows[-1]["tokens"]) == pytest.approx(64 * sum(v for _, v in run.series("completions/tokens_mean")), rel=1e-5)
+    drawing = ElementTree.fromstring(saved["svg"])
+    (line,) = [one for one in drawing.iter("{http://www.w3.org/2000/svg}path") if one.get("stroke-width") == "1.8px"]
+    assert line.get("stroke", "").startswith("rgb(")
+    assert any(one.text == "reward/mean" for one in drawing.iter())
+    assert browser.problems == []
+
+
+def test_an_address_opens_where_it_points(page, tmp_path):
+    browser = page(Story())
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.querySelector('#group h4')")
+    kept = browser.run("location.hash")
+    assert kept == "#completion/0/1/mini%3Atrain%3A1-0/2"
+    at_top = "(() => {{ const t = document.querySelector('{}')?.getBoundingClientRect().top; return t >= 0 && t < 450; }})()"
+    for link, selector in (
+        (kept, "#group h3"),
+        ("#curve-progress-policy_version", "#curve-progress-policy_version svg"),
+        ("#held-out/0/sampled/held:3", "#before-after .question"),
+        ("#settings", "#settings"),
+    ):
+        browser.ask("Page.navigate", url="about:blank")
+        browser.ask("Page.navigate", url=(tmp_path / "report.html").as_uri() + link)
+        browser.until(at_top.format(selector))
+    for nonsense in ("#%", "#completion/7/x", "#held-out/9", "#nowhere"):
+        browser.run(f"location.hash = {nonsense!r}")
+    assert browser.problems == []
+
+
+def test_one_problem_is_followed_over_the_steps(page, tmp_path):
+    folder = write_run(tmp_path / "again", Story(steps=12))
+    records = folder / "completions.jsonl"
+    records.write_text(re.sub(r"mini:train:\d+-", "mini:train:", records.read_text()))
+    browser = page(Story(steps=1))
+    browser.open(write_report([folder], tmp_path / "again.html").path)
+    ready(browser)
+    browser.until("document.querySelector(`[aria-label='Follow a problem']`)")
+    set_control(browser, "Follow a problem", "1")
+    browser.until("document.getElementById('over-steps')")
+    assert texts(browser, "#over-steps tbody th") == [str(step) for step in range(1, 13)]
+    right = [int(text.split(" of ")[0]) for text in texts(browser, "#over-steps tbody td:nth-child(2)")]
+    records = [r for r in read_run(folder).completions if r.problem == "mini:train:1"]
+    assert right == [sum(bool(r.strict) for r in records if r.step == step) for step in range(1, 13)]
+    assert texts(browser, "#group h3")[0].startswith("Step 12")
+    browser.run("document.querySelectorAll('#over-steps tbody th button')[3].click()")
+    browser.until("document.querySelector('#group h3').textContent.startsWith('Step 4')")
+    assert browser.problems == []
+
+
+def test_a_table_wider_than_the_window_says_that_it_goes_on(page):
+    hint = "getComputedStyle(document.querySelector('#group .scroll'), '::before').content"
+    for width, told in ((420, True), (1400, False)):
+        browser = page(Story(), width=width)
+        ready(browser)
+        browser.run("document.querySelectorAll('.row')[0].click()")
+        browser.until("document.getElementById('how')")
+        browser.until(f"{hint}.includes('scroll sideways') === {str(told).lower()}")
+        assert browser.run("document.querySelector('#group .scroll').tabIndex") == (0 if told else -1)

@@ -15,7 +15,7 @@ from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
 from groupwise.errors import ConfigError
 from groupwise.report import write_report
 from groupwise.report.comparing import differences, flat
-from groupwise.report.curves import bands, quantile, thin
+from groupwise.report.curves import bands, quantile, taken, thin
 from groupwise.report.packing import pack_columns, script_json
 from groupwise.report.page import SCRIPTS, content_policy, script, style
 from groupwise.report.transcripts import COLUMNS, around_questions
@@ -195,6 +195,19 @@ def test_thinned_curves_keep_mean_extremes_and_ends():
     assert min(curve["low"]) == pytest.approx(min(v for _, v in points), rel=1e-5)
     assert sum(curve["values"]) / 100 == pytest.approx(sum(v for _, v in points) / 2000, abs=1e-5)
     assert thin(points[:50], 100) == {"steps": list(range(1, 51)), "values": pytest.approx([v for _, v in points[:50]], rel=1e-5)}
+
+
+def test_seconds_and_tokens_add_up_over_a_resumed_run(tmp_path):
+    folder = write_run(tmp_path / "run", Story(steps=4, metrics=lambda step, p: {"completions/tokens_mean": 10.0 * step}))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row, seconds in zip(rows, (5.0, 9.0, 2.0, 3.5), strict=True):
+        row["time_s"] = seconds
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = taken(read_run(folder))
+    assert found == {"steps": [0, 1, 2, 3, 4], "time": [0, 5, 9, 11, 12.5], "tokens": [0, 640, 64 * 30, 64 * 60, 64 * 100]}
+    assert taken(read_run(folder), most=2)["steps"] == [0, 3, 4], "the end stays"
+    (folder / "metrics.jsonl").write_text("")
+    assert taken(read_run(folder)) == {"steps": [0], "time": None, "tokens": None}
 
 
 def test_quantiles_are_numpys():

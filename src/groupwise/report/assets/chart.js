@@ -58,6 +58,12 @@ function withoutSpikes(values) {
   return extent([sorted.filter((v) => v >= low - span && v <= high + span)]);
 }
 
+// A spike that is left outside does not move the smoothed curve either.
+function clamped(values) {
+  const [low, high] = withoutSpikes(values);
+  return values.map((value) => Math.max(low, Math.min(high, value)));
+}
+
 // The values whose places are in the range, with the neighbour at either side.
 function inView(at, values, range) {
   return values.slice(lastNotAbove(at, range[0]), lastNotAbove(at, range[1]) + 2);
@@ -79,7 +85,7 @@ function makeScales(lists, robust) {
   const [bottom, top] = [of(low) - margin, of(high) + margin];
   const span = last - first || 1, axis = axisShown();
   return {
-    first, last, low, high, axis,
+    first, last, low, high, axis, robust: robust && !log,
     x: (at) => PAD_LEFT + ((at - first) / span) * (WIDTH - PAD_LEFT - PAD_RIGHT),
     y: (value) => TOP + ((top - of(value)) / (top - bottom)) * (HEIGHT - TOP - BOTTOM),
     at: (x) => first + ((x - PAD_LEFT) / (WIDTH - PAD_LEFT - PAD_RIGHT)) * span,
@@ -242,9 +248,9 @@ function spikes(id, scales, lines, write) {
 // `lines`: [{label, look, taken, steps, values, low?, high?}]; `look` is a class that gives the colour, `taken` the run's seconds and tokens.
 function lineChart(id, title, unit, about, lines_) {
   const write = writer(unit), lines = lines_.map((line) => ({ ...line, at: places(line.taken, line.steps) }));
-  const smoothed = lines.map((line) => (line.judged ? line.values : smooth(line.values, state.smoothing)));
   const robust = unit !== 'share' && !state.whole.has(id);
   const scales = makeScales(lines.flatMap((line) => (line.low ? [[line.at, line.low], [line.at, line.high]] : [[line.at, line.values]])), robust);
+  const smoothed = lines.map((line) => (line.judged ? line.values : smooth(scales.robust ? clamped(line.values) : line.values, state.smoothing)));
   const [edge, beyond] = spikes(id, scales, lines, write);
   const marks = lines.map((line, i) => svg('g', { class: line.look },
     line.low ? svg('path', { class: 'spread', d: area(scales, line.at, line.low, line.high) }) : null,
