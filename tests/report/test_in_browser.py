@@ -509,7 +509,7 @@ def test_an_address_opens_where_it_points(page, tmp_path):
     for link, selector in (
         (kept, "#group h3"),
         ("#curve-progress-policy_version", "#curve-progress-policy_version svg"),
-        ("#held-out/0/sampled/held:3", "#before-after .question"),
+        ("#held-out/0/sampled/mini%3Aheld_out%3A3", "#before-after .question"),
         ("#settings", "#settings"),
     ):
         browser.ask("Page.navigate", url="about:blank")

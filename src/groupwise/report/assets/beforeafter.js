@@ -43,7 +43,7 @@ function beforeAfterSection() {
     reset();
     page = at;
     await draw();
-    document.getElementById('before-after').scrollIntoView();
+    return document.getElementById('before-after');
   };
   return section('before-after', 'Before and after', 'The same held-out problem at two stages; what only one of them says is marked.', controls, list);
 }

@@ -138,12 +138,15 @@ function followed(table, detail) {
   return select('Follow a problem', options, '', (value) => value !== '' && showGroup(detail, table, table.firstRow[groupsByProblem(table)[value].at(-1)]));
 }
 
-// `completion/RUN/STEP/PROBLEM/SAMPLE` of an address: its group is shown.
+// `completion/RUN/STEP/PROBLEM/SAMPLE` of an address: its group is shown. Gives the place to look at, as does `openHeldOut`.
 async function openCompletion(run, step, problem, sample) {
   if (!state.data.runs[run]?.transcripts) return;
   const table = await completionsOf(Number(run));
   const row = table.step.findIndex((at, i) => at === Number(step) && table.problems[table.problem[i]] === problem && table.sample[i] === Number(sample));
-  if (row >= 0) await showGroup(document.getElementById('group'), table, row, 'start');
+  if (row < 0) return;
+  const place = document.getElementById('group');
+  await showGroup(place, table, row);
+  return place;
 }
 
 function pager(count, page, go) {

@@ -2,7 +2,7 @@
 
 const SHORT_PROMPT = 800;
 
-async function showGroup(place, table, row, block = 'nearest') {
+async function showGroup(place, table, row) {
   const run = state.data.runs[table.index];
   const number_ = table.group[row], first = table.firstRow[number_];
   const group = await groupAt(table, number_);
@@ -20,7 +20,7 @@ async function showGroup(place, table, row, block = 'nearest') {
     howAdvantages(run, rows), times,
     el('h4', {}, 'Sample ' + chosen.sample), chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
     againstAnother(rows, chosen));
-  place.scrollIntoView({ block });
+  place.scrollIntoView({ block: 'nearest' });
   place.querySelector('h3').focus({ preventScroll: true });  // whoever came by keyboard goes on from here
 }
 

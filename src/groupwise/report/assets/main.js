@@ -17,17 +17,28 @@ function navigation(sections) {
 
 // Where the address points: a completion, a held-out problem, or a part of the page, which is unfolded and drawn first.
 async function follow() {
-  let parts;
+  let parts, target;
   try { parts = location.hash.slice(1).split('/').map(decodeURIComponent); } catch (malformed) { return; }
-  if (parts[0] === 'completion') return openCompletion(...parts.slice(1));
-  if (parts[0] === 'held-out') return openHeldOut(...parts.slice(1));
-  const target = parts[0] && document.getElementById(parts[0]);
+  if (parts[0] === 'completion') target = await openCompletion(...parts.slice(1));
+  else if (parts[0] === 'held-out') target = await openHeldOut(...parts.slice(1));
+  else target = parts[0] && document.getElementById(parts[0]);
   if (!target) return;
   for (let fold = target.closest('details'); fold; fold = fold.parentNode.closest('details')) fold.open = true;
   target.dispatchEvent(new Event('draw'));
-  target.scrollIntoView();
-  requestAnimationFrame(() => requestAnimationFrame(() => target.scrollIntoView()));  // charts above have been drawn meanwhile
+  stayAt(target);
 }
+
+// What is drawn above moves the target away from the top of the window, where it stays until somebody does something.
+let leave = () => {};
+
+function stayAt(target) {
+  leave();
+  const observer = new ResizeObserver(() => target.scrollIntoView());
+  observer.observe(document.getElementById('page'));
+  leave = () => observer.disconnect();
+}
+
+for (const deed of ['wheel', 'pointerdown', 'touchstart', 'keydown']) window.addEventListener(deed, () => leave(), { passive: true });
 
 // On paper nothing is lost: groups of charts are unfolded and all charts drawn.
 function forPaper() {
