@@ -281,9 +281,9 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
     ],
 )
 def test_data_says_what_is_judged(data, source, eval_source, eval_split):
-    from groupwise.cli.evaluate import _data_overrides
+    from groupwise.cli.evaluate import data_overrides
 
-    chosen = load_config("gsm8k-0.5b", _data_overrides(data)).data
+    chosen = load_config("gsm8k-0.5b", data_overrides(data)).data
     assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)
 
 

@@ -121,7 +121,7 @@ def test_a_batch_function_that_raises_fails_every_group():
         suite_of(broken, "batch").score_all(pairs(["a"], ["b", "c"]))
     scoring = suite_of(broken, "batch", on_error="skip").score_all(pairs(["a"], ["b", "c"]))
     assert (scoring.groups, [f.problem_id for f in scoring.failures]) == ([], ["p0", "p1"])
-    assert values(scoring.metrics) == {"calls/failed_f": 1}
+    assert values(scoring.metrics) == {"calls/failed_f": 1, "answers/unchecked": 0}
 
 
 def test_a_score_that_is_no_number_fails_its_own_group_only():
