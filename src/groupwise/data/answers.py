@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Literal
 
 from groupwise.data.latex import latex_equivalent, latex_failures
-from groupwise.data.quantities import CHANGES_THE_VALUE, DASHES, MEASURES, UNSIGNED, quantities_equal, read_quantity
+from groupwise.data.quantities import DASHES, MEASURES, UNSIGNED, changes_the_value, quantities_equal, read_quantity
 from groupwise.errors import AnswerError, UncheckedAnswerError
 
 __all__ = [
@@ -55,7 +55,9 @@ WORD_BEHIND = re.compile(r"(?:[ ~]|\\[ ,])?([A-Za-z]+|%|:[0-9]{2})")
 RUNNING_ON = frozenset(
     re.findall(
         "[a-z]+",
-        "and or plus minus times over under above below more less fewer than of to out off from by into before after in per",
+        "and or plus minus times over under above below more less fewer than of to out off from by into before after in per "
+        "today tomorrow yesterday tonight now then since until so only exactly precisely yes true right correct instead last may "
+        "daily weekly monthly yearly annually hourly",
     )
 )
 """Words that may follow a number in a sentence without being a part of it."""
@@ -233,7 +235,7 @@ def _last_number_is(number: str, behind: str, reference: str) -> bool:
     word = WORD_BEHIND.match(behind)
     if word is None:
         return not behind.startswith(("_", "^", "²", "³")) and numeric_equal(number, reference)
-    if word[1].startswith(":") or word[1].lower() in CHANGES_THE_VALUE - RUNNING_ON:
+    if word[1].startswith(":") or (word[1].lower() not in RUNNING_ON and changes_the_value(word[1])):
         return False
     measured = read_quantity(f"{number} {word[1]}") if word[1].lower() in MEASURES and word[1] not in RUNNING_ON else None
     expected = read_quantity(reference)

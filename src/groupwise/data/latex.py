@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from groupwise.data import algebra
 from groupwise.data.quantities import (
-    CHANGES_THE_VALUE,
     FUNCTION_WORDS,
     MEASURES,
+    changes_the_value,
     colon_parts,
     plain_text,
     quantities_equal,
@@ -39,6 +39,7 @@ MATHS_MARK = re.compile(r"[\\^_=+*/()\[\]{}<>|,!\-0-9]")
 COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|operatorname)\{[^{}]*\}|\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+")
 LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 FUNCTION = re.compile("sqrt|frac|infty|infinity|sinh|cosh|tanh|arcsin|arccos|arctan|theta|alpha|beta|gamma|floor|ceil")
+ROUGHLY = re.compile(r"^\\approx(?![A-Za-z])\s*")
 LAST_STOP = re.compile(r"(?<![\\.])[.,;]\s*$")
 WHOLLY_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textnormal|textrm)\s?\{([^{}]*)\}")
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textnormal|textrm)\s?\{\s*([^{}]*?)\s*\}")
@@ -46,6 +47,7 @@ AND_OR = re.compile(r"(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\s,])(?:a
 SIGNS: Mapping[str, str] = {
     "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "≈": r"\approx ", "∼": r"\approx ", "≃": r"\approx ", "≅": r"\approx ", "≐": r"\approx ",
 }  # fmt: skip
 ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 REWRITTEN = tuple(
@@ -58,8 +60,9 @@ REWRITTEN = tuple(
         (r"\\(?:textnormal|textrm|mbox|mathrm)(?![A-Za-z])", r"\\text"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
         (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
+        (r"^([^0-9A-Za-z~\\]*)~|=\s*~|~\s*=|\\(?:sim|simeq|cong|approxeq|thickapprox|doteq)(?![A-Za-z])", r"\\approx \1"),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\phantom\s?(?=[-+])", " "),
-        (r"^\s*\\(?:approx|therefore|implies)(?![A-Za-z])\s*", ""),
+        (r"^\s*\\(?:therefore|implies)(?![A-Za-z])\s*", ""),
         (r"\^\{\s?([0-9A-Za-z])\s?\}", r"^\1"),
         (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
         (r"\(([0-9A-F]+)\)_", r"\1_"),
@@ -92,7 +95,12 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIM
     """
     if max(len(answer), len(reference)) > LONGEST_EXPRESSION:
         return answer.strip() == reference.strip()
-    return _equal(_normal(answer), _normal(reference), timeout_s)
+    answer, reference = _normal(answer), _normal(reference)
+    if ROUGHLY.match(reference):  # it is rounded itself, and its digits are what is asked for
+        answer, reference = ROUGHLY.sub("", answer), ROUGHLY.sub("", reference)
+    if "\\approx" in answer or "\\approx" in reference:
+        return _same_text(answer, reference) and answer != ""
+    return _equal(answer, reference, timeout_s)
 
 
 def latex_failures() -> Mapping[str, int]:
@@ -248,7 +256,7 @@ def _misread(text: str) -> bool:
     if UNREADABLE.search(TEXT.sub(lambda found: found[1] if len(found[1]) == 1 else found[0], text)):
         return True
     for space, word in WORD_AFTER_NUMBER.findall(text):
-        if word not in FUNCTION_WORDS and (word.lower() in MEASURES or (space and word.lower() in CHANGES_THE_VALUE)):
+        if word not in FUNCTION_WORDS and (word.lower() in MEASURES or (space and changes_the_value(word))):
             return True
     return False
 

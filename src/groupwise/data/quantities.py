@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = ["Quantity", "colon_parts", "plain_text", "quantities_equal", "read_quantity", "same_unit", "split_unit", "time_of_day"]
+__all__ = [
+    "Quantity",
+    "changes_the_value",
+    "colon_parts",
+    "plain_text",
+    "quantities_equal",
+    "read_quantity",
+    "same_unit",
+    "split_unit",
+    "time_of_day",
+]
 
 LONGEST_NUMBER = 100
 """Characters; beyond this a text is not read as one number (and Python refuses to convert 4,300 digits)."""
@@ -41,30 +51,51 @@ DEGREES = re.compile(r"\s?(?:\^\s?\\circ|\^\{\s?\\circ\s?\}|°)(?![A-Za-z])")
 SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
 COMMAND_BEFORE = re.compile(r"\\[A-Za-z]*$")
 WORD = re.compile(r"[A-Za-z]+")
+ROUGHLY = re.compile(r"[^0-9A-Za-z~]*~")
+"""A tilde before a number says "about"; behind one it is LaTeX's space."""
 
-CHANGES_THE_VALUE = frozenset(
+CHANGING_WORDS = frozenset(
     WORD.findall(
         """
     and or plus minus times over under above below more less fewer than of to out off from by into mod modulo remainder rem choose
-    base root roots inverse reciprocal repeating recurring negative prime factorial
-    squared cubed fold double doubled triple tripled twice thrice quadruple
-    half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths
-    tenth tenths eleventh elevenths twelfth twelfths thirteenth thirteenths fourteenth fourteenths fifteenth fifteenths sixteenth
-    sixteenths seventeenth seventeenths eighteenth eighteenths nineteenth nineteenths twentieth twentieths thirtieth thirtieths
-    fortieth fortieths fiftieth fiftieths sixtieth sixtieths seventieth seventieths eightieth eightieths ninetieth ninetieths
-    hundredth hundredths thousandth thousandths millionth millionths billionth billionths trillionth trillionths
-    first firsts nth st nd rd th
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
-    twenty thirty forty fifty sixty seventy eighty ninety ones twos tens
-    hundred hundreds thousand thousands million millions billion billions trillion trillions quadrillion quadrillions
-    mil mill mills mln mio bn bil bln tn trn tril lakh lakhs lac lacs crore crores cr myriad gross grand kilo mega giga milli micro
-    dozen dozens pair pairs couple couples score scores few several bps ppm permille
-    am pm noon midnight morning afternoon evening night oclock bc bce ad ce ago later before after early late
-    loss debt deficit
+    base root roots inverse inverses reciprocal reciprocals repeating recurring negative negatives prime factorial factorials
+    opposite squared cubed twice thrice sine sines cosine cosines tangent cotangent secant cosecant logarithm logarithms exponent
+    exponents exponential power modulus radical
+    half halves third thirds quarter quarters first firsts nth st nd rd th last
+    mil mill mills mln mio bill bn bil bln tn trn tril lakh lakhs lac lacs crore crores cr arab arabs kharab kharabs wan gross grand
+    pair pairs couple couples score scores brace few several many lots plenty twin twins trio trios duo duos dyad dyads triad triads
+    tuple tuples triplicate duplicate bps ppm ppb permil permill permille permyriad percentile percentiles quartile quartiles decile
+    deciles quintile quintiles
+    hex hexa bin oct dec radix
+    yocto zepto atto femto pico nano micro milli centi deci deca deka hecto kilo mega giga tera peta exa zetta yotta
+    am pm noon midnight morning afternoon evening night oclock bc bce ad ce ago later before after early late sharp past hence
+    today tomorrow yesterday tonight now then soon recently daily weekly monthly yearly annually hourly since until
+    january february march april may june july august september october november december
+    jan feb mar apr jun jul aug sep sept nov monday tuesday wednesday thursday friday saturday sunday mon tue tues wed thu thur thurs
+    fri sat sun
+    wrong incorrect incorrectly false untrue invalid error none not no never nothing nil null nope nan undefined impossible unknown
+    unsure yes true correctly okay ok
+    approx approximate approximately approximation about around roughly nearly almost circa ca est estimate estimated estimation
+    perhaps maybe probably possibly likely unlikely ish or so least most max maximum minimum maximal minimal upwards downwards
+    rounded exclusive inclusive only exactly precisely otherwise instead sometimes always
+    loss losses debt debts deficit deficits short
     """
     )
 )
-"""Words after a number that change its value or its meaning, so that the whole is not read as that number with a unit."""
+"""Words after a number that change its value or its meaning, or say that it is not meant: see ``changes_the_value``."""
+CHANGING_FORMS = re.compile(
+    # Sizes, with their fractions: octillion, millionths, dozen, googolplex.
+    r"[a-z]*ill(?:ion|iard)(?:s|ths?)?|(?:hundred|thousand)(?:s|ths?)?|[a-z]*dozens?|googol(?:plex)?(?:es|s)?|myriads?|"
+    # Number words as counts, plurals and fractions: five, fives, fifths, fifteenths, twenties, twentieths.
+    r"zero(?:e?s)?|(?:one|two|three|four|five|seven|eight|nine|ten|eleven|twelve)s?|six(?:es)?|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|(?:thir|four|fif|six|seven|eigh|nine)teen(?:s|ths?)?|"
+    r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ies|ieths?)|"
+    # Multipliers and groups: doubled, quintuples, triplets, octets, sevenfold.
+    r"(?:doub|trip|quadrup|quintup|sextup|septup|octup|nonup|decup|centup|multip)le[sdt]?(?:s|on)?|"
+    r"(?:du|quart|quint|sext|sept|oct|non)ett?e?s?|[a-z]*fold|"
+    # Bases: binary, octal, hexadecimal, sexagesimal.
+    r"(?:u|bi|ter|quater|qui|se|septe|octo|no|de|duode)nary|octals?|[a-z]*(?:decimal|gesimal)s?|[a-z]+hex"
+)
 FUNCTION_WORDS = frozenset({"pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp"})
 """Words after a number that are a part of the expression."""
 
@@ -84,16 +115,18 @@ MEASURES = _table(
     second seconds secs s | minute minutes min mins | hour hours hr hrs h | day days | week weeks wk wks | month months
     year years yr yrs | dollar dollars usd buck bucks | cent cents | euro euros eur | pence penny pennies | yen jpy | rupee rupees inr
     degree degrees deg | radian radians rad | percent percentage pct | square sq | cubic cu | per | unit units | mph | kmh kph
-    acre acres | celsius | fahrenheit
+    acre acres | celsius | fahrenheit | cup cups | joule joules | newton newtons | watt watts | volt volts | mpg | rpm | psi
     """
 )
 """Every spelling of a unit of measure, and the one that stands for it."""
 PLURALS = _table(
     """
     person persons people | child children | man men | woman women | mouse mice | goose geese | tooth teeth | loaf loaves | leaf leaves
-    knife knives | shelf shelves | wolf wolves | bus buses | gas gases
+    knife knives | shelf shelves | wolf wolves | bus buses | gas gases | fish fishes | die dice
     """
 )
+INVARIABLE = frozenset({"fish", "sheep", "deer", "cattle", "police", "total", "altogether", "left", "remaining"})
+"""Plurals that are written as the singular is, and words that leave a number what it is."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 
 
@@ -107,7 +140,14 @@ class Quantity:
     words: int = 0
     """Words that the unit was written in."""
     tight: bool = False
-    """Whether the unit may also be a product of letters (``5m``, ``5km``): then it is one only beside the same unit."""
+    """Whether the word may be no unit, as a product of letters (``5m``, ``5km``) or a word in the singular behind a number that asks
+    for the plural (``5 apple``, ``5 surd``): then it is one only beside the same unit."""
+
+
+def changes_the_value(word: str) -> bool:
+    """Whether ``word`` after a number changes its value or its meaning, so that the whole is not that number with a unit."""
+    word = word.lower()
+    return word in CHANGING_WORDS or CHANGING_FORMS.fullmatch(word) is not None
 
 
 def plain_text(text: str) -> str:
@@ -148,8 +188,8 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
             return text[: degrees.start()], {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
         return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
     if (found := TRAILING_TEXT.fullmatch(text)) and re.search("[0-9]", found["body"]):
-        unit = _unit_of(found["words"], found["power"])
-        return (text, None, 0, False) if unit is None else (found["body"].strip(), unit, len(WORD.findall(found["words"])), False)
+        unit, named, body = _unit_of(found["words"], found["power"]), WORD.findall(found["words"]), found["body"].strip()
+        return (text, None, 0, False) if unit is None else (body, unit, len(named), unit != "" and not _counted(named, body))
     found = TRAILING_WORDS.fullmatch(text)
     if found is None or COMMAND_BEFORE.search(found["body"]):
         return text, None, 0, False
@@ -168,7 +208,7 @@ def _split_words(text: str, found: re.Match[str]) -> tuple[str, str | None, int,
         return (body, "", 1, False) if changes else (text, None, 0, False)
     if any(word.lower() in FUNCTION_WORDS for word in words):
         return text, None, 0, False
-    if any(word.lower() in CHANGES_THE_VALUE for word in words):
+    if any(changes_the_value(word) for word in words):
         return body, "", len(words), False
     noun = (
         len(words) == 1
@@ -178,8 +218,17 @@ def _split_words(text: str, found: re.Match[str]) -> tuple[str, str | None, int,
         and bool(re.search("[aeiouyAEIOUY]", word))
     )
     if known or (noun and _number(body) is not None):
-        return body, _unit_of(found["words"], found["power"]), len(words), False
+        return body, _unit_of(found["words"], found["power"]), len(words), not _counted(words, body)
     return text, None, 0, False
+
+
+def _counted(words: list[str], body: str) -> bool:
+    """Whether ``words`` are known measures, or stand in the number that ``body`` asks for: the plural, but behind one or a part of it."""
+    lower = [word.lower() for word in words]
+    if all(word in MEASURES for word in lower) or any(_singular(word) != word or word in INVARIABLE for word in lower):
+        return True
+    value = _number(body)
+    return value is not None and abs(Fraction(value)) <= 1
 
 
 def _unit_of(text: str, power: str | None) -> str | None:
@@ -188,7 +237,7 @@ def _unit_of(text: str, power: str | None) -> str | None:
     words = WORD.findall(text)
     if not words:
         return "" if power or text.strip(" .") else None
-    if re.search("[0-9]", text) or re.search(r"\b[ap]\.\s?m\b", text) or any(word in CHANGES_THE_VALUE for word in words):
+    if re.search("[0-9]", text) or re.search(r"\b[ap]\.\s?m\b", text) or any(changes_the_value(word) for word in words):
         return ""
     if len(words) == 1 and len(words[0]) == 1 and words[0] not in MEASURES:
         return ""
@@ -223,7 +272,10 @@ def read_quantity(text: str) -> Quantity | None:
     """
     if len(text) > LONGEST_NUMBER:
         return None
-    text = re.sub(r"\\[, ;]|~", " ", plain_text(text))
+    text = plain_text(text)
+    if ROUGHLY.match(text):
+        return None
+    text = re.sub(r"\\[, ;]|~", " ", text)
     value = _number(text)
     if value is not None:
         return Quantity(value)
