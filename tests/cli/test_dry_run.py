@@ -16,6 +16,8 @@ def no_weights(monkeypatch):
     """Loading weights is an error."""
     import transformers
 
+    import groupwise.training.start  # noqa: F401  # takes load_policy's name as it is first imported, which must be the real one
+
     def forbidden(*_, **__):
         raise AssertionError("weights were loaded")
 
