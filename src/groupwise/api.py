@@ -58,11 +58,11 @@ def train(
         rewards: your own reward functions and `RewardModel`s, beside those of the config: by name, in a list, or one alone.
         console: where progress is shown; by default standard output, or one output of the notebook's cell. ``Console(quiet=True)``
             shows nothing.
-        resume_from: a checkpoint, or another run's folder, to carry on from its newest one; with the same config the result is the
+        resume_from: a checkpoint, or another run's folder, to resume from its newest one; with the same config the result is the
             one that the run would have had. The new run has a folder of its own.
-        resume: carry on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
+        resume: go on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
             that is finished is left as it is, and what it came to is returned.
-        accept_changes: carry on although settings or data that change the result are no longer those of the checkpoint.
+        accept_changes: go on although settings or data that change the result are no longer those of the checkpoint.
         check: look at settings and rewards first, and refuse what cannot learn.
 
     Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the

@@ -244,7 +244,7 @@ def test_references(text: str, answer_format: str, expected: str) -> None:
     ],
 )
 def test_bad_references_are_refused_with_a_remedy(text: str, answer_format: str) -> None:
-    with pytest.raises(AnswerError, match="mend the row"):
+    with pytest.raises(AnswerError, match="correct the row"):
         extract_reference(text, answer_format)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ def test_a_healthy_run_exits_with_0_and_says_so(tmp_path):
     result = doctor(write_run(tmp_path / "run"))
     assert result.exit_code == 0
     assert "60 steps, finished" in result.stdout
-    assert "Nothing ails it" in result.stdout
+    assert "No problem found" in result.stdout
 
 
 def test_a_run_without_steps_is_not_called_healthy(tmp_path):
@@ -37,7 +37,7 @@ def test_a_run_without_steps_is_not_called_healthy(tmp_path):
     assert result.exit_code == 0
     assert "0 steps, not finished" in result.stdout
     assert "Nothing to judge yet: 0 steps." in result.stdout
-    assert "Nothing ails it" not in result.stdout
+    assert "No problem found" not in result.stdout
     assert json.loads(doctor(folder, "--json").stdout)["verdict"] == "Nothing to judge yet: 0 steps"
 
 
@@ -54,7 +54,7 @@ def test_an_ill_run_exits_with_1_and_shows_disease_meaning_remedy_and_example(tm
 
 def test_json_has_every_finding_whole(tmp_path):
     made = json.loads(doctor(write_run(tmp_path / "run", Story(version=lambda step: 0)), "--json").stdout)
-    assert (made["steps"], made["verdict"]) == (60, "It ails")
+    assert (made["steps"], made["verdict"]) == (60, "Problems found")
     (stale,) = [finding for finding in made["findings"] if finding["rule"] == "sampler-stale"]
     assert set(stale) == {"rule", "title", "severity", "summary", "meaning", "remedy", "steps", "numbers", "examples"}
     assert len(stale["examples"]) == 3
@@ -110,7 +110,7 @@ def test_text_of_a_model_cannot_act_on_the_terminal(tmp_path):
 def test_the_quickstart_recipe_is_fit_to_run(embedded_model_folder):
     result = doctor("quickstart")
     assert result.exit_code == 0, result.stdout
-    assert "Nothing ails it" in result.stdout
+    assert "No problem found" in result.stdout
     ill = doctor("quickstart", "rewards.functions=[boxed_format]")
     assert ill.exit_code == 1
     assert "does not tell right from wrong" in ill.stdout

@@ -124,7 +124,7 @@ app.command("eval", short_help="Judge a model on held-out problems.")(evaluate.e
 app.command("generate", short_help="Put a question to a model, or chat with it.")(generate.generate)
 app.command("merge", short_help="Make a whole model of an adapter.")(merge.merge)
 app.command("report", short_help="Write a page about one run or several.")(report.report)
-app.command("doctor", short_help="Say what ails a run, or its settings.")(doctor.doctor)
+app.command("doctor", short_help="Diagnose a run, or its settings.")(doctor.doctor)
 app.command("plan", short_help="Say whether a run fits, and how long a step takes.")(plan.plan)
 app.command("bench", short_help="Try a run for a few steps: memory and speed, beside the plan.")(bench.bench)
 app.add_typer(data.app, name="data", short_help="Look at problems, and prepare them once.")

@@ -28,7 +28,7 @@ def doctor(
     as_json: AsJson = False,
     examples: Annotated[int, typer.Option("--examples", min=0, max=3, help="How many examples to show with each finding.")] = 1,
 ) -> None:
-    """Say what ails a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
+    """Diagnose a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
 
     A run's folder is read as it stands, also while the run writes to it. For a recipe or a file the settings, data, rewards and
     tokenizer are tried out; no weights are loaded.
@@ -67,8 +67,8 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
         run = read_run(target)
         state = "finished" if run.summary else "not finished"
         findings = diagnose_run(run)
-        verdict = "It ails" if _ailing(findings) else "Nothing ails it"
-        if len(run.steps) < ENOUGH and not _ailing(findings):
+        verdict = "Problems found" if _has_problems(findings) else "No problem found"
+        if len(run.steps) < ENOUGH and not _has_problems(findings):
             verdict = (
                 f"Too early to judge: {len(run.steps)} steps, and it takes {ENOUGH}"
                 if run.steps
@@ -87,7 +87,7 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
     return diagnose_settings(config), {"settings": target}
 
 
-def _ailing(findings: Sequence[Finding]) -> bool:
+def _has_problems(findings: Sequence[Finding]) -> bool:
     return any(finding.severity in ("critical", "warning") for finding in findings)
 
 
@@ -106,8 +106,8 @@ def _print(findings: Sequence[Finding], about: dict[str, object], examples: int)
         print_finding(finding, examples, out)
     if str(about.get("verdict")).startswith(("Too early", "Nothing to judge")):
         out.print(harmless(f"{about['verdict']}.", "cyan"), soft_wrap=True)
-    elif not _ailing(findings):
-        out.print(harmless("Nothing ails it, as far as can be seen.", "green"), soft_wrap=True)
+    elif not _has_problems(findings):
+        out.print(harmless("No problem found.", "green"), soft_wrap=True)
 
 
 def print_finding(finding: Finding, examples: int, out: Console) -> None:

@@ -34,7 +34,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Carry on in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run. A "
+        help="Resume in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run. A "
         "finished run is left as it is.",
     ),
 ]

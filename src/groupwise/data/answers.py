@@ -77,17 +77,17 @@ def extract_reference(text: str, answer_format: AnswerFormat = "auto") -> str:
         found = extract_answer(text, "plain")
         number = None if found is None else re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", found).strip()
         if number is None or numeric_value(number) is None:
-            raise AnswerError(f"no number after '####' in {_shorten(text)}: mend the row, or set data.answer_format")
+            raise AnswerError(f"no number after '####' in {_shorten(text)}: correct the row, or set data.answer_format")
         return number
     if answer_format == "plain":
         if text.strip() in PLACEHOLDERS:
-            raise AnswerError(f"the answer {_shorten(text)} is empty: mend the row, or set data.answer_column")
+            raise AnswerError(f"the answer {_shorten(text)} is empty: correct the row, or set data.answer_column")
         return text.strip()
     style: AnswerStyle = "xml" if answer_format == "xml" else "boxed"
     answer = extract_answer(text, style)
     if answer is None:
         mark = "<answer>...</answer>" if style == "xml" else "\\boxed{...}"
-        raise AnswerError(f"no {mark} with an answer in {_shorten(text)}: mend the row, or set data.answer_format")
+        raise AnswerError(f"no {mark} with an answer in {_shorten(text)}: correct the row, or set data.answer_format")
     return answer
 
 

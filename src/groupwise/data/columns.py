@@ -114,13 +114,13 @@ def _answer_texts(value: Any) -> list[str]:
     if not isinstance(value, (list, tuple)):
         return [_answer_text(value)]
     if not value:
-        raise AnswerError("the answer is an empty list: mend the row")
+        raise AnswerError("the answer is an empty list: correct the row")
     return [_answer_text(one) for one in value]
 
 
 def _answer_text(value: Any) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise AnswerError("the answer is missing: mend the row")
+        raise AnswerError("the answer is missing: correct the row")
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")
     if isinstance(value, (str, int, Decimal)):
@@ -137,7 +137,7 @@ def _question(row: Row, names: Sequence[str]) -> str | tuple[Message, ...]:
         if not isinstance(value, str) or not value.strip():
             found = "is empty" if value is None or value == "" or isinstance(value, str) else f"holds a {type(value).__name__}"
             raise DataError(
-                f"{row.name}, column {name!r} {found}, and a question must be text or a list of messages: mend the row"
+                f"{row.name}, column {name!r} {found}, and a question must be text or a list of messages: correct the row"
             )
         parts.append(value.strip())
     return " ".join(part if part[-1] in ".?!,:" or part is parts[-1] else part + "." for part in parts)
@@ -147,7 +147,7 @@ def _messages(row: Row, turns: Sequence[Any], name: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for turn in turns:
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
-            raise DataError(f"{row.name}, column {name!r} has a turn that is no {{role, content}} pair of texts: mend the row")
+            raise DataError(f"{row.name}, column {name!r} has a turn that is no {{role, content}} pair of texts: correct the row")
         messages.append({"role": turn["role"], "content": turn["content"]})
     if not messages or messages[-1]["role"] != "user":
         last = repr(messages[-1]["role"]) if messages else "missing"

@@ -109,7 +109,7 @@ def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message]) -> P
 def _refused(problem: Problem, error: Exception) -> str:
     return (
         f"the tokenizer's chat template refuses the conversation of problem {problem.id} ({error}): its turns must alternate "
-        "between user and assistant and end with the user; mend the row or set prompt.style to plain"
+        "between user and assistant and end with the user; correct the row or set prompt.style to plain"
     )
 
 

@@ -1,4 +1,4 @@
-"""The doctor: what ails a run or its settings, with the evidence and the remedy."""
+"""The doctor: what is wrong with a run or its settings, with the evidence and the remedy."""
 
 from groupwise.doctor.examine import ENOUGH, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity

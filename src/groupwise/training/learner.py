@@ -125,7 +125,7 @@ class Learner:
 
         ``stop`` is asked between two updates, and with ``within`` between the passes of one; where it says yes, the rest is left to be
         done later by raising WindowOpenError, and the gradient of an update that was under way is dropped. ``held`` is the state of the
-        window that it carries: the same ``groups`` are then carried on with.
+        window that it carries: the same ``groups`` are then resumed.
         """
         updates = self.config.algorithm.updates_per_batch
         step = self.place // updates if step is None else step

@@ -100,9 +100,9 @@ function finding(one, run) {
 
 function findingsSection() {
   const parts = state.data.runs.map((run, i) => {
-    const ailing = run.findings.some((one) => one.severity !== 'normal');
+    const problematic = run.findings.some((one) => one.severity !== 'normal');
     return el('div', {}, state.data.runs.length > 1 ? el('h3', {}, run.name) : null,
-      ailing ? null : el('p', {}, run.steps ? 'Nothing ails this run, as far as can be seen.' : 'Nothing to judge yet: 0 steps.'), run.findings.map((one) => finding(one, i)));
+      problematic ? null : el('p', {}, run.steps ? 'No problem found in this run.' : 'Nothing to judge yet: 0 steps.'), run.findings.map((one) => finding(one, i)));
   });
   return section('findings', 'What the doctor finds', null, parts);
 }
