@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -39,6 +40,7 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]
     }
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -66,7 +68,16 @@ def code_revision(folder: Path | None = None) -> dict[str, Any] | None:
 
     The package's own ``__init__.py`` must be tracked there: an installed copy inside somebody's project is not that project.
     """
-    package = folder or Path(__file__).resolve().parents[1]
+    return _own_revision() if folder is None else _revision(folder)
+
+
+@functools.cache
+def _own_revision() -> dict[str, Any] | None:
+    """Of what this process has imported, so it is asked for once: later changes of the files are not what runs."""
+    return _revision(Path(__file__).resolve().parents[1])
+
+
+def _revision(package: Path) -> dict[str, Any] | None:
     if git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     revision = git(package, "rev-parse", "HEAD")

@@ -7,6 +7,7 @@ environment, where a function reads it by itself, and not from the settings.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
 """``api_key: abc`` inside a word of the command, as in YAML."""
 
 
+@functools.lru_cache(maxsize=4096)  # every record of a run has the same names, and is asked about the same environment
 def is_secret(name: str) -> bool:
     """Whether what bears this name is a credential."""
     return SECRET_NAME.search(name[-_LONGEST_NAME:]) is not None
@@ -90,9 +92,9 @@ def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> 
 
     ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
     """
-    for name, value in os.environ.items():
-        known = is_secret(name) and name not in _NO_SECRETS and len(value) >= 8 and not value.isalpha()
-        if known and written(value) in text:
+    for name in [name for name in os.environ if is_secret(name) and name not in _NO_SECRETS]:
+        value = os.environ.get(name, "")
+        if len(value) >= 8 and not value.isalpha() and written(value) in text:
             text = text.replace(written(value), HIDDEN)
     return text
 
