@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallRaised", "CallTimedOut", "call_with_limit", "in_one_line", "is_async"]
+from groupwise.importing import in_one_line
+
+__all__ = ["CallRaised", "CallTimedOut", "call_with_limit", "is_async"]
 
 
 class CallRaised(Exception):
@@ -90,14 +92,6 @@ def _await(outcome: concurrent.futures.Future[Any], timeout_s: float | None) -> 
         raise
     except (Exception, SystemExit) as error:
         raise CallRaised(_told(error)) from error
-
-
-def in_one_line(error: BaseException, longest: int = 300) -> str:
-    """``ValueError: too short``: type and message, cut and without line breaks, to stand inside a sentence."""
-    text = " ".join(str(error).split())
-    if len(text) > longest:
-        text = text[: longest - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _told(error: BaseException) -> str:

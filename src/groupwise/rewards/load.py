@@ -6,22 +6,17 @@ A name is looked up in this order: functions handed over from Python, ``path/to/
 
 from __future__ import annotations
 
-import difflib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar, get_args
 
 from groupwise.config.rewards import Isolation, RewardFunctionConfig, RewardModelConfig, Scope
 from groupwise.errors import RewardError
-from groupwise.rewards.calls import in_one_line
+from groupwise.importing import import_member, in_one_line, looks_like_file, nearest
 from groupwise.rewards.functions import builtin_rewards
 from groupwise.rewards.processes import refusal
 from groupwise.rewards.shaping import Shaper
@@ -34,7 +29,6 @@ __all__ = [
     "Rewards",
     "load_reward",
     "named_rewards",
-    "nearest",
     "reward_scope",
 ]
 
@@ -148,9 +142,8 @@ def load_reward(
     elif spec in extra:
         name, function, source = spec, extra[spec], "python"
     elif ":" in spec:
-        place, _, name = spec.rpartition(":")
-        module, source = _import_file(place) if _looks_like_file(place) else _import_module(place)
-        function = _member(module, name, source)
+        function, source = import_member(spec, "reward", RewardError)
+        name = spec.rpartition(":")[2]
     else:
         name, function, source = spec, _built_in(spec, extra), "built-in"
     _require_function(spec, function)
@@ -178,81 +171,17 @@ def load_reward(
     )
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'format'?)"`` or nothing."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _built_in(spec: str, extra: Mapping[str, RewardFunction]) -> RewardFunction:
     table = builtin_rewards()
     if spec in table:
         return table[spec]
-    if _looks_like_file(spec):
+    if looks_like_file(spec):
         raise RewardError(f"reward {spec!r} names a file but no function in it: write {spec}:function_name")
     known = sorted({*table, *extra})
     raise RewardError(
         f"there is no reward function {spec!r}{nearest(spec, known)}: known are {', '.join(known)}; "
         "name your own as path/to/file.py:function or package.module:function"
     )
-
-
-def _looks_like_file(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or "\\" in place
-
-
-def _import_file(place: str) -> tuple[ModuleType, str]:
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise RewardError(
-            f"reward file {place!r} does not exist (looked in {Path.cwd()}); "
-            "give a path relative to that folder or an absolute one"
-        )
-    path = path.resolve()
-    stat = path.stat()
-    # The name changes with the content's time and size: a notebook that edits the file and trains again gets the new code,
-    # while two functions of one file share one module and its state.
-    key = hashlib.sha256(f"{path}:{stat.st_mtime_ns}:{stat.st_size}".encode()).hexdigest()[:12]
-    module_name = f"groupwise_reward_{path.stem}_{key}"
-    if module_name in sys.modules:
-        return sys.modules[module_name], place
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward file {place!r} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    _make_importable(path.parent)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise RewardError(
-            f"reward file {place!r} could not be imported: {in_one_line(error)}; mend the file and try again"
-        ) from error
-    return module, place
-
-
-def _import_module(place: str) -> tuple[ModuleType, str]:
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(place), place
-    except (Exception, SystemExit) as error:
-        remedy = "install it, or name a file as path/to/file.py:function" if isinstance(error, ModuleNotFoundError) else "mend it"
-        raise RewardError(f"reward module {place!r} could not be imported: {in_one_line(error)}; {remedy}") from error
-
-
-def _make_importable(folder: Path) -> None:
-    """A reward file may import its neighbours. At the end of the path, so that it cannot hide an installed package."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _member(module: ModuleType, name: str, source: str) -> RewardFunction:
-    if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        listed = f"it has {', '.join(functions)}" if functions else "it has no Python functions"
-        raise RewardError(f"there is no function {name!r} in {source}{nearest(name, functions)}: {listed}")
-    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 def named_rewards(given: Rewards | None) -> dict[str, RewardFunction]:
@@ -306,7 +235,7 @@ def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[
     """How a new process finds the function. One from Python must be a module's own, and that module none that is being run."""
     if source != "python":
         place, _, member = spec.rpartition(":")
-        if _looks_like_file(place):  # the process may be in another folder
+        if looks_like_file(place):  # the process may be in another folder
             spec = f"{Path(place).expanduser().absolute()}:{member}"
         return {"function": spec, "arguments": dict(arguments)}
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
