@@ -94,7 +94,7 @@ def test_what_cannot_be_found(function, sentence):
     ("code", "sentence"),
     [
         ("def shorter(completions): ...", r"no function 'short' in .*mine.py \(did you mean 'shorter'\?\): it has shorter"),
-        ("import no_such_package_at_all", r"mine.py' could not be imported: ModuleNotFoundError: .*; mend the file"),
+        ("import no_such_package_at_all", r"mine.py' could not be imported: ModuleNotFoundError: .*; fix the file"),
         ("def short(:", r"could not be imported: SyntaxError"),
         ("raise SystemExit(1)", r"could not be imported: SystemExit: 1"),
         ("def short(text, label): ...", r"has no parameter 'completions', but reward functions are called by keyword"),
