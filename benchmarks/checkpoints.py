@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoints [--repeats 5] [--folder DIR]
 
 Weights in bf16, masters and both moments in fp32, as after a first update. ``beside`` is the time until the run goes on; ``together``
-the time until the checkpoint is whole, with nothing else going on. The least of the repeats counts.
+the time until the checkpoint is whole, with nothing else going on. The minimum of the repeats counts.
 """
 
 from __future__ import annotations

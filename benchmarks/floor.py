@@ -1,4 +1,4 @@
-"""The least that a step could take here: its matrix products alone, timed on this machine in the same run.
+"""The minimum time of a step here: its matrix products alone, timed on this machine in the same run.
 
 Everything else (attention, norms, softmax, drawing, the optimiser, Python) counts as nothing. The prompt is computed once per group,
 the output head only where a token is predicted, and nothing is computed again.

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> Result:
             process.terminate()
             process.wait(timeout=60)
     rows = [[name, median(found[name]), *_ends(found[name])] for name in ("built-in", "vLLM")]
-    print_table("Rollouts, tokens/s", ["", "median", "least", "most"], rows)
-    print_table("A push, s", ["", "median", "least", "most"], [["push and probe", median(found["push"]), *_ends(found["push"])]])
+    print_table("Rollouts, tokens/s", ["", "median", "min", "max"], rows)
+    print_table("A push, s", ["", "median", "min", "max"], [["push and probe", median(found["push"]), *_ends(found["push"])]])
     settings = {key: str(value) if key == "output" else value for key, value in vars(args).items() if key != "vllm_python"}
     details = {**found, "weights_mib": sum(p.nbytes for p in policy.model.parameters()) / 2**20}
     ours, theirs = median(found["built-in"]), median(found["vLLM"])

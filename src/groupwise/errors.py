@@ -20,7 +20,7 @@ __all__ = [
 
 
 class GroupwiseError(Exception):
-    """Base of all errors that a user can mend; ``exit_code`` is what the command line exits with."""
+    """Base of all errors that a user can fix; ``exit_code`` is what the command line exits with."""
 
     exit_code = 2
     told = False

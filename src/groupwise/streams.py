@@ -14,7 +14,7 @@ __all__ = ["lasting_output", "make_output_last"]
 
 logger = logging.getLogger("groupwise")
 
-GONE = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
+CLOSED = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
 """What the system says of a pipe without a reader, and of a terminal that was closed. (A full disk may have room again.)"""
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
@@ -42,7 +42,7 @@ class Lasting:
             self.lose(error)
 
     def lose(self, error: OSError) -> None:
-        if error.errno in GONE:  # what is buffered goes where everything goes from now on, libraries' own writing included
+        if error.errno in CLOSED:  # what is buffered goes where everything goes from now on, libraries' own writing included
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())

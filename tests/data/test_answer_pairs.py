@@ -1,7 +1,7 @@
 """When two answers are equal: a table of pairs, with what the field's rules say of each beside ours.
 
 ``answer_pairs.tsv`` has a line a pair: what it is about, the reference, the answer, whether we call them equal, whether each of the field's
-rules does, and a reason where one of them differs from us. ``python tests/data/test_answer_pairs.py`` writes the field's columns anew.
+rules does, and a reason where one of them differs from us. ``python tests/data/test_answer_pairs.py`` writes the field's columns again.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_a_process_that_fails_ends_both_with_its_error(two_processes):
     ("precision", "dtype"), [("masters", "bfloat16"), ("masters", "float16"), ("pure", "bfloat16"), ("stochastic", "bfloat16")]
 )
 def test_every_precision_carries_on_and_is_read_by_one_process(tiny_folder, sums, tmp_path, dtype, precision):
-    """Two processes write, two carry on bit for bit, one finds every tensor it wants; with checkpointed gradients and a reference."""
+    """Two processes write, two resume bit for bit, one finds every tensor it wants; with checkpointed gradients and a reference."""
     from tests.training import conftest
 
     make = conftest.small_config.__wrapped__(tiny_folder, sums)

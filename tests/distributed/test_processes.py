@@ -1,4 +1,4 @@
-"""Two real processes over gloo: the same numbers as one, carrying on bit for bit, and one that fails ends both with its error."""
+"""Two real processes over gloo: the same numbers as one, resuming bit for bit, and one that fails ends both with its error."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 128 + signal.SIGKILL
     assert "process 1 of 2 was ended by SIGKILL" in done.stderr
-    assert "another of the 2 processes is gone" in done.stderr
+    assert "another of the 2 processes ended" in done.stderr
 
 
 def test_the_launcher_hands_a_signal_on_and_sets_no_time_for_what_is_done_about_it(tmp_path):

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts in two processes: the run of one process, and carried on bit for bit, by two processes or by one."""
+"""Asynchronous rollouts in two processes: the run of one process, and resumed bit for bit, by two processes or by one."""
 
 import json
 

@@ -71,14 +71,14 @@ def assert_same_numbers(one: list[dict[str, Any]], two: list[dict[str, Any]], wi
 
 
 def assert_same_bits(folder: Path) -> None:
-    """What ``run_ranks.py`` carried on with from its checkpoint is what it had gone through before."""
+    """What ``run_ranks.py`` resumed with from its checkpoint is what it had gone through before."""
     assert numbers(folder / "resumed") == numbers(folder / "whole")[3:]
     whole, resumed = weights(folder / "whole"), weights(folder / "resumed")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def on_from_step_3(config: Config, folder: Path, target: Path) -> Path:
-    """One process carries on from the checkpoint that ``run_ranks.py`` left; its folder."""
+    """One process resumes from the checkpoint that ``run_ranks.py`` left; its folder."""
     return train(
         config, rewards={"letters": letters}, run_folder=target, console=Console(quiet=True),
         resume_from=folder / "whole/checkpoints/step-3",

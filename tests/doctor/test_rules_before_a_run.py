@@ -86,10 +86,10 @@ def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names()
 
     from groupwise.doctor.settings import rate_too_low
 
-    least = rate_too_low(load_config(None, SETTINGS["rate-too-low"])).numbers["least"]
+    smallest = rate_too_low(load_config(None, SETTINGS["rate-too-low"])).numbers["smallest"]
     weight = torch.tensor([0.02], dtype=torch.bfloat16)
-    assert (weight - 0.9 * least).to(torch.bfloat16) == weight
-    assert (weight - 2.2 * least).to(torch.bfloat16) != weight
+    assert (weight - 0.9 * smallest).to(torch.bfloat16) == weight
+    assert (weight - 2.2 * smallest).to(torch.bfloat16) != weight
 
 
 def test_long_runs_without_evaluation_are_noted_and_short_ones_are_not():

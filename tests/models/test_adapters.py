@@ -195,7 +195,7 @@ def test_a_saved_policy_is_whole_and_has_the_adapter_beside_it(tiny_llama, tmp_p
 
 
 def test_what_does_not_fit_is_one_sentence(tiny_llama):
-    with pytest.raises(ModelError, match="mend target_modules"):
+    with pytest.raises(ModelError, match="fix target_modules"):
         adapted(tiny_llama(), target_modules=["no_such_layer"])
     with pytest.raises(ModelError, match="LoraConfig"):
         attach(tiny_llama(), {"r": 4})

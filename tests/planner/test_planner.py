@@ -266,8 +266,8 @@ def test_what_is_offloaded_is_off_the_gpu_and_comes_back_for_its_pass():
     near, far = (make_plan(c, HARDWARE["a100-80gb"], prompt_tokens=200) for c in (config, away))
     weights = near.setup.shape.parameters
     steps = [next(p for p in made.phases if p.name == "optimiser step") for made in (near, far)]
-    holes = [item([p], "optimiser step", "the allocator's holes") for p in steps]
-    assert (steps[0].bytes - holes[0]) - (steps[1].bytes - holes[1]) == (4 + 8 + 4 + 2) * weights
+    fragmentation = [item([p], "optimiser step", "allocator fragmentation") for p in steps]
+    assert (steps[0].bytes - fragmentation[0]) - (steps[1].bytes - fragmentation[1]) == (4 + 8 + 4 + 2) * weights
     assert item(far.phases, "reference", "reference") == 2 * weights
     assert item(near.phases, "sampling", "reference") == 2 * weights
     assert item(far.phases, "sampling", "reference") == 0

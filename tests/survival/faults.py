@@ -97,7 +97,7 @@ def reward(name: str, sign: str, **rewards: object) -> Callable[[Place], Outcome
         assert place.checkpoints() == ["step-1", "step-2"]
         place.rewards.write_text(place.rewards.read_text().replace("calls > 6", "False"))
         goes_on(place)
-        return Outcome(said, 2, "step-1, step-2; with the function mended `--resume` went on to the end")
+        return Outcome(said, 2, "step-1, step-2; with the function fixed `--resume` went on to the end")
 
     return attempt
 
@@ -309,10 +309,10 @@ class Run:
 
     def log(self, numbers):
         if numbers.get("step", 0) >= 2:
-            raise ConnectionError("the service is gone")
+            raise ConnectionError("the service is down")
 
     def finish(self):
-        raise ConnectionError("the service is gone")
+        raise ConnectionError("the service is down")
 
 
 def init(**settings):
@@ -320,13 +320,13 @@ def init(**settings):
 """
 
 
-@fault("tracking service: gone in the second step (a stand-in for wandb)")
+@fault("tracking service: down from the second step (a stand-in for wandb)")
 def tracker_gone(place: Place) -> Outcome:
     (place.path / "gone").mkdir()
     (place.path / "gone" / "wandb.py").write_text(WANDB)
     place.write(output={"trackers": ["jsonl", "wandb"]})
     ended = place.run(before=lambda: sys.path.insert(0, str(place.path / "gone")))
-    told(ended, place, "wandb failed (ConnectionError: the service is gone): the run goes on without it")
+    told(ended, place, "wandb failed (ConnectionError: the service is down): the run goes on without it")
     assert ended.exit_code == 0
     assert place.steps() == [1, 2, 3, 4, 5]
     return Outcome("one warning, which names the file that has every number; the run went on", 0, "every record in metrics.jsonl")

@@ -63,7 +63,7 @@ def killed(place: Place) -> Outcome:
     assert going.wait().exit_code == -signal.SIGKILL
     place.let_go()
     goes_on(place)
-    return Outcome("the process was gone", 137, "every checkpoint; `--resume` went on to the end")
+    return Outcome("the process ended", 137, "every checkpoint; `--resume` went on to the end")
 
 
 @fault("terminal: closed under a run (a real pseudo-terminal)")
@@ -141,10 +141,10 @@ def finished(place: Place) -> Outcome:
         assert place.run().exit_code == 0
         before = digest(place.folder)
         ended = place.run("--resume")
-        told(ended, place, "finished after step 5: nothing to carry on.")
+        told(ended, place, "finished after step 5: nothing to resume.")
         assert ended.exit_code == 0
         assert digest(place.folder) == before
-    return Outcome("'run finished after step 5: nothing to carry on.'", 0, "everything as it was")
+    return Outcome("'run finished after step 5: nothing to resume.'", 0, "everything as it was")
 
 
 @fault("finished run: `--resume` to more steps, without checkpoints")
@@ -159,7 +159,7 @@ def no_way_on(place: Place) -> Outcome:
     return Outcome(said, 2, "everything as it was")
 
 
-@fault("finished run: SIGKILL while it is carried on to more steps")
+@fault("finished run: SIGKILL while it is continued to more steps")
 def killed_beyond(place: Place) -> Outcome:
     place.write("held", training={"steps": 2}, output={"checkpoint_every": 2})
     assert place.run().exit_code == 0
@@ -173,7 +173,7 @@ def killed_beyond(place: Place) -> Outcome:
     place.write("held", output={"checkpoint_every": 2})
     goes_on(place)
     assert digest(place.folder / "final_model") != model
-    return Outcome("the process was gone", 137,
+    return Outcome("the process ended", 137,
                    "the model and the summary that the run had finished with; `--resume` went on to the end")  # fmt: skip
 
 
@@ -196,4 +196,4 @@ def killed_while_judged(place: Place) -> Outcome:
     model = digest(place.folder / "final_model")
     goes_on(place)
     assert digest(place.folder / "final_model") == model
-    return Outcome("the process was gone", 137, "the model, written before it is judged; `--resume` judged it")
+    return Outcome("the process ended", 137, "the model, written before it is judged; `--resume` judged it")

@@ -1,4 +1,4 @@
-"""Carrying on in the same folder: from what, whether it is the same run, and what a signal leaves."""
+"""Resuming in the same folder: from what, whether it is the same run, and what a signal leaves."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tm
 
 
 def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, quiet, tmp_path, monkeypatch):
-    """The later updates are measured by what the weights said before the first: that is carried on with, also in other micro-batches."""
+    """The later updates are measured by what the weights said before the first: that is resumed with, also in other micro-batches."""
     sections = {
         "training": {"steps": 4}, "algorithm": {"beta": 0.1, "updates_per_batch": 4, "epsilon": 0.01, "top_entropy_share": 0.5},
     }  # fmt: skip

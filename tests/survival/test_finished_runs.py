@@ -51,7 +51,7 @@ def test_a_finished_run_is_left_as_it_is(small_config, letters, tmp_path, output
     again = go(config, letters, Console(width=200), tmp_path / "run", resume=True)
     assert content(first.folder) == before
     assert (again.folder, again.summary) == (first.folder, json.loads((first.folder / "summary.json").read_text()))
-    assert capsys.readouterr().out == f"{tmp_path / 'run'} finished after step 2: nothing to carry on.\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'run'} finished after step 2: nothing to resume.\n"
     fewer = small_config(output=output, training={"steps": 1})
     assert go(fewer, letters, Console(quiet=True), tmp_path / "run", resume=True).summary == again.summary
 
@@ -216,7 +216,7 @@ def test_by_the_command_line(small_config, tmp_path):
     before = content(tmp_path / "run")
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0
-    assert "finished after step 2: nothing to carry on" in " ".join(again.output.split())
+    assert "finished after step 2: nothing to resume" in " ".join(again.output.split())
     as_json = CliRunner().invoke(app, [*words, "--json"])
     assert json.loads(as_json.stdout)["summary"]["steps"] == 2
     more = CliRunner().invoke(app, [*words, "training.steps=5"])

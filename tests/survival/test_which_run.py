@@ -1,4 +1,4 @@
-"""Which run ``--resume`` means, and what is said of an earlier one that could be carried on."""
+"""Which run ``--resume`` means, and what is said of an earlier one that could be resumed."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_one_with_progress_goes_before_a_newer_empty_one_which_is_named(runs, tm
     runs(C, 10, finished=True)
     name, (sentence,) = chosen(tmp_path)
     assert name == A
-    assert re.search(rf"{A} is carried on; unfinished too: \S*{B} \(nothing saved\)\. Choose with --run-folder\.", sentence)
+    assert re.search(rf"{A} is resumed; unfinished too: \S*{B} \(nothing saved\)\. Choose with --run-folder\.", sentence)
     assert note(tmp_path) == f"runs/{A} stopped after step 40; --resume carries it on. This is a new run."
 
 
@@ -125,5 +125,5 @@ def test_by_the_command_line(small_config, runs, tmp_path, monkeypatch):
     resumed = CliRunner().invoke(app, ["train", "mine.yaml", "--resume"])
     said = " ".join(resumed.output.split())
     assert resumed.exit_code == 0, said
-    assert f"runs/{folder.name} is carried on; unfinished too: runs/mine-20990101-000000 (nothing saved)." in said
-    assert f"Carrying on from runs/{folder.name}/checkpoints/step-2" in said
+    assert f"runs/{folder.name} is resumed; unfinished too: runs/mine-20990101-000000 (nothing saved)." in said
+    assert f"Resuming from runs/{folder.name}/checkpoints/step-2" in said

@@ -45,7 +45,7 @@ class Remembering:
 
     def step(self, step, metrics):
         if len(self.seen) + 1 >= self.fails_at:
-            raise ConnectionError("service gone")
+            raise ConnectionError("service down")
         self.seen.append((step, dict(metrics)))
 
     def completions(self, step, groups, advantages=None, token_advantages=None): ...
@@ -123,7 +123,7 @@ def test_a_service_gone_in_mid_run_is_named_once_and_loses_nothing(tmp_path, cap
     assert [step for step, _ in sink.seen] == [1, 2]
     assert sink.closed == 1
     assert [r.message for r in caplog.records] == [
-        f"wandb failed (ConnectionError: service gone): the run goes on without it; {folder.metrics} has every number"
+        f"wandb failed (ConnectionError: service down): the run goes on without it; {folder.metrics} has every number"
     ]
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
@@ -132,7 +132,7 @@ def test_a_service_that_fails_at_the_very_end_is_named_too(caplog):
     trackers = Trackers([Aside(Remembering(fails_at=1), "trackio")])
     trackers.step(1, {})
     trackers.close()
-    assert "trackio failed (ConnectionError: service gone)" in caplog.text
+    assert "trackio failed (ConnectionError: service down)" in caplog.text
 
 
 def test_a_slow_service_holds_no_step_up_and_gets_everything():
@@ -198,7 +198,7 @@ def test_tensorboard_reads_its_file_back(tmp_path, caplog):
 
     config, folder = folder_with(tmp_path, "output.trackers=[jsonl, tensorboard]")
     three_steps_and_a_verdict(config, folder, caplog)
-    again = make_trackers(config, folder, None, done=1)  # carried on after step 1: what came later is done again
+    again = make_trackers(config, folder, None, done=1)  # resumed after step 1: what came later is done again
     again.step(2, {"reward/mean": 7.0})
     again.close()
     read = EventAccumulator(str(folder.path / "tensorboard"))

@@ -1,4 +1,4 @@
-"""A whole run that trains an adapter: its checkpoints carry on bit for bit, and its final model is an ordinary one."""
+"""A whole run that trains an adapter: its checkpoints resume bit for bit, and its final model is an ordinary one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is saved is what is needed: a run that carries on from a checkpoint is the run that was never stopped."""
+"""What is saved is what is needed: a run that resumes from a checkpoint is the run that was never stopped."""
 
 import json
 

@@ -333,7 +333,7 @@ def test_warmup_goes_by_updates_that_were_made(tiny_llama):
 
 
 def test_a_step_that_is_named_has_the_rate_of_its_place(tiny_llama):
-    """As a run that carries on names it."""
+    """As a run that resumes names it."""
     config = config_of(training={"steps": 10}, optimizer={"learning_rate": 1e-3, "schedule": "linear"})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, REWARDS)

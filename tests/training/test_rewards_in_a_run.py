@@ -1,4 +1,4 @@
-"""Rewards with a memory, and rewards that see whole steps, in real runs: what is carried on, and what is left behind."""
+"""Rewards with a memory, and rewards that see whole steps, in real runs: what is resumed, and what is left behind."""
 
 import json
 import os

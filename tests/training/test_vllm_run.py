@@ -65,7 +65,7 @@ def test_sampling_ahead_takes_the_weights_that_the_schedule_names(server, small_
 
 
 def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, small_config, letters, quiet, tmp_path):
-    """... and with a checkpoint it is carried on, with the numbers that it would have had."""
+    """... and with a checkpoint it is resumed, with the numbers that it would have had."""
     sections = {"rollout": {"engine": "vllm", "ahead": 1, "vllm": {"url": server.url}}, "output": {"checkpoint_every": 1}}
     config, whole, steps = small_config(**sections, training={"steps": 4}), [], []
     train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole", on_step=whole.append)
@@ -77,7 +77,7 @@ def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, s
         return sample(weights, settings, jobs, **how)
 
     service.sample = lose
-    with pytest.raises(TrainingError, match=r"was started anew .*which learning has changed since.*--resume"):
+    with pytest.raises(TrainingError, match=r"was restarted .*which learning has changed since.*--resume"):
         train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", on_step=steps.append)
     assert 1 <= len(steps) < 4
     service.sample = sample

@@ -29,8 +29,8 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
 
     ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
     filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
-    that sampled for the run may be gone, or work for another: it is used where ``overrides`` say so. A folder may come from anybody: it
-    cannot grant its own code the right to run (``trust_remote_code``), which ``overrides`` alone can.
+    that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so. A folder may come from
+    anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides`` alone can.
     """
     path = Path(model).expanduser()
     if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():

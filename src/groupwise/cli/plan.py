@@ -231,7 +231,7 @@ def _epoch(made: Plan) -> str:
 
     if made.epoch_hours is None:
         return ""
-    return f"; once over {training_problems(made.setup.config):,} problems: {made.epoch_steps:,} steps, {made.epoch_hours:,.1f} hours"
+    return f"; one epoch of {training_problems(made.setup.config):,} problems: {made.epoch_steps:,} steps, {made.epoch_hours:,.1f} hours"
 
 
 def _gib(count: int) -> str:

@@ -124,7 +124,7 @@ def train(
 
 
 def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
-    """The run to carry on with where no folder was named on the command line; None where the settings name it."""
+    """The run to resume where no folder was named on the command line; None where the settings name it."""
     from groupwise.distributed import is_first_process
     from groupwise.tracking.text import harmless
     from groupwise.training.resume import newest_run

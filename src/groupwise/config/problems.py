@@ -99,7 +99,7 @@ def _rule(error: ErrorDetails) -> str:
     if kind in ("too_short", "too_long"):
         few = kind == "too_short"
         count = context["min_length" if few else "max_length"]
-        return f"have at {'least' if few else 'most'} {count} {'entry' if count == 1 else 'entries'}"
+        return f"have {'at least' if few else 'at most'} {count} {'entry' if count == 1 else 'entries'}"
     if kind in ("model_type", "model_attributes_type"):
         return "be a mapping of settings, such as {name: value}"
     if kind in _RULES:
@@ -118,7 +118,7 @@ def _near_choice(error: ErrorDetails) -> str:
 
 
 def _hint(path: str) -> str:
-    """The field's docstring, joined to one clause: what the setting is for tells how to mend it."""
+    """The field's docstring, joined to one clause: what the setting is for tells how to fix it."""
     info = find_field(schema_path(path))
     words = " ".join(((info.description if info else "") or "").split()).rstrip(".")
     if not words:

@@ -108,7 +108,7 @@ class VllmConfig(Section):
     bucket_mib: int = Field(default=256, ge=1, le=2048)
     """Weights travel in parts of about so many MiB."""
     patience_s: float = Field(default=300.0, gt=0)
-    """How long a server may be silent or away, in seconds, before the run ends. One that comes back in time is sent the weights anew."""
+    """How long a server may be silent or away, in seconds, before the run ends. One that comes back in time is sent the weights again."""
     gpu_memory_share: float = Field(default=0.3, gt=0, lt=1)
     """Without `url`: vLLM's share of the GPU, weights included."""
     cache_gib: float | None = Field(default=None, gt=0)

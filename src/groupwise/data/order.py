@@ -45,7 +45,7 @@ def _small(count: int, prompts_per_step: int, step: int, seed: int) -> list[int]
     """Fewer than two steps' worth of problems: epochs are so short that each depends on the whole one before."""
     first = step * prompts_per_step
     last_epoch = (first + prompts_per_step - 1) // count
-    # The chain begins anew wherever an epoch and a step begin together, so there is no need to walk it from epoch 0.
+    # The chain starts again wherever an epoch and a step begin together, so there is no need to walk it from epoch 0.
     cycle = prompts_per_step // math.gcd(count, prompts_per_step)
     taken: list[int] = []
     order: tuple[int, ...] = ()

@@ -125,7 +125,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 def _row(name: str, values: Any) -> Row:
     if not isinstance(values, dict):
-        raise DataError(f"{name} holds a {type(values).__name__}, not an object with named columns: mend the file")
+        raise DataError(f"{name} holds a {type(values).__name__}, not an object with named columns: fix the file")
     return Row(name, values)
 
 
@@ -158,7 +158,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
                     )
                 yield Row(f"{path.name} line {reader.line_num}", values)
         except csv.Error as error:
-            raise DataError(f"{path.name} line {reader.line_num} is not CSV ({error}): mend the line") from error
+            raise DataError(f"{path.name} line {reader.line_num} is not CSV ({error}): fix the line") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

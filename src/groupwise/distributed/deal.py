@@ -9,7 +9,7 @@ __all__ = ["deal"]
 
 
 def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
-    """Indices of ``costs`` for each of ``hands`` processes, ascending: the dearest first, each to whoever has least so far.
+    """Indices of ``costs`` for each of ``hands`` processes, ascending: greedy longest-first partition.
 
     A function of the costs alone, so that all processes deal alike without a word. The largest load is at most 4/3 of the best
     possible (R. L. Graham (1969), "Bounds on multiprocessing timing anomalies").

@@ -28,7 +28,7 @@ _GRACE_S = 20.0
 _WAIT_FOR_WORD_S = 5.0
 """How long to look for the other's error after a connection broke."""
 _LAST_LOOK_S = 60.0
-"""How long the board may take to answer what it was asked last; only a machine that is gone without a word takes longer."""
+"""How long the board may take to answer what it was asked last; only a machine that disappears without a word takes longer."""
 
 
 class LostTouch(RuntimeError):
@@ -103,12 +103,12 @@ class Board:
         known = isinstance(error, GroupwiseError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         code = error.exit_code if isinstance(error, GroupwiseError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone: there is nobody left to tell
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended: there is nobody left to tell
             written = json.dumps(asdict(Failure(self.rank, message[:_LONGEST], code))).encode()
             self.store.compare_set(_KEY, "", self.seal.closed(written, _KEY).hex())
 
     def read(self) -> Failure | None:
-        """The failure that was written first, or None; its message cannot act on a terminal. Raises RuntimeError when the store is gone."""
+        """The failure that was written first, or None; its message cannot act on a terminal. Raises RuntimeError without the store."""
         if not self.store.check([_KEY]):
             return None
         try:
@@ -140,7 +140,7 @@ def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
     """What a process says when another one's failure ends it."""
     if failure is None:
         return RankError(
-            f"another of the {size} processes is gone or did not answer in time ({why}): look for what ended it, such as the system's "
+            f"another of the {size} processes ended or did not answer in time ({why}): look for what ended it, such as the system's "
             "out-of-memory killer, or raise training.process_timeout_s",
             1,
         )
@@ -151,7 +151,7 @@ class Watch(threading.Thread):
     """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
-    ended, too, when the launcher is gone.
+    ended, too, when the launcher has ended.
     """
 
     def __init__(self, board: Board, size: int, launcher: int | None) -> None:

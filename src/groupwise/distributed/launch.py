@@ -22,7 +22,7 @@ from groupwise.distributed.signals import stop_signals
 __all__ = ["LAUNCHER", "SECRET", "cores_per_process", "launch"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
-"""In the environment of the processes: the launcher's process id. They end when it is gone."""
+"""In the environment of the processes: the launcher's process id. They end when it does."""
 SECRET = "GROUPWISE_SECRET"
 """In the environment of all processes of a run, by which they know each other's messages. Set it yourself for several machines."""
 _GRACE_S = 30.0

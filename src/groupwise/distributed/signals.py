@@ -7,7 +7,7 @@ import signal
 __all__ = ["HANGUP", "stop_signals"]
 
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
-"""The terminal is gone: its window was closed, or the connection to the machine broke."""
+"""The terminal was closed: its window was closed, or the connection to the machine broke."""
 
 
 def stop_signals() -> list[signal.Signals]:

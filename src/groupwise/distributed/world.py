@@ -163,7 +163,7 @@ class World:
             if other != prints[0]:
                 raise RankError(
                     f"{what} of process {rank} are no longer those of process 0, so that the processes train different models: use "
-                    "the same hardware and software for all, and carry on from the last checkpoint",
+                    "the same hardware and software for all, and resume from the last checkpoint",
                     1,
                 )
 

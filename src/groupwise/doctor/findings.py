@@ -1,4 +1,4 @@
-"""What the doctor says: a finding is a disease with its evidence and its remedy."""
+"""What the doctor says: a finding is a fault with its evidence and its remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note", "normal")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A completion, problem or row that shows the disease."""
+    """A completion, problem or row that shows the fault."""
 
     where: str
     """Such as ``step 12, problem gsm8k:train:7, sample 3``."""

@@ -35,7 +35,7 @@ class Rehearsal:
 
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
-        """For each of the first problems a right, a wrong, an empty and a senseless completion, scored; by functions alone, since a
+        """For each of the first problems a right, a wrong, an empty and a nonsense completion, scored; by functions alone, since a
         reward model's weights are not loaded for a trial."""
         rewards = self.prepared.rewards.without_weights()
         if rewards is None:
@@ -100,8 +100,8 @@ def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     # What an own function looks for, such as code that runs, may be in none of the four.
     certain = same == len(groups) and all(one.built_in for one in rehearsal.prepared.rewards.rewards if one.weight)
     return Evidence(
-        f"in {len(blind)} of {len(groups)} problems that were tried a worked right answer earned no more than a wrong, an empty or a "
-        f"senseless one{said}",
+        f"in {len(blind)} of {len(groups)} problems that were tried a worked right answer earned no more than a wrong one, an "
+        f"empty one or nonsense{said}",
         numbers={"blind": len(blind), "tried": len(groups)},
         examples=tuple(reward_examples(blind[0])),
         severity="critical" if certain else None,

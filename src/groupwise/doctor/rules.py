@@ -17,7 +17,7 @@ Subject = Literal["settings", "problems", "rehearsal", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One disease."""
+    """One fault."""
 
     name: str
     subject: Subject
@@ -197,7 +197,7 @@ RULES: tuple[Rule, ...] = (
         "answer; algorithm.entropy_bonus of 0.001; rollout.temperature at 1; algorithm.beta above 0.",
     ),
     Rule(
-        "entropy-collapse", "run", "Entropy gone, accuracy not gained", "warning", sampling.entropy_collapse,
+        "entropy-collapse", "run", "Entropy collapsed without a gain in accuracy", "warning", sampling.entropy_collapse,
         "The policy writes nearly the same whatever is drawn, so groups stop differing, and it is stuck with what it has.",
         "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; "
         "algorithm.entropy_bonus of 0.001; rollout.temperature at 1 if it is lower; algorithm.beta above 0.",
@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "kl-above-band", "run", "The policy has left the reference behind", "warning", steadiness.kl_above_band,
-        "Above about 0.1 nats per token the policy speaks another language than the one it started from; what it knew may be gone.",
+        "Above about 0.1 nats per token the policy speaks another language than the one it started from; what it knew may be lost.",
         "Raise algorithm.beta, or let algorithm.kl_target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
         "reference (algorithm.reference_updates).",
     ),
@@ -320,8 +320,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "value-harmful", "run", "The learned value is worse than none", "warning", machinery.value_harmful,
         "Advantages are returns less the value. One that explains less than a constant adds noise to every token's advantage.",
-        "Raise algorithm.value_learning_rate, set algorithm.gae_lambda to 1, which relies on the value least, or take a group baseline "
-        "(algorithm.baseline group_mean).",
+        "Raise algorithm.value_learning_rate, set algorithm.gae_lambda to 1, which does not bootstrap from the value, or take a group "
+        "baseline (algorithm.baseline group_mean).",
     ),
     Rule(
         "value-biased", "run", "The learned value is off in one direction", "warning", machinery.value_biased,

@@ -60,7 +60,7 @@ def collapsed_texts(run: RunRecord) -> Evidence | None:
 
 
 def entropy_collapse(run: RunRecord) -> Evidence | None:
-    """Entropy gone without accuracy to show for it. A policy that has learnt its task is sure of itself, and that is no disease."""
+    """Entropy collapsed without a gain in accuracy. A policy that has learnt its task has low entropy too; that is healthy."""
     entropy, accuracy = series(run, "policy/entropy"), series(run, "accuracy/strict")
     if len(entropy) < LATE_ENOUGH or entropy.late > max(0.02, 0.15 * entropy.early):
         return None

@@ -24,14 +24,14 @@ BF16_BITS = 8
 
 def rate_too_low(config: Config) -> Evidence | None:
     """An update below half the distance to the next bfloat16 is rounded away, every time."""
-    rate, least = config.optimizer.learning_rate, TYPICAL_WEIGHT * 2.0**-BF16_BITS / 2
-    if config.model.dtype not in ("bfloat16", "auto") or config.optimizer.precision != "pure" or rate >= least:
+    rate, smallest = config.optimizer.learning_rate, TYPICAL_WEIGHT * 2.0**-BF16_BITS / 2
+    if config.model.dtype not in ("bfloat16", "auto") or config.optimizer.precision != "pure" or rate >= smallest:
         return None
     moving = rate * 2.0 ** (BF16_BITS + 1)
     return Evidence(
         f"optimizer.learning_rate is {rate:g} with optimizer.precision pure: a bfloat16 weight of {TYPICAL_WEIGHT} only moves "
-        f"when a single update is larger than about {least:.0e}; of the policy's weights only those below about {moving:.0e} move",
-        numbers={"learning_rate": rate, "least": least, "moving": moving},
+        f"when a single update is larger than about {smallest:.0e}; of the policy's weights only those below about {moving:.0e} move",
+        numbers={"learning_rate": rate, "smallest": smallest, "moving": moving},
     )
 
 

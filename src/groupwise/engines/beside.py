@@ -78,7 +78,7 @@ class SamplingThread:
             if on_progress is not None:
                 on_progress(*order.progress)
             if self._thread is None or not self._thread.is_alive():
-                raise RuntimeError("the sampling thread is gone")
+                raise RuntimeError("the sampling thread has ended")
         if order.error is not None:
             raise order.error
         return order.completions

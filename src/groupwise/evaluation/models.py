@@ -88,7 +88,7 @@ def evaluate_model(
 
 
 def rescore(path: Path) -> list[Judged]:
-    """Records that ``eval --out`` wrote, judged anew by today's rules, for each model and mode in the file.
+    """Records that ``eval --out`` wrote, judged again by today's rules, for each model and mode in the file.
 
     Raises:
         DataError: the file holds something else.

@@ -114,7 +114,7 @@ def vote(record: Mapping[str, Any]) -> Any:
 
 
 def judge_again(record: Mapping[str, Any]) -> dict[str, Any]:
-    """``record`` with every verdict made anew from its response and reference, by the rules of today."""
+    """``record`` with every verdict made again from its response and reference, by the rules of today."""
     text, references, style = record["response"], references_of(record), record["style"]
     kept = {key: value for key, value in record.items() if key != "unchecked"}
     return {**kept, **verdicts(text, references, style), **further_verdicts(text, references, style)}
@@ -152,7 +152,7 @@ def _parsed(line: str, name: str) -> dict[str, Any]:
             f"{name} is no record of an evaluation (it lacks {', '.join(missing)}): name a file that `eval --out` wrote"
         )
     if record["style"] not in PLACES:
-        raise DataError(f"{name} has the style {record['style']!r}, but it must be one of {', '.join(PLACES)}: mend the file")
+        raise DataError(f"{name} has the style {record['style']!r}, but it must be one of {', '.join(PLACES)}: fix the file")
     return dict(record)
 
 

@@ -94,7 +94,7 @@ def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
             torch.manual_seed(seed)
             return peft.get_peft_model(model, peft_config)
     except (TypeError, ValueError) as error:
-        raise ModelError(f"the adapter does not fit this model ({' '.join(str(error).split())}): mend target_modules") from error
+        raise ModelError(f"the adapter does not fit this model ({' '.join(str(error).split())}): fix target_modules") from error
 
 
 def load_adapter(model: Any, folder: Path) -> None:

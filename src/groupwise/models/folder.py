@@ -170,7 +170,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _rewrite(path: Path, mend: Any) -> None:
+def _rewrite(path: Path, change: Any) -> None:
     content = _read_json(path)
-    mend(content)
+    change(content)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

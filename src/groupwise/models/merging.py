@@ -98,7 +98,7 @@ def merged_weight(
 
 
 class Projection:
-    """Linear layers that read the same input, as one product with ``weight`` ``[out, in]``, made anew each time."""
+    """Linear layers that read the same input, as one product with ``weight`` ``[out, in]``, made again each time."""
 
     def __init__(self, name: str, layers: Sequence[Any], dtype: torch.dtype) -> None:
         """``name``: as in ``Layer``."""

@@ -3,7 +3,7 @@
 A decode step multiplies few rows with every weight of the model. On CPUs the library's kernels for bf16 then spend a large part of
 their time rearranging the weight: with 32 rows a step of SmolLM2-135M took 17.8 ms on plain weights and 13.6 ms on rearranged ones,
 with the same numbers to the last bit (2 cores, AVX-512 bf16). Rearranging all of them takes about as long as two decode steps, so it is
-done anew for each call of the sampler, which also is what makes it follow the policy.
+done again for each call of the sampler, which also is what makes it follow the policy.
 """
 
 from __future__ import annotations

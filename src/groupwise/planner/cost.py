@@ -121,7 +121,7 @@ _MERGING_BYTES = 28
 
 
 def _merging_s(setup: Setup, bandwidth: float) -> float:
-    """Of a base with an adapter, whose weights are made anew for each forward pass, each recomputed one, and each backward pass."""
+    """Of a base with an adapter, whose weights are made again for each forward pass, each recomputed one, and each backward pass."""
     if not (setup.adapted and setup.packed):
         return 0.0
     times = 3 if setup.config.model.gradient_checkpointing else 2

@@ -23,10 +23,10 @@ from groupwise.planner.state import critic_of, gradients, state
 __all__ = ["Item", "Phase", "disk_bytes", "evaluation", "host_bytes", "peak_bytes", "peak_phase", "phases"]
 
 _MIB = 2**20
-_HOLES_NAME = "the allocator's holes"
-_HOLES = {"cpu": 0.25, "cuda": 0.05}
-"""What an allocator loses, as a share of what comes and goes: on CPU the holes in the C library's heap (measured: a sixth to a third),
-on a GPU an allowance."""
+_FRAGMENTATION_NAME = "allocator fragmentation"
+_FRAGMENTATION = {"cpu": 0.25, "cuda": 0.05}
+"""What an allocator loses, as a share of what comes and goes: on CPU the fragmentation of the C library's heap (measured: a sixth to a
+third), on a GPU an allowance."""
 _LEAN = ("llama", "qwen2", "qwen3", "mistral")
 """Architectures whose weights are merged and written one at a time (``models/load.py``)."""
 _PREFILL_TOKENS = 4096
@@ -56,7 +56,7 @@ def phases(setup: Setup) -> list[Phase]:
         written = [*_checkpoint(setup), *(passing["sampling"] if setup.config.output.checkpoint_in_background else ())]
         passing["checkpoint"] = [*written, *beside]
     passing["final model"] = _final_model(setup)
-    found = [_phase(name, [*state(setup), *items, _holes(setup, items)]) for name, items in passing.items()]
+    found = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
     return [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
 
 
@@ -143,13 +143,13 @@ def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
     lost = shape.layers * rows * (8 * shape.feed_forward + 2 * shape.width)
     if setup.config.model.gradient_checkpointing:
         lost += lost * 2 // 5  # once more, less, where the backward pass computes layers again
-    items = [i for i in learning.items if i.name != _HOLES_NAME]
-    return _phase(learning.name, [*items, Item(_HOLES_NAME, lost, "L N (8F + 2D): glibc's aligned blocks")])
+    items = [i for i in learning.items if i.name != _FRAGMENTATION_NAME]
+    return _phase(learning.name, [*items, Item(_FRAGMENTATION_NAME, lost, "L N (8F + 2D): glibc's aligned blocks")])
 
 
-def _holes(setup: Setup, items: Sequence[Item]) -> Item:
-    share = _HOLES[setup.device]
-    return Item(_HOLES_NAME, int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
+def _fragmentation(setup: Setup, items: Sequence[Item]) -> Item:
+    share = _FRAGMENTATION[setup.device]
+    return Item(_FRAGMENTATION_NAME, int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
 
 
 def _reference_pass(setup: Setup) -> list[Item]:
@@ -218,10 +218,10 @@ def _by_module(setup: Setup, rows: int) -> list[Item]:
 
 def _grown_room(setup: Setup) -> int:
     """Completion positions in the cache at the end: it grows by blocks up to the limit."""
-    least, limit = _ROOM[setup.device], max(1, setup.completion - 1)
-    room = min(least, limit)
+    block, limit = _ROOM[setup.device], max(1, setup.completion - 1)
+    room = min(block, limit)
     while room < limit:
-        room = min(limit, room + max(least, room // 8 // least * least))
+        room = min(limit, room + max(block, room // 8 // block * block))
     return room
 
 

@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def epoch_hours(self) -> float | None:
-        """Once over the training problems, evaluations and checkpoints not counted; None where their number is not known beforehand."""
+        """One epoch of the training problems, evaluations and checkpoints not counted; None where their number is not known beforehand."""
         problems = training_problems(self.setup.config)
         return None if problems is None else problems / self.prompts_per_hour
 

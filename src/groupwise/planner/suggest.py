@@ -244,14 +244,14 @@ def _bits(setup: Setup) -> int:
 
 
 def _budget(setup: Setup, limit: int) -> int | None:
-    """The largest smaller micro-batch budget that fits, a power of two, or the least that holds one completion."""
-    least = setup.prompt + setup.completion
-    budget = 1 << (min(setup.config.training.micro_batch_tokens, setup.prompts * least * 64).bit_length() - 1)
+    """The largest smaller micro-batch budget that fits, a power of two, or the smallest that holds one completion."""
+    smallest = setup.prompt + setup.completion
+    budget = 1 << (min(setup.config.training.micro_batch_tokens, setup.prompts * smallest * 64).bit_length() - 1)
     while budget >= 128:
         if budget < setup.config.training.micro_batch_tokens:
             if peak_bytes(setup.changed(training__micro_batch_tokens=budget)) <= limit:
                 return budget
-            if budget <= least:
+            if budget <= smallest:
                 return budget  # nothing smaller changes anything: shown as what does not fit
         budget //= 2
     return None

@@ -151,7 +151,7 @@ def utf16_length(text: str) -> int:
 
 
 def logprob_byte(logprob: float) -> int:
-    """A log-probability in one byte, exact to 0.03 nats at -1 and to 0.0001 near 0: ``-16 (byte / 255)^2``. NaN is the least."""
+    """A log-probability in one byte, exact to 0.03 nats at -1 and to 0.0001 near 0: ``-16 (byte / 255)^2``. NaN is the smallest."""
     return 255 if math.isnan(logprob) else round(255 * math.sqrt(min(max(-logprob, 0.0), 16.0) / 16))
 
 

@@ -162,7 +162,7 @@ class RewardSuite:
             self._processes.start()
         except CallRaised as raised:
             raise RewardError(
-                f"isolated reward functions gave {raised}; a new process imports their files anew, so mend them or leave isolate out"
+                f"isolated reward functions gave {raised}; a new process imports their files again, so fix them or leave isolate out"
             ) from raised
         return [str(function.load()) for function in self.models.values()]
 
@@ -227,7 +227,7 @@ class RewardSuite:
         return {name: shaper.state() for name, shaper in self._shapers.items() if shaper.normalise != "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave. A function that it does not know starts anew; ValueError or TypeError for other things."""
+        """Restore what ``state_dict`` gave. A function that it does not know starts again; ValueError or TypeError for other things."""
         for name, shaper in self._shapers.items():
             if name in state:
                 shaper.restore(state[name])

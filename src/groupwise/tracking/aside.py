@@ -1,4 +1,4 @@
-"""A sink on a thread of its own: a service that is slow, hangs or is gone never holds up a step."""
+"""A sink on a thread of its own: a service that is slow, hangs or is down never holds up a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Action = Callable[[Tracker], None]
 class Aside:
     """Hands everything to ``sink`` in order, from another thread. What went wrong there is raised by the next call here.
 
-    ``patience_s`` is how long one call may take before the sink counts as gone; ``close`` waits at most ``farewell_s`` for what
+    ``patience_s`` is how long one call may take before the sink counts as down; ``close`` waits at most ``farewell_s`` for what
     is still to be handed over. The thread dies with the process, so a service that hangs cannot keep a finished run alive.
     """
 

@@ -114,7 +114,7 @@ class ConsoleTracker:
         if self.stepped is not None and self.stepped[0] is phase and phase.done > self.stepped[1]:
             return  # its line comes in a moment
         left = phase.left_s
-        time_left = f"{clock(left)} left" if left is not None else f"{clock(phase.elapsed_s)} gone"
+        time_left = f"{clock(left)} left" if left is not None else f"{clock(phase.elapsed_s)} elapsed"
         self.print(", ".join([f"{phase.name}: {phase.count}", time_left, *phrases(phase.numbers)]))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

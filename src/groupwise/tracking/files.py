@@ -48,7 +48,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it.
 
     Raises:
-        OSError: the disk is full, the folder is read-only or gone; ``path`` is then what it was before.
+        OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
     """
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:

@@ -1,4 +1,4 @@
-"""What a run has come to, by its records; and taking them back to a step, so that a run which carries on writes nothing twice."""
+"""What a run has come to, by its records; and taking them back to a step, so that a run which resumes writes nothing twice."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Phase:
     changed: Callable[[Phase], None]
     done: float = 0
     begun_at: float = 0
-    """What was done before, such as the steps of a run that is carried on: it says nothing about the pace."""
+    """What was done before, such as the steps of a run that is resumed: it says nothing about the pace."""
     numbers: dict[str, float] = field(default_factory=dict)
     started_s: float = field(default_factory=lambda: time.monotonic())
     done_s: float = field(init=False)
@@ -68,10 +68,10 @@ class Phase:
 
         Within a unit, such as a step, it only falls: to what the units after it take, where this one takes longer than usual.
         """
-        gone = self.done - self.begun_at
-        if not self.total or gone <= 0:
+        passed = self.done - self.begun_at
+        if not self.total or passed <= 0:
             return None
-        pace, rest = (self.done_s - self.started_s) / gone, self.total - self.done
+        pace, rest = (self.done_s - self.started_s) / passed, self.total - self.done
         since = time.monotonic() - self.done_s
         return max(0.0, pace * (rest - self.last_units), pace * rest - since)
 
@@ -82,7 +82,7 @@ class Phase:
 
 
 class NotebookDisplay:
-    """One output of a notebook's cell, written anew as things happen: the sentences so far and, under them, what is going on.
+    """One output of a notebook's cell, written again as things happen: the sentences so far and, under them, what is going on.
 
     It needs neither ipywidgets nor a terminal's control codes. ``live``: what is going on, and None while nothing is.
     """
@@ -101,7 +101,7 @@ class NotebookDisplay:
         self.write()
 
     def refresh(self) -> None:
-        """Write anew what is going on, unless that was done a moment ago."""
+        """Write again what is going on, unless that was done a moment ago."""
         if time.monotonic() - self.written_s >= self.EVERY_S:
             self.write()
 
@@ -195,7 +195,7 @@ class LiveDisplay:
                 self.text(phase.name, "bold"),
                 ProgressBar(total=phase.total, completed=phase.done, width=14 if self.narrow else 30, pulse=not phase.total),
                 self.text(phase.count),
-                self.text(f"{clock(phase.elapsed_s)} gone" if left is None else f"{clock(left)} left", "cyan"),
+                self.text(f"{clock(phase.elapsed_s)} elapsed" if left is None else f"{clock(left)} left", "cyan"),
             )
         return table
 

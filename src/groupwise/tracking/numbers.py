@@ -65,7 +65,7 @@ def averaged(values: Sequence[float], count: int) -> list[float]:
 
 
 def sparkline(history: Sequence[float]) -> str:
-    """One block per value, from the least to the greatest of ``history``.
+    """One block per value, from the minimum to the maximum of ``history``.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'

@@ -1,4 +1,4 @@
-"""The folder of one run: everything that is needed to understand it, repeat it and carry on from it."""
+"""The folder of one run: everything that is needed to understand it, repeat it and resume from it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class RunFolder:
     metrics.jsonl          one line a step
     completions.jsonl      a few groups a step, with their rewards, of the first ones token by token
     evaluations/           one file per stage and mode, one line per problem
-    checkpoints/           to carry on from
+    checkpoints/           to resume from
     tensorboard/, wandb/   where output.trackers asks for them
     final_model/           a Hugging Face folder
-    trained.json           while the final model is judged: all that carrying on needs, with the model, to come to the end
+    trained.json           while the final model is judged: all that resuming needs, with the model, to come to the end
     summary.json           what the run came to
-    summary-step-N.json    what it had come to before it was carried on to more steps
+    summary-step-N.json    what it had come to before it was continued to more steps
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +159,7 @@ class RunFolder:
 
     @property
     def tracking_id(self) -> str:
-        """By which a tracking service knows this run again when it is carried on."""
+        """By which a tracking service knows this run again when it is resumed."""
         found = json.loads(self.environment.read_bytes())
         return str(found.get("id") or hashlib.sha256(str(found.get("started")).encode()).hexdigest()[:12])
 

@@ -1,4 +1,4 @@
-"""What is named or shaped like a credential is written nowhere: settings, the command, and records are gone through on their way to a file.
+"""What is named or shaped like a credential is written nowhere: settings, the command, and records are searched on their way to a file.
 
 By name (``api_key``, ``WANDB_API_KEY``, ``Authorization``), by shape (``hf_...``, ``Bearer ...``), by place (a login or ``?token=`` in
 a URL), and by what environment variables with such names hold. Patterns find what they know: a key should still come from the

@@ -14,7 +14,7 @@ __all__ = ["TensorBoardTracker"]
 
 
 class TensorBoardTracker(NumericTracker):
-    """Writes each step's numbers and flushes them. A run that is carried on takes back what stood there of later steps."""
+    """Writes each step's numbers and flushes them. A run that is resumed takes back what stood there of later steps."""
 
     def __init__(self, config: Config, folder: RunFolder, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -17,7 +17,7 @@ START_TIMEOUT_S = 60.0
 
 
 class WandbTracker(NumericTracker):
-    """Logs each step under our own axis, so that a run which is carried on draws over what it did again.
+    """Logs each step under our own axis, so that a run which is resumed draws over what it did again.
 
     Raises:
         ConfigError: nobody is logged in.

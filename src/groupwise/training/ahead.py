@@ -1,7 +1,7 @@
 """Asynchronous rollouts: the batch of a later step is sampled while this one is learnt from.
 
 With ``rollout.ahead: k`` the batch of step t is sampled with the weights as they were before step t - k (the first k + 1 batches with
-the first weights). That is a fixed schedule, never "whatever is ready": a run can be repeated, and carried on, bit for bit. A batch is
+the first weights). That is a fixed schedule, never "whatever is ready": a run can be repeated, and resumed, bit for bit. A batch is
 scored when its step begins, in the main thread, so that rewards and their state keep their order.
 """
 
@@ -138,7 +138,7 @@ class Ahead:
         return batch.prompts, batch.sampled()
 
     def go_on(self, step: int) -> None:
-        """As ``take``, where the step's batch is in hand already: a run carries on inside its updates."""
+        """As ``take``, where the step's batch is in hand already: a run resumes inside its updates."""
         self._bring_back()
         self._waited_s = 0.0
         self._begin(step + 1, step)

@@ -214,7 +214,7 @@ def set_suspect_aside(folder: Path, updates: int) -> Path | None:
     """The newest checkpoint with fewer than ``updates`` updates, which is one from whose weights a sound update was made; None without.
 
     Newer ones have weights that gave nothing but gradients that are not finite. They are renamed to ``suspect-step-N``, so that a run
-    carries on from the good one.
+    resumes from the good one.
     """
     good = [p for p in _complete(folder) if int(read_state(p)["updates"]) < updates]
     if not good:

@@ -24,7 +24,7 @@ def save_final_model(run: Run) -> None:
 
 
 def write_model(run: Run, policy: Policy) -> None:
-    """The model, in place of an earlier end's, and what else a run needs that carries on with nothing but its judgement."""
+    """The model, in place of an earlier end's, and what else a run needs that resumes with nothing but its judgement."""
     folder = run.folder
     about = {"step": run.done, "steps_asked": run.config.training.steps, **about_run(run.prepared, run.evaluations, None)}
     try:
@@ -33,7 +33,7 @@ def write_model(run: Run, policy: Policy) -> None:
             folder.put_new_model()
         else:
             save_model(policy, folder.final_model)
-        run.writer.finish()  # a run that carries on with the judgement alone writes no checkpoint any more
+        run.writer.finish()  # a run that resumes with the judgement alone writes no checkpoint any more
         write_json(folder.trained, about)
     except OSError as error:
         raise TrainingError(f"{folder.lost(folder.final_model, error)}; {run.saved()}") from error

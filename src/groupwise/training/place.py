@@ -1,4 +1,4 @@
-"""Where a run is written: a folder made or found again, locked, and with whatever there is in it to carry on from."""
+"""Where a run is written: a folder made or found again, locked, and with whatever there is in it to resume from."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def nothing_to_carry_on(config: Config, run_folder: Path | None, console: Consol
         if latest_checkpoint(folder.checkpoints) is None:
             raise no_way_on(folder, ending.steps, config)
         return None
-    Trackers([ConsoleTracker(console)]).say(f"{folder.path} finished after step {ending.steps}: nothing to carry on.", "green")
+    Trackers([ConsoleTracker(console)]).say(f"{folder.path} finished after step {ending.steps}: nothing to resume.", "green")
     return folder.path, ending.summary
 
 
 def no_way_on(folder: RunFolder, steps: int, config: Config) -> CheckpointError:
     return CheckpointError(
         f"the run in {str(folder.path)!r} made its {steps} steps and kept no checkpoint (output.checkpoint_every), so it cannot be "
-        f"carried on to step {config.training.steps}: begin a run of its own with model.name={folder.final_model}, or leave "
+        f"continued to step {config.training.steps}: begin a run of its own with model.name={folder.final_model}, or leave "
         "training.steps as it was"
     )
 
@@ -127,7 +127,7 @@ class Place:
         ending = ending_of(folder)
         if ending is not None:
             if self.config.training.steps <= ending.asked:  # it came to its end since it was looked at first
-                raise CheckpointError(f"the run in {str(folder.path)!r} has finished meanwhile: there is nothing to carry on")
+                raise CheckpointError(f"the run in {str(folder.path)!r} has finished meanwhile: there is nothing to resume")
             if not state:
                 raise no_way_on(folder, ending.steps, self.config)
             set_ending_aside(folder, ending.steps)

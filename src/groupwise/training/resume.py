@@ -1,4 +1,4 @@
-"""Carrying on a run: in which folder, from which checkpoint, and whether it is still the same run."""
+"""Resuming a run: in which folder, from which checkpoint, and whether it is still the same run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EarlierRun:
     living: bool
     """Whether it is going on at this moment."""
     saved: Path | None
-    """What there is to carry on from."""
+    """What there is to resume from."""
 
     def in_words(self) -> str:
         what = "going on" if self.living else f"saved up to {self.saved.name}" if self.saved else "nothing saved"
@@ -98,7 +98,7 @@ def _look(folder: RunFolder) -> EarlierRun:
 
 def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs")) -> Path:
     """The folder that ``--resume`` means: the newest run of ``recipe`` below ``root`` that is not finished, nor going on, and has
-    something to carry on from; else the newest of all. ``say`` is told of other unfinished ones.
+    something to resume from; else the newest of all. ``say`` is told of other unfinished ones.
 
     Raises CheckpointError where there is none.
     """
@@ -112,12 +112,12 @@ def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs"
     others = [run.in_words() for run in found if run is not chosen and not run.finished]
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        say(f"{chosen.path} is carried on; unfinished too: {', '.join(others[:_NAMED])}{more}. Choose with --run-folder.")
+        say(f"{chosen.path} is resumed; unfinished too: {', '.join(others[:_NAMED])}{more}. Choose with --run-folder.")
     return chosen.path
 
 
 def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
-    """What to say before a run of ``recipe`` begins anew while an earlier one could be carried on."""
+    """What to say before a run of ``recipe`` starts again while an earlier one could be resumed."""
     run = next((run for run in runs_of(recipe, root) if run.saved and not run.living), None)
     if run is None or run.saved is None:
         return None
@@ -138,7 +138,7 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
     if found is None and any(folder.checkpoints.glob("step-*")):
         folder.release()
         raise CheckpointError(
-            f"every checkpoint in {folder.checkpoints} is damaged, and nothing is left to carry on from: start anew in another folder"
+            f"every checkpoint in {folder.checkpoints} is damaged, and none is left to resume from: start again in another folder"
         )
     if found is not None:
         set_damaged_aside(folder.checkpoints, found)

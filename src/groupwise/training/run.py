@@ -77,7 +77,7 @@ class Run:
     engine: Engine
     started: float
     checkpoint: Path | None = None
-    """What the run carries on from."""
+    """What the run resumes from."""
     trained: bool = False
     """Whether its final model was there already, and only has to be judged."""
     learner: Learner | None = None
@@ -230,7 +230,7 @@ class Run:
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.found else ""
-        self.trackers.say(f"Carrying on from {self.checkpoint}, after step {done}{inside}.")
+        self.trackers.say(f"Resuming from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
         self.sharding.check()
         if done and f"step-{done}" not in stages and not self.held.found:
@@ -370,7 +370,7 @@ class Run:
         return last_good(self.folder.checkpoints, self.learner.updates, self.checkpoint) or self.saved()
 
     def saved(self) -> str:
-        """What there is to carry on from, in words."""
+        """What there is to resume from, in words."""
         self.writer.finish()
         found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
         return f"the last checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
@@ -423,7 +423,7 @@ class Run:
             )
         saved, inside = self.save(self.done, updates), f" and {updates} updates of the next" if updates else ""
         raise StoppedError(
-            f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: carry on with --resume",
+            f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: continue with --resume",
             128 + number,
         )
 

@@ -5,7 +5,7 @@ learnt from them, and a scheduler gives 30 s, in which the passes of a large mod
 the same numbers, when the run is resumed.
 
 A second SIGTERM or Ctrl-C ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run
-carries on. SIGHUP, which says that the terminal is gone, comes from shell and system both, and often beside a SIGTERM: it is no
+resumes. SIGHUP, which says that the terminal was closed, comes from shell and system both, and often beside a SIGTERM: it is no
 second signal, and none comes second to it. Where it is ignored, as under nohup, it stays so.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["AbandonStep", "StopSignals"]
 
 def say_now(sentence: str) -> None:
     """To standard error, past every buffer: a handler may have interrupted whoever holds a stream's lock."""
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         os.write(2, f"\n{sentence}\n".encode())
 
 

@@ -55,7 +55,7 @@ class CheckpointWriter:
             release_freed_memory()  # a thread's own heap is of no use to the next one
 
     def news(self) -> list[str]:
-        """What has gone wrong since this was asked last, a sentence each."""
+        """Failures since the last call, one sentence each."""
         told, self._news = self._news, []
         return told
 

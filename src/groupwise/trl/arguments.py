@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ARGUMENTS", "GONE", "Argument", "Fate", "render_table"]
+__all__ = ["ARGUMENTS", "REMOVED", "Argument", "Fate", "render_table"]
 
 Fate = Literal["honoured", "harmless", "refused"]
 
@@ -189,7 +189,7 @@ vllm_gpu_memory_utilization | float | 0.3 | - | Only matters with `use_vllm`.
 vllm_max_model_length | int? | None | - | Only matters with `use_vllm`.
 vllm_tensor_parallel_size | int | 1 | - | Only matters with `use_vllm`.
 beta | float | 0.0 | h | Weight of the KL to the reference; at 0 there is no reference.
-num_iterations | int | 1 | h | Times that a generation is gone through (mu).
+num_iterations | int | 1 | h | Updates per generated batch (mu).
 epsilon | float | 0.2 | h | Lower clip range, and the upper without `epsilon_high`.
 delta | float? | None | h | Upper bound of the ratio for negative advantages; it must be above 1 + `epsilon_high`.
 epsilon_high | float? | None | h | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon` as in TRL.
@@ -252,7 +252,7 @@ def _read(table: str, former: bool) -> list[Argument]:
     return [Argument(n, kind, ast.literal_eval(default), fates[fate], text, former) for n, kind, default, fate, text in rows]
 
 
-GONE: Mapping[str, str] = {
+REMOVED: Mapping[str, str] = {
     "vllm_device": "there is one device, where the weights that are trained sample too",
     "vllm_dtype": "sampling has the numbers of training",
     "vllm_max_model_len": "completions end at max_completion_length",

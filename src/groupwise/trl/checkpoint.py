@@ -121,14 +121,14 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
         found = _all(output)
         if not found:
             raise CheckpointError(
-                f"resume_from_checkpoint=True, but there is no checkpoint in {output}: leave it out to start anew"
+                f"resume_from_checkpoint=True, but there is no checkpoint in {output}: leave it out to start again"
             )
         for checkpoint in reversed(found):
             damage = _damage(checkpoint)
             if damage is None:
                 return checkpoint
             logger.warning("%s is damaged (%s): the one before it is taken", checkpoint, damage)
-        raise CheckpointError(f"every checkpoint in {output} is damaged: start anew, with another output_dir")
+        raise CheckpointError(f"every checkpoint in {output} is damaged: start again, with another output_dir")
     if not (Path(wanted) / _STATE).is_file():
         raise CheckpointError(f"{wanted} is no checkpoint of groupwise.trl: name a folder checkpoint-N in output_dir")
     damage = _damage(Path(wanted))
@@ -144,9 +144,9 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, 
             (checkpoint / name).exists() for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "global_step0")
         )
         raise CheckpointError(
-            f"{checkpoint} was written by TRL, whose pickled optimiser is not read here: pass the folder as model= and train anew from it"
+            f"{checkpoint} was written by TRL, whose pickled optimiser is not read here: pass the folder as model= and start from it"
             if by_another
-            else f"{checkpoint} has no {_OPTIMIZER}: it was saved with save_only_model, so pass the folder as model= and train anew from it"
+            else f"{checkpoint} has no {_OPTIMIZER}: it was saved with save_only_model, so pass the folder as model= and start from it"
         )
     try:
         if is_adapted(policy.model):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.trl.arguments import ARGUMENTS, GONE, Argument
+from groupwise.trl.arguments import ARGUMENTS, REMOVED, Argument
 
 __all__ = ["EIGHT_BIT", "ArgumentError", "GRPOConfig"]
 
@@ -176,8 +176,8 @@ def _check_names(named: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _unknown(name: str) -> str:
-    if name in GONE:
-        return f"{name} is no argument of GRPOConfig any more, in TRL neither: leave it out, {GONE[name]}"
+    if name in REMOVED:
+        return f"{name} is no argument of GRPOConfig any more, in TRL neither: leave it out, {REMOVED[name]}"
     near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "`python -m groupwise.trl` lists every argument"
     return f"GRPOConfig has no argument {name!r}: {hint}"

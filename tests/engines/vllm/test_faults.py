@@ -82,7 +82,7 @@ def test_a_server_that_stays_away_ends_the_run_with_a_sentence(serve, engine_ove
     engine = engine_over(server, tiny_llama())
     engine.patience_s = 0.3
     server.close()
-    with pytest.raises(TrainingError, match=rf"vLLM is gone: {server.url} does not answer .*--resume"):
+    with pytest.raises(TrainingError, match=rf"vLLM cannot be reached: {server.url} does not answer .*--resume"):
         engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")
     with pytest.raises(TrainingError, match="the weights cannot be pushed"):
         engine.refresh(1)

@@ -57,7 +57,7 @@ def test_a_run_that_ends_lets_the_next_one_have_the_server(serve, engine_over, t
     engine.refresh(1)
     assert told.get(timeout=60).startswith("working for process")
     engine.close()
-    assert told.get(timeout=60).endswith("is gone")
+    assert told.get(timeout=60).endswith("has disconnected")
     second = engine_over(server, tiny_llama())
     assert len(second.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")[0]) == 2
     with pytest.raises(TrainingError, match="another run has pushed its weights"):
@@ -75,7 +75,7 @@ def test_a_run_that_could_not_begin_does_not_keep_the_server(serve, engine_over,
     with pytest.raises(TrainingError, match="computes something else") as failed:
         engine_over(server, model)
     assert failed.tb is not None  # which keeps all of it alive
-    assert [told.get(timeout=60)[:7], told.get(timeout=60)[-4:]] == ["working", "gone"]
+    assert [told.get(timeout=60)[:7], told.get(timeout=60)[-12:]] == ["working", "disconnected"]
 
 
 def test_a_process_that_is_killed_does_not_keep_the_server(serve, engine_over, tiny_llama, told):
@@ -91,7 +91,7 @@ def test_a_process_that_is_killed_does_not_keep_the_server(serve, engine_over, t
     finally:
         process.kill()
         process.communicate()
-    assert [told.get(timeout=60), told.get(timeout=60)] == ["working for another run", "another run is gone"]
+    assert [told.get(timeout=60), told.get(timeout=60)] == ["working for another run", "another run has disconnected"]
     engine_over(server, tiny_llama())
     assert server.backend.loads == 1
 
@@ -121,5 +121,5 @@ def test_a_server_that_ends_lets_go_of_its_connections(serve, tiny_llama, told):
     let_go = Client(server.url).hold("one", "one")
     assert told.get(timeout=60) == "working for one"
     server.close()
-    assert told.get(timeout=60) == "one is gone"
+    assert told.get(timeout=60) == "one has disconnected"
     let_go()

@@ -43,7 +43,7 @@ def test_weights_that_learning_has_changed_since_are_not_pushed_in_place_of_thos
     engine = engine_over(server, model)
     start_anew(server)
     shifted(model)  # learning, beside it
-    with pytest.raises(TrainingError, match=r"was started anew .*which learning has changed since .*--resume"):
+    with pytest.raises(TrainingError, match=r"was restarted .*which learning has changed since .*--resume"):
         elsewhere(lambda: engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"))
     assert server.backend.loads == 1
     assert server.service.weights is None
@@ -189,7 +189,7 @@ def test_a_server_that_holds_something_else_than_was_sent_is_told(serve, engine_
     commit = server.service.commit
     for lie in ({"digest": "0" * 64}, {"weights": "somebody:1"}, {"weights": None}):
         server.service.commit = lambda *given, lie=lie: commit(*given) | lie
-        with pytest.raises(TrainingError, match=r"says that it holds the weights .* were pushed: start it anew"):
+        with pytest.raises(TrainingError, match=r"says that it holds the weights .* were pushed: restart it"):
             engine.refresh(1)
 
 

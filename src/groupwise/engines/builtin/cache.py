@@ -19,8 +19,8 @@ from groupwise.models.native.calls import ROOM
 __all__ = ["Cache"]
 
 _ROOM, _GPU_ROOM = 32, 256
-"""Positions that the table grows by at the least; long tables grow by an eighth, so that copying stays a small share. On GPUs gaps cost
-less, and new tables mean that a graph is captured anew."""
+"""Positions that the table grows by at least; long tables grow by an eighth, so that copying stays a small share. On GPUs gaps cost
+less, and new tables mean that a graph is captured again."""
 
 
 class Cache:
@@ -40,8 +40,8 @@ class Cache:
         prompt_room = _whole(prompt_tokens) if native else prompt_tokens
         self.prompt = [self._pair(groups, prompt_room) for _ in range(layers)]
         """Keys ``[S, K, P, E]`` and values ``[S, K, P, E]`` of each layer."""
-        self._least = _ROOM if device.type == "cpu" else _GPU_ROOM
-        self.room = min(self._least, self.limit)
+        self._block = _ROOM if device.type == "cpu" else _GPU_ROOM
+        self.room = min(self._block, self.limit)
         self.own = [self._pair(rows, self.room) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""
 
@@ -63,7 +63,7 @@ class Cache:
         """Make room for ``positions`` of the first ``rows`` rows. Returns whether the tables are new ones."""
         if positions <= self.room:
             return False
-        step = max(self._least, self.room // 8 // self._least * self._least)
+        step = max(self._block, self.room // 8 // self._block * self._block)
         grown = min(self.limit, max(_whole(positions) if self.native else positions, self.room + step))
         for layer, pair in enumerate(self.own):
             larger = self._pair(self.rows, grown)

@@ -55,7 +55,7 @@ class DecodeWeights:
 
 @dataclass
 class DecodeStep:
-    """Where every row stands. Planned anew when rows come or go or the cache has grown, and advanced in place between.
+    """Where every row stands. Planned again when rows come or go or the cache has grown, and advanced in place between.
 
     In place to the letter: a captured CUDA graph reads and writes these very tensors.
     """

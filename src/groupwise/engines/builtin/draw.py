@@ -35,8 +35,8 @@ def seed_key(seed: int, scope: str, problem_id: str, sample: int, occurrence: in
 def _restrict(logits: Tensor, settings: SamplingSettings) -> None:
     """Set to -inf, in place, what top-k, top-p and min-p rule out, one after the other. Ties at the k-th value are kept."""
     if settings.top_k is not None and settings.top_k < logits.shape[1]:
-        least = logits.topk(settings.top_k, dim=1).values[:, -1:]
-        logits.masked_fill_(logits < least, float("-inf"))
+        lowest = logits.topk(settings.top_k, dim=1).values[:, -1:]
+        logits.masked_fill_(logits < lowest, float("-inf"))
     if settings.top_p < 1.0:
         ordered, index = logits.sort(dim=1, descending=True)
         mass = ordered.softmax(1).cumsum(1)

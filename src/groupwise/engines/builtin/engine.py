@@ -258,7 +258,7 @@ class _Batch:
             row.done = token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens
 
     def _leave(self) -> None:
-        """Let go of rows that are done: at once where a burst is one step, else when they are an eighth, since that plans anew."""
+        """Let go of rows that are done: at once where a burst is one step, else when they are an eighth, since that plans again."""
         done = [row for row in self.rows if row.done]
         if not done or (self.burst > 1 and len(done) < len(self.rows) / 8):
             return

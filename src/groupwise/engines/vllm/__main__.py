@@ -118,11 +118,11 @@ def _start_vllm(args: argparse.Namespace, model: str) -> VllmBackend:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number that cannot be meant."""
-    least = {"max_model_tokens": 2, "max_sequences": 1, "tensor_parallel": 1, "block_tokens": 1, "port": 0}
-    for name, smallest in least.items():
+    smallest = {"max_model_tokens": 2, "max_sequences": 1, "tensor_parallel": 1, "block_tokens": 1, "port": 0}
+    for name, minimum in smallest.items():
         value = getattr(args, name)
-        if value is not None and value < smallest:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but it must be at least {smallest}")
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, but it must be at least {minimum}")
     if args.port > 65535:
         raise ConfigError(f"--port is {args.port}, but ports end at 65535")
     if not 0 < args.gpu_memory_share <= 1:

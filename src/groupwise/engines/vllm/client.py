@@ -33,7 +33,7 @@ _CONNECT_S = 10.0
 
 
 class Client:
-    """One connection per call: a server that was started anew in between is simply found again."""
+    """One connection per call: a server that was restarted in between is simply found again."""
 
     def __init__(self, url: str, *, patience_s: float = 300.0, shared: Path | None = None, secret: str | None = None) -> None:
         """``patience_s``: how long the server may be silent within a call. ``shared``: a folder that both see, for weights. ``secret``:

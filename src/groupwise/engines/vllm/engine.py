@@ -47,7 +47,7 @@ class VllmEngine:
     """Implements ``groupwise.engines.base.Engine`` over a ``protocol.Link``.
 
     The weights are pushed at construction and at each ``refresh``, by the first process of the ``world``; every process then samples its
-    own prompts. A server that was started anew is found by its holding no weights: they are pushed again and sampling goes on.
+    own prompts. A server that was restarted is found by its holding no weights: they are pushed again and sampling goes on.
     """
 
     holds_weights = True
@@ -127,7 +127,7 @@ class VllmEngine:
         """See ``Engine.sample``. The completions of one request are the same each time only as far as vLLM's kernels give a row the same
         numbers in any batch.
 
-        Raises TrainingError where the server is gone for longer than ``patience_s``, or answers with something else than was asked.
+        Raises TrainingError where the server is down for longer than ``patience_s``, or answers with something else than was asked.
         """
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs = [
@@ -202,7 +202,7 @@ class VllmEngine:
                     raise
                 self._put_right_or_wait(stale, weights, patience)
             except Unreachable as error:
-                patience.wait(error, "vLLM is gone")
+                patience.wait(error, "vLLM cannot be reached")
             except Refused as refused:
                 raise TrainingError(f"vLLM at {self.link.where} does not sample: {refused}") from refused
             left = [i for i in left if i not in ended]
@@ -220,7 +220,7 @@ class VllmEngine:
         if held != weights:
             raise TrainingError(
                 f"{self.link.where} held the weights {held} when it had sampled, not {weights}, which it was asked for: look at the "
-                "server's version, and carry on with --resume"
+                "server's version, and continue with --resume"
             )
 
     def _check(self, row: dict[str, Any], weights: str, settings: SamplingSettings) -> None:
@@ -269,21 +269,21 @@ class VllmEngine:
 
     def _put_right(self, stale: StaleWeights, wanted: str) -> None:
         """The server lacks the weights that a request wants: push them again where that is right. Raises TrainingError where it is not."""
-        lost = f"vLLM at {self.link.where} was started anew and has lost the weights {wanted}"
+        lost = f"vLLM at {self.link.where} was restarted and has lost the weights {wanted}"
         if stale.held is not None and owner_of(stale.held) != self._owner:
             raise TrainingError(
                 f"another run has pushed its weights to {self.link.where} meanwhile: a server samples for one run at a time; start one "
-                "for each, and carry on with --resume"
+                "for each, and continue with --resume"
             ) from stale
         if wanted != self.weights:
             raise TrainingError(f"vLLM at {self.link.where} has newer weights than {wanted}, which nobody may replace") from stale
         if threading.get_ident() != self._pusher:
             raise TrainingError(
-                f"{lost}, which learning has changed since (rollout.ahead samples beside it): carry on with --resume, which samples the "
+                f"{lost}, which learning has changed since (rollout.ahead samples beside it): continue with --resume, which samples the "
                 "same batch from the same weights"
             ) from stale
         if self.divided:
-            raise TrainingError(f"{lost}, which no single process has as a whole: carry on with --resume") from stale
+            raise TrainingError(f"{lost}, which no single process has as a whole: continue with --resume") from stale
         self._push(self.policy)
         self._probed = max(self._probed, self._probe(self.policy, repair=False))
 

@@ -75,12 +75,12 @@ class NotTrusted(Refused):
 
 
 class Broken(Refused):
-    """What computes has broken down, and will not come back by itself. Over HTTP it is silence: whoever started the server may start it
-    anew."""
+    """What computes has broken down, and will not come back by itself. Over HTTP it is silence: whoever started the server may
+    restart it."""
 
 
 class BeginAgain(Exception):
-    """What was sent of an update is not there, or not all of it: the server was started anew in between, or something was lost on the
+    """What was sent of an update is not there, or not all of it: the server was restarted in between, or something was lost on the
     way. Nothing was changed; the update is to be sent from its beginning."""
 
 

@@ -29,14 +29,14 @@ def push(
 ) -> None:
     """Have the policy's weights held there under the id ``weights``. The policy must stand still meanwhile: what is interrupted is sent
     again from its beginning, and what is held in the end is compared, by its digest, with what was sent last. ``take_hold`` of the server
-    comes first each time, since one that was started anew does not know whose it is.
+    comes first each time, since one that was restarted does not know whose it is.
 
     Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
     """
     patience = Patience(patience_s)
     while True:
         try:
-            check_server(link, policy.model.config, policy.name)  # it may have been started anew, with something else
+            check_server(link, policy.model.config, policy.name)  # it may have been restarted, with something else
             take_hold()
             held, sent = link.begin(weights), list[str]()
             for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
@@ -52,7 +52,7 @@ def push(
         if (told.get("weights"), told.get("digest")) != (weights, digest_of(sent)):
             raise TrainingError(
                 f"vLLM at {link.where} says that it holds the weights {told.get('weights')} of digest {str(told.get('digest'))[:12]}, but "
-                f"{weights} of {digest_of(sent)[:12]} were pushed: start it anew, and carry on with --resume"
+                f"{weights} of {digest_of(sent)[:12]} were pushed: restart it, and continue with --resume"
             )
         return
 
@@ -72,6 +72,6 @@ class Patience:
         self.lost = True
         if time.monotonic() - self.since >= self.seconds:
             raise TrainingError(
-                f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and carry on with --resume"
+                f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and continue with --resume"
             ) from error
         time.sleep(min(1.0, self.seconds / 10))

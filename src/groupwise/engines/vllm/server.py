@@ -30,7 +30,7 @@ _MOST_CONNECTIONS = 512
 _SILENCE_S = 60.0
 """How long a peer may say nothing in the middle of a message, or take nothing of an answer."""
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A trainer's machine that is gone without a word is noticed after a minute. (Seconds; names as in ``socket``.)"""
+"""A trainer's machine that disappears without a word is noticed after a minute. (Seconds; names as in ``socket``.)"""
 
 
 class Server:
@@ -84,7 +84,7 @@ class _Bounded(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a peer that is gone, or was silent, is no news."""
+        """Nothing: a peer that disconnected, or was silent, is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -209,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(None)
             self.rfile.read(1)  # nothing more is ever sent
         except OSError:
-            pass  # gone, and not in good order
+            pass  # disconnected, and not in good order
         finally:
             self.holders.discard(self.connection)
             let_go()

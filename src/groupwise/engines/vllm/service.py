@@ -123,7 +123,7 @@ class Service:
             assert self._lease is not None
             self._lease.connections -= 1
             if not self._lease.connections:
-                self.tell(f"{self._lease.who} is gone")
+                self.tell(f"{self._lease.who} has disconnected")
                 self._lease = None
                 self._drop()
 
@@ -255,14 +255,14 @@ class Service:
                 return None
             if self._update is None or self._update.id != weights:
                 raise BeginAgain(
-                    f"no update to the weights {weights} is under way: it was given up, or this server was started anew"
+                    f"no update to the weights {weights} is under way: it was given up, or this server was restarted"
                 )
             return self._update
 
     def _check_lease(self, weights: str) -> None:
         """Raises BeginAgain unless the run of these weights holds the server. The lock is held."""
         if self._lease is None or self._lease.owner != owner_of(weights):
-            raise BeginAgain(f"{self.where} does not know of this run: it was started anew")
+            raise BeginAgain(f"{self.where} does not know of this run: it was restarted")
 
     def _drop(self) -> None:
         if self._update is not None:

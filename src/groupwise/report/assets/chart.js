@@ -49,8 +49,8 @@ function positive(lists) {
   return lists.every((list) => list.every((value) => value > 0));
 }
 
-// The range that shows how a line goes. Values further off than the whole range of all but the greatest and least 1% (one at each
-// end at the least) are spikes: they would flatten the rest.
+// The range that shows how a line goes. Values further off than the whole range of all but the largest and smallest 1% (at least one
+// at each end) are spikes: they would flatten the rest.
 function withoutSpikes(values) {
   const sorted = Float64Array.from(values).sort(), cut = Math.max(1, Math.ceil(sorted.length / 100));
   const low = sorted[cut], high = sorted[sorted.length - 1 - cut], span = high - low;
@@ -273,7 +273,7 @@ function lineChart(id, title, unit, about, lines_) {
   return frame({ id, title, unit, about, scales, marks, edge, at, tell, rows, beyond });
 }
 
-// A distribution over steps: lightest from least to greatest, darker from 10% to 90% and 25% to 75%, the median as a line.
+// A distribution over steps: lightest from min to max, darker from 10% to 90% and 25% to 75%, the median as a line.
 function fanChart(id, title, unit, about, run, band, quantiles, look) {
   const rows = band.quantiles, middle = (rows.length - 1) / 2, at = places(run.taken, band.steps);
   const scales = makeScales(rows.map((row) => [at, row]), false);
@@ -282,7 +282,7 @@ function fanChart(id, title, unit, about, run, band, quantiles, look) {
     layers.push(svg('path', { class: 'fan', d: area(scales, at, rows[i], rows[rows.length - 1 - i]) }));
   }
   const marks = svg('g', { class: look }, layers, svg('path', { class: 'line', d: path(scales, at, rows[middle]) }));
-  const names = quantiles.map((q) => (q === 0 ? 'least' : q === 1 ? 'greatest' : q === 0.5 ? 'median' : Math.round(100 * q) + '%'));
+  const names = quantiles.map((q) => (q === 0 ? 'min' : q === 1 ? 'max' : q === 0.5 ? 'median' : Math.round(100 * q) + '%'));
   const tell = (place) => {
     const i = nearest(at, place);
     return [el('span', { class: 'step' }, told(at[i], band.steps[i])), ...rows.map((row, q) => el('span', {}, names[q] + ' ' + number(row[i])))];

@@ -40,8 +40,8 @@ function matching(table, filter) {
   for (let i = 0; i < table.count; i++) {
     if (table.step[i] < filter.from || table.step[i] > filter.to || !verdict(table.flags[i])) continue;
     if (filter.cut !== 'all' && Boolean(table.flags[i] & TRUNCATED) !== (filter.cut === 'cut')) continue;
-    if (filter.least !== null && !(table.reward[i] >= filter.least)) continue;
-    if (filter.most !== null && !(table.reward[i] <= filter.most)) continue;
+    if (filter.min !== null && !(table.reward[i] >= filter.min)) continue;
+    if (filter.max !== null && !(table.reward[i] <= filter.max)) continue;
     if (problems && !problems[table.problem[i]]) continue;
     found.push(i);
   }
@@ -53,7 +53,7 @@ function matching(table, filter) {
   return found;
 }
 
-// Rows among `rows` whose text contains the words: the texts of all portions in question are gone through once.
+// Rows among `rows` whose text contains the words: the texts of all portions in question are searched once.
 async function searched(table, rows, words, alive) {
   if (!words) return rows;
   const wanted = words.toLowerCase(), found = [];
@@ -72,7 +72,7 @@ function verdictOf(flags) {
 
 function completionsSection() {
   if (!state.data.runs.some((run) => run.transcripts && run.transcripts.count)) return null;
-  const filter = { from: 0, to: Infinity, least: null, most: null, verdict: 'all', cut: 'all', problem: '', words: '', sort: 'order' };
+  const filter = { from: 0, to: Infinity, min: null, max: null, verdict: 'all', cut: 'all', problem: '', words: '', sort: 'order' };
   const list = el('div', {}), detail = el('div', { id: 'group' });
   const wide = { ...filter };
   let page = 0, turn = 0;
@@ -105,7 +105,7 @@ function completionsSection() {
   const box = (label, key, read, size) => el('label', {}, label + ' ', el('input', { size, change: set(key, read), 'aria-label': label }));
   const choose = (label, key, options) => select(label, options, filter[key], (value) => { filter[key] = value; page = 0; update(); });
   const controls = el('div', { class: 'controls' }, runPicker((value) => { state.run = value; page = 0; replaceChildren(detail); offer(); update(); }),
-    box('Step from', 'from', parsed(0), 5), box('to', 'to', parsed(Infinity), 5), box('Reward from', 'least', parsed(null), 5), box('up to', 'most', parsed(null), 5),
+    box('Step from', 'from', parsed(0), 5), box('to', 'to', parsed(Infinity), 5), box('Reward from', 'min', parsed(null), 5), box('up to', 'max', parsed(null), 5),
     choose('Answer', 'verdict', [['all', 'all'], ['right', 'right'], ['wrong', 'wrong'], ['elsewhere', 'right, not in form'], ['unknown', 'not judged']]),
     choose('End', 'cut', [['all', 'all'], ['ended', 'ended by itself'], ['cut', 'cut at the limit']]),
     choose('Order', 'sort', [['order', 'as written'], ['-reward', 'reward, highest first'], ['+reward', 'reward, lowest first'], ['-tokens', 'longest first'], ['+advantage', 'advantage, lowest first'], ['-advantage', 'advantage, highest first'], ['-step', 'latest first']]),

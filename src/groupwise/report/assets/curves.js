@@ -118,7 +118,7 @@ function distributionsSection() {
   const draw = () => {
     const run = state.data.runs[state.run];
     const fans = Object.entries(run.bands).filter(([, band]) => band.steps.length)
-      .map(([name, band]) => lazily(() => fanChart('distribution-' + name, about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, least to greatest.', run, band, state.data.quantiles, runClass(state.run)), 'distribution-' + name));
+      .map(([name, band]) => lazily(() => fanChart('distribution-' + name, about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, min to max.', run, band, state.data.quantiles, runClass(state.run)), 'distribution-' + name));
     const components = componentChart(run);
     replaceChildren(body, components ? lazily(() => componentChart(run), 'distribution-components') : null, fans);
   };

@@ -48,7 +48,7 @@ class ZeroAdamW:
     lost = None
 
     def __init__(self, engine: Any, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig, world: World) -> None:
-        """Begins anew, whatever ``engine`` did before: masters are the weights, moments 0."""
+        """Starts again, whatever ``engine`` did before: masters are the weights, moments 0."""
         self.engine, self.config, self.world = engine, config, world
         self.zero: Any = engine.optimizer
         self.named = [(name, p) for name, p in named if p.requires_grad]
@@ -92,7 +92,7 @@ class ZeroAdamW:
         """``step`` does it. A sweep cannot be begun again where passes speak to other processes."""
 
     def close(self) -> None:
-        """The next one over the engine begins anew."""
+        """The next one over the engine starts again."""
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
