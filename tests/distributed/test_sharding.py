@@ -1,10 +1,9 @@
 """Who says how weights are divided, what is refused, and where the rows are."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from groupwise.distributed.sharding import chosen_sharding, sharding_of_launcher
 from groupwise.distributed.shards import read_rows, rows_of
@@ -16,7 +15,7 @@ from groupwise.training.sharding.fsdp2 import check_fsdp2
 from tests.distributed.conftest import small_config
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-LLAMA = SimpleNamespace(model_type="llama")
+LLAMA = LlamaConfig()
 
 __all__ = ["small_config"]
 
@@ -51,7 +50,7 @@ def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment,
     [
         ({"model": {"lora": {"dropout": 0.1}}}, "llama", "model.lora.dropout=0.1"),
         ({"model": {"lora": {}, "quantization": "4bit"}}, "llama", "model.quantization=4bit"),
-        ({}, "gemma2", "'gemma2'"),
+        ({}, "gemma2", "architecture 'gemma2' is not one of llama"),
         ({"rollout": {"engine": "transformers"}}, "llama", "rollout.engine"),
         ({"optimizer": {"precision": "masters-8bit"}}, "llama", "masters-8bit"),
         ({"optimizer": {"offload": True}}, "llama", "optimizer.offload"),
@@ -61,7 +60,7 @@ def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment,
 )
 def test_what_fsdp2_does_not_go_with_is_refused_in_a_sentence(small_config, sections, kind, said):
     with pytest.raises(ConfigError, match=said):
-        check_fsdp2(small_config(**sections), SimpleNamespace(model_type=kind))
+        check_fsdp2(small_config(**sections), AutoConfig.for_model(kind))
 
 
 def test_one_gpu_for_several_processes_is_refused(small_config):
@@ -72,9 +71,9 @@ def test_one_gpu_for_several_processes_is_refused(small_config):
 
 
 def test_mistral_is_divided_but_for_the_first_with_their_sliding_windows(small_config):
-    check_fsdp2(small_config(), SimpleNamespace(model_type="mistral", sliding_window=None))
-    with pytest.raises(ConfigError, match="the architecture 'mistral with sliding windows'"):
-        check_fsdp2(small_config(), SimpleNamespace(model_type="mistral", sliding_window=4096))
+    check_fsdp2(small_config(), MistralConfig(sliding_window=None))
+    with pytest.raises(ConfigError, match="some layers use sliding-window attention"):
+        check_fsdp2(small_config(), MistralConfig())
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import GPT2Config, LlamaConfig
 
 from groupwise.config.schema import Config
 from groupwise.distributed.zero_launch import zero_of_launcher
@@ -136,7 +136,7 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
         zero_of_launcher(LAUNCHED)
     with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
-        check_zero(Config(), SimpleNamespace(model_type="llama"), "zero2")
+        check_zero(Config(), LlamaConfig(), "zero2")
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch):
 def test_what_zero_does_not_go_with_is_refused(sections, said, monkeypatch):
     monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=said):
-        check_zero(Config(**sections), SimpleNamespace(model_type="llama"), "zero3")
-    check_zero(Config(), SimpleNamespace(model_type="llama"), "zero3")
+        check_zero(Config(**sections), LlamaConfig(), "zero3")
+    check_zero(Config(), LlamaConfig(), "zero3")
     adapted = Config(model={"lora": {"rank": 4}})
-    check_zero(adapted, SimpleNamespace(model_type="llama"), "zero3")
+    check_zero(adapted, LlamaConfig(), "zero3")
     with pytest.raises(ConfigError, match=r"zero2, which does not go with model\.lora"):
-        check_zero(adapted, SimpleNamespace(model_type="llama"), "zero2")
+        check_zero(adapted, LlamaConfig(), "zero2")
     with pytest.raises(ConfigError, match="architecture 'gpt2'"):
-        check_zero(Config(), SimpleNamespace(model_type="gpt2"), "zero3")
+        check_zero(Config(), GPT2Config(), "zero3")

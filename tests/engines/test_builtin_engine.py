@@ -99,7 +99,7 @@ def test_memory_of_earlier_calls_leaves_no_trace(make_engine, make_prompts, ids_
 @pytest.mark.parametrize("room", [1, 7, 64])
 def test_samples_do_not_depend_on_how_the_cache_grows(room, make_engine, make_prompts, ids_of, monkeypatch):
     whole = make_engine(max_rows=6).sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
-    monkeypatch.setattr(cache_module, "_ROOM", room)
+    monkeypatch.setitem(cache_module.CACHE_ROOM, "cpu", room)
     grown = make_engine(max_rows=6).sample(make_prompts(LENGTHS), 4, SAMPLED, seed=3, scope="s")
     assert ids_of(grown) == ids_of(whole)
 
@@ -124,7 +124,7 @@ def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
 
 def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_of, monkeypatch):
     whole = make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")
-    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 12)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 12)
     assert ids_of(make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")) == ids_of(whole)
 
 

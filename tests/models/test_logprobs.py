@@ -18,10 +18,10 @@ VOCABULARY, WIDTH, ROWS, SLICE = 53, 12, 5, 11
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_ROWS", ROWS)
-    monkeypatch.setattr(logprobs, "_SLICE", SLICE)
-    monkeypatch.setattr(logprobs, "_NARROWEST", 3)
-    monkeypatch.setattr(logprobs, "_GRADIENT_ELEMENTS", 10 * SLICE)
+    monkeypatch.setitem(logprobs.LOGIT_ROWS, "cpu", ROWS)
+    monkeypatch.setattr(logprobs, "LOGIT_COLUMNS", SLICE)
+    monkeypatch.setattr(logprobs, "MIN_LOGIT_COLUMNS", 3)
+    monkeypatch.setattr(logprobs, "LOGIT_GRADIENT_ELEMENTS", 10 * SLICE)
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -99,7 +99,7 @@ def test_what_the_model_s_own_module_keeps(tiny_llama, adapted, dtype):
     settings = {"dtype": dtype, **({"lora": {"rank": 4}} if adapted else {})}
     model = tiny_llama(num_hidden_layers=6).to(getattr(torch, dtype))
     setup = setup_of(
-        dataclasses.replace(shape_of(model), architecture="another"),
+        dataclasses.replace(shape_of(model), architecture="another", uncovered="another"),
         prompt=40,
         model=settings,
         rollout={"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50},

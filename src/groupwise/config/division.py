@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
-__all__ = ["DIVISIBLE", "kind_of", "refuse_undividable"]
-
-DIVISIBLE = ("llama", "qwen2", "qwen3", "mistral")
-"""Architectures that can be divided: those of the lean decoder (``models/decoder.py``)."""
+__all__ = ["refuse_undividable"]
 
 
-def kind_of(hf_config: Any) -> str:
-    """The model's architecture, with its sliding windows where it has those of the first Mistral models, which the decoder has not.
-
-    ``hf_config``: a model's config, or whatever else has its ``model_type`` and ``sliding_window``.
-    """
-    name = str(hf_config.model_type)
-    windows = name == "mistral" and getattr(hf_config, "sliding_window", None) is not None
-    return f"{name} with sliding windows" if windows else name
-
-
-def refuse_undividable(config: Config, way: str, architecture: str) -> None:
+def refuse_undividable(config: Config, way: str, uncovered: str | None) -> None:
     """Raise ConfigError for settings that the trainer cannot divide in this way, whatever is installed.
 
-    ``way``: ``none``, which goes with everything, ``fsdp2``, ``zero2`` or ``zero3``. ``architecture``: as ``kind_of`` has it.
+    ``way``: ``none``, which goes with everything, ``fsdp2``, ``zero2`` or ``zero3``. ``uncovered``: why the lean decoder does
+    not compute the model (``models/families``), since its layers alone are divided; None where it does.
     """
     if way == "none":
         return
@@ -34,8 +20,8 @@ def refuse_undividable(config: Config, way: str, architecture: str) -> None:
     own = _against_fsdp2(config) if way == "fsdp2" else _against_zero(config)
     for reason, remedy in (
         *_against_adapters(config, way),
-        (architecture not in DIVISIBLE and f"the architecture {architecture!r}",
-         f"it divides models of the kinds {', '.join(DIVISIBLE)}: use training.sharding=none"),
+        (uncovered is not None and f"this model ({uncovered})",
+         "only models that the lean decoder computes are divided: use training.sharding=none"),
         (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
         (whole and config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
         (config.training.offload_reference and "training.offload_reference", "leave it out: use more processes where memory is short"),

@@ -1,4 +1,4 @@
-"""A lean decoder over the parameters of a Llama, Qwen2, Qwen2.5, Qwen3 or Mistral model of the transformers library.
+"""A lean decoder over the parameters of a transformers model of one of the families in ``models/families``.
 
 It owns the trainable tensors: projections that read the same input are fused into one (query, key and value; gate and up), and the
 library's module is re-pointed at views of them. So the module, the sampler and the trainer hold the very same memory: an optimiser
@@ -19,16 +19,14 @@ from torch.nn.functional import embedding
 
 from groupwise.models.attention import default_implementation, plan_attention
 from groupwise.models.blocks import Blocks, hollow
+from groupwise.models.families import FAMILIES, Family, why_uncovered
 from groupwise.models.layer import Layer, Shape
 from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.ops import rms_norm
 from groupwise.threads import adapt_threads
 
-__all__ = ["FAMILIES", "Decoder", "layer_sources", "why_unsupported"]
-
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+__all__ = ["Decoder", "layer_sources", "why_unsupported"]
 
 
 def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
@@ -36,49 +34,25 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
 
     ``any_layers``: leave it to the caller whether its linear layers are plain ones.
     """
-    config = model.config
-    if config.model_type not in FAMILIES:
-        return f"architecture {config.model_type!r} is not one of {', '.join(FAMILIES)}"
-    if config.hidden_act != "silu":
-        return f"activation {config.hidden_act!r} is not silu"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some layers use sliding-window attention"
-    windows = (
-        config.sliding_window is not None if config.model_type == "mistral" else getattr(config, "use_sliding_window", False)
-    )
-    if windows and not getattr(config, "layer_types", None):
-        return "sliding-window attention is on"
-    if getattr(config, "mlp_bias", False):
-        return "feed-forward projections with biases"
-    if getattr(model.model.rotary_emb, "rope_type", "default") not in _STATIC_ROPE:
-        return f"rotary embedding {model.model.rotary_emb.rope_type!r} depends on the sequence length"
+    if (reason := why_uncovered(model.config)) is not None:
+        return reason
     if not any_layers and any(type(m).__name__ != "Linear" for m in model.modules() if hasattr(m, "in_features")):
         return "adapters or quantised layers"
-    if getattr(config, "attention_dropout", 0):
-        return "attention dropout"
     return None
 
 
-def layer_sources(layer: Any) -> dict[str, list[nn.Parameter] | None]:
-    """Of each of a ``Layer``'s tensors, by name, the parameters of a transformers layer that are its rows; None where it has none.
+def layer_sources(layer: nn.Module, family: Family) -> dict[str, list[nn.Parameter] | None]:
+    """The parameters of a transformers layer that are the rows of each of a ``Layer``'s tensors, by its name; None where it has none.
 
     An adapter's are not among them, but those that it is beside.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    has_head_norm = hasattr(attention, "q_norm")
-    return {
-        "input_norm": [layer.input_layernorm.weight],
-        "qkv": [p.weight for p in projections],
-        "qkv_bias": None if projections[0].bias is None else [p.bias for p in projections],
-        "q_norm": [attention.q_norm.weight] if has_head_norm else None,
-        "k_norm": [attention.k_norm.weight] if has_head_norm else None,
-        "output": [attention.o_proj.weight],
-        "output_bias": None if attention.o_proj.bias is None else [attention.o_proj.bias],
-        "post_norm": [layer.post_attention_layernorm.weight],
-        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
-        "down": [mlp.down_proj.weight],
-    }
+    found: dict[str, list[nn.Parameter] | None] = dict.fromkeys(Layer.__slots__)
+    for name, places in family.tensors.items():
+        modules: list[Any] = [layer.get_submodule(place) for place in places]
+        found[name] = [module.weight for module in modules]
+        if getattr(modules[0], "bias", None) is not None:
+            found[f"{name}_bias"] = [module.bias for module in modules]
+    return found
 
 
 class Decoder:
@@ -114,6 +88,7 @@ class Decoder:
         """What the model's config says of its shape, and where it lies."""
         config, trunk = model.config, model.model
         self.module = model
+        self.family = FAMILIES[config.model_type]
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -187,7 +162,7 @@ class Decoder:
         raise AttributeError(name)
 
     def _adopt(self, layer: Any, trainable: bool) -> Layer:
-        found = {name: sources and self._fuse(sources, trainable) for name, sources in layer_sources(layer).items()}
+        found = {name: sources and self._fuse(sources, trainable) for name, sources in layer_sources(layer, self.family).items()}
         return Layer(**found)  # type: ignore[arg-type]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

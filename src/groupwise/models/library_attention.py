@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from groupwise.limits import QUERY_BLOCK
 from groupwise.models.layout import Span
 
 __all__ = ["AttentionBlock", "attend_by_library", "plan_rectangles"]
 
-QUERY_BLOCK = 256
-"""Queries of one sequence that are attended at a time: bounds the mask, and skips most of the causal upper half."""
 SCORE_BUDGET = 2**24
 """Most elements of one block's mask per head: bounds the memory of the repeated prompts."""
 

@@ -24,8 +24,8 @@ from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
-from groupwise.models.decoder import FAMILIES
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
+from groupwise.models.families import FAMILIES
 from groupwise.models.folder import adapter_in, base_of, check_folder, is_folder_name, mend_folder, move_into_place
 from groupwise.models.hub import only_from_cache
 from groupwise.models.projections import with_dtype

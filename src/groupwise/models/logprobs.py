@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from groupwise.limits import LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS, LOGIT_ROWS, MIN_LOGIT_COLUMNS
 from groupwise.models.native import calls as native
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
@@ -33,23 +34,14 @@ class Scored:
     """``[T, D]``: what the output head read, that is the state in which the token was chosen."""
 
 
-_SLICE, _NARROWEST = 4096, 256
-"""Columns of the vocabulary at a time (fewer for very many rows), and"""
-_ROWS = 512
-"""rows at a time on CPUs, so that the fp32 copy of a tile (8 MiB) stays in the cache."""
-_GPU_ROWS = 2**15
-_GRADIENT_ELEMENTS = 2**25
-"""Most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
-
-
 def _row_tiles(hidden: Tensor) -> Iterator[slice]:
-    rows = _ROWS if hidden.device.type == "cpu" else _GPU_ROWS
+    rows = LOGIT_ROWS["cpu" if hidden.device.type == "cpu" else "cuda"]
     for start in range(0, len(hidden), rows):
         yield slice(start, min(start + rows, len(hidden)))
 
 
 def _slices(vocabulary: int, rows: int) -> Iterator[slice]:
-    width = max(_NARROWEST, min(_SLICE, _GRADIENT_ELEMENTS // max(1, rows)))
+    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, rows)))
     for start in range(0, vocabulary, width):
         yield slice(start, min(start + width, vocabulary))
 
@@ -60,7 +52,7 @@ class _Tile:
     def __init__(self, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
         rows = max((r.stop - r.start for r in _row_tiles(hidden)), default=0)
-        self.buffer = torch.empty(rows * min(_SLICE, len(weight)), dtype=torch.float32, device=hidden.device)
+        self.buffer = torch.empty(rows * min(LOGIT_COLUMNS, len(weight)), dtype=torch.float32, device=hidden.device)
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         shape = (rows.stop - rows.start, columns.stop - columns.start)

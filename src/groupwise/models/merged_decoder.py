@@ -55,7 +55,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
             base.requires_grad_(False)
         self.embedding = base.model.embed_tokens.weight
         self.head = self.embedding if base.config.tie_word_embeddings else base.lm_head.weight
-        self.layers = [MergedLayer(layer, self.dtype) for layer in base.model.layers]
+        self.layers = [MergedLayer(layer, self.family, self.dtype) for layer in base.model.layers]
         self.final_norm = base.model.norm.weight
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(self.device)
@@ -80,7 +80,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
 
     def _fused_layer(self, place: str, layer: Any) -> Layer:
         """A layer's frozen tensors; the module's own hold nothing from then on, so that only one layer is there twice."""
-        found = {n: sources and self._moved(f"{place}.{n}", sources) for n, sources in layer_sources(layer).items()}
+        found = {n: sources and self._moved(f"{place}.{n}", sources) for n, sources in layer_sources(layer, self.family).items()}
         return Layer(**found)  # type: ignore[arg-type]
 
     def _moved(self, name: str, sources: list[nn.Parameter]) -> nn.Parameter:

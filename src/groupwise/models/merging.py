@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from groupwise.models.attention import AttentionPlan
 from groupwise.models.blocks import Block
+from groupwise.models.families import Family
 from groupwise.models.layer import Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
 from groupwise.models.quantised import dense_weight
 
@@ -140,7 +141,8 @@ class Projection:
         return found
 
 
-_KEPT = ("input_norm", "post_norm", "q_norm", "k_norm", "qkv_bias", "output_bias")
+_PROJECTIONS = ("qkv", "output", "gate_up", "down")
+_KEPT = tuple(name for name in Layer.__slots__ if name not in _PROJECTIONS)
 """What of a layer no adapter changes."""
 
 
@@ -154,18 +156,12 @@ class MergedLayer:
     qkv_bias: Tensor | None
     output_bias: Tensor | None
 
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm = layer.input_layernorm.weight.detach()
-        self.post_norm = layer.post_attention_layernorm.weight.detach()
-        has_head_norm = hasattr(attention, "q_norm")
-        self.q_norm = attention.q_norm.weight.detach() if has_head_norm else None
-        self.k_norm = attention.k_norm.weight.detach() if has_head_norm else None
-        inputs = {
-            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj], "output": [attention.o_proj],
-            "gate_up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj],
-        }  # fmt: skip
-        self.projections = {name: Projection(name, layers, dtype) for name, layers in inputs.items()}
+    def __init__(self, layer: nn.Module, family: Family, dtype: torch.dtype) -> None:
+        found = {name: [layer.get_submodule(place) for place in places] for name, places in family.tensors.items()}
+        self.projections = {name: Projection(name, found[name], dtype) for name in _PROJECTIONS}
+        for name in _KEPT:  # norms, and biases
+            norm: Any = found[name][0] if name in found else None
+            setattr(self, name, None if norm is None else norm.weight.detach())
         self.qkv_bias, self.output_bias = self.projections["qkv"].bias, self.projections["output"].bias
         self.block: Block | None = None
 

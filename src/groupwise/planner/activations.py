@@ -6,14 +6,10 @@ Bytes throughout. Symbols as in ``ModelShape``; s bytes of a number, R packed ro
 
 from __future__ import annotations
 
+from groupwise.limits import LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS, LOGIT_ROWS, MIN_LOGIT_COLUMNS, QUERY_BLOCK
 from groupwise.planner.setup import MicroBatchSize, Setup
 
 __all__ = ["head_bytes", "kept_bytes", "kept_formula", "passing_bytes", "prefill_bytes"]
-
-_QUERY_BLOCK = 256
-"""Of ``models/library_attention.py``."""
-_TILE_ROWS, _GPU_TILE_ROWS, _SLICE, _NARROWEST, _GRADIENT_ELEMENTS = 512, 2**15, 4096, 256, 2**25
-"""Of ``models/logprobs.py``."""
 
 
 def kept_formula(setup: Setup) -> str:
@@ -55,8 +51,8 @@ def _library_attention(setup: Setup, batch: MicroBatchSize) -> int:
     queries = keys = 0
     for prompt, count in batch.groups:
         for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
-            for offset in range(0, length, _QUERY_BLOCK):
-                end = min(length, offset + _QUERY_BLOCK)
+            for offset in range(0, length, QUERY_BLOCK):
+                end = min(length, offset + QUERY_BLOCK)
                 queries += sequences * (end - offset)
                 keys += sequences * (prefix + end)
     return setup.weight_bytes * setup.shape.attended * (2 * queries + 2 * keys)
@@ -89,9 +85,9 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
 def head_bytes(setup: Setup, batch: MicroBatchSize) -> int:
     """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient."""
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
-    width = max(_NARROWEST, min(_SLICE, _GRADIENT_ELEMENTS // max(1, tokens)))
-    rows = min(tokens, _TILE_ROWS if setup.device == "cpu" else _GPU_TILE_ROWS)
-    tile = 4 * rows * _SLICE + s * rows * width  # fp32, and the product it is copied from
+    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, tokens)))
+    rows = min(tokens, LOGIT_ROWS[setup.device])
+    tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
     return tile + tokens * (s * width + shape.width * (2 * s + 4))
 
 

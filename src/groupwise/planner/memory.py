@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from groupwise.limits import CACHE_ROOM, PREFILL_TOKENS
+from groupwise.models.families import FAMILIES
 from groupwise.planner.activations import head_bytes, kept_bytes, kept_formula, passing_bytes, prefill_bytes
 from groupwise.planner.item import Item, Phase
 from groupwise.planner.setup import Setup
@@ -27,11 +29,6 @@ _FRAGMENTATION_NAME = "allocator fragmentation"
 _FRAGMENTATION = {"cpu": 0.25, "cuda": 0.05}
 """What an allocator loses, as a share of what comes and goes: on CPU the fragmentation of the C library's heap (measured: a sixth to a
 third), on a GPU an allowance."""
-_LEAN = ("llama", "qwen2", "qwen3", "mistral")
-"""Architectures whose weights are merged and written one at a time (``models/load.py``)."""
-_PREFILL_TOKENS = 4096
-_ROOM = {"cpu": 32, "cuda": 256}
-"""Of ``engines/builtin``."""
 
 
 def phases(setup: Setup) -> list[Phase]:
@@ -89,7 +86,7 @@ def _final_model(setup: Setup) -> list[Item]:
         return [Item("whole weights", whole, "s P, in the first process")]
     if not setup.adapted and setup.quantised == "none":
         return []
-    if shape.architecture not in _LEAN and not setup.config.output.adapter_only:
+    if shape.architecture not in FAMILIES and not setup.config.output.adapter_only:
         return [Item("merged copy", whole, "s P")]
     return [Item("one matrix merged", (s + 8) * shape.width * shape.feed_forward, "(s + 8) F D")]
 
@@ -187,12 +184,12 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     per_position = shape.cached(s)
     room = _grown_room(setup)
     own = rows * room * per_position
-    growing = 2 * own // (2 * shape.layers) if room > _ROOM[setup.device] else 0
+    growing = 2 * own // (2 * shape.layers) if room > CACHE_ROOM[setup.device] else 0
     items = [
         *gathered_for_sampling(setup),
         Item("KV cache", groups * setup.prompt * per_position + own + growing, "2 L K E s (groups x prompt + rows x completion)"),
         Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
-        Item("prefill", prefill_bytes(setup, min(_PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
+        Item("prefill", prefill_bytes(setup, min(PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
     merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
     if setup.device == "cpu" and s == 2:  # they are made of the merged ones, which stay only where the base is divided
@@ -218,7 +215,7 @@ def _by_module(setup: Setup, rows: int) -> list[Item]:
 
 def _grown_room(setup: Setup) -> int:
     """Completion positions in the cache at the end: it grows by blocks up to the limit."""
-    block, limit = _ROOM[setup.device], max(1, setup.completion - 1)
+    block, limit = CACHE_ROOM[setup.device], max(1, setup.completion - 1)
     room = min(block, limit)
     while room < limit:
         room = min(limit, room + max(block, room // 8 // block * block))

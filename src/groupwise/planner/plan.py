@@ -211,5 +211,5 @@ def make_plan(
     )
     if setup.device == "cpu":
         limit //= setup.processes_here
-    refuse_undividable(config, setup.sharding, setup.shape.kind)
+    refuse_undividable(config, setup.sharding, setup.shape.uncovered)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

@@ -7,23 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.division import kind_of
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.models.families import FAMILIES, why_uncovered
 from groupwise.models.folder import is_folder_name
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
-_LEAN = ("llama", "qwen2", "qwen3", "mistral")
-"""Architectures that the lean decoder covers (``models/decoder.py``)."""
 _COUNTED = (
-    *_LEAN, "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
+    *FAMILIES, "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
     "cohere2", "glm", "glm4", "helium", "exaone4", "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that do not depend on the sequence's length."""
-_MISTRAL_WINDOW = 4096
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -44,26 +39,13 @@ class ModelShape:
     head_norm: bool = False
     """Whether queries and keys are normed by head (Qwen3)."""
     architecture: str = "qwen2"
-    special: bool = False
-    """Whether its config asks for something that the lean decoder does not do, such as a sliding window."""
-    sliding_window: int | None = None
-    """Of a Mistral: positions that one attends to, where it has such a limit."""
-
-    @property
-    def model_type(self) -> str:
-        """The architecture, by transformers' name."""
-        return self.architecture
-
-    @property
-    def kind(self) -> str:
-        """The architecture, as the rules for dividing a model have it."""
-        kind = kind_of(self)
-        return f"{kind} with settings that the lean decoder does not have" if kind in _LEAN and self.special else kind
+    uncovered: str | None = None
+    """Why the lean decoder does not compute it, but the model's own module; None where it does."""
 
     @property
     def lean(self) -> bool:
-        """Whether the lean decoder computes it; otherwise the model's own module does."""
-        return self.architecture in _LEAN and not self.special
+        """Whether the lean decoder computes it."""
+        return self.uncovered is None
 
     @property
     def counted(self) -> bool:
@@ -190,6 +172,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             f"the model {name!r} (type {architecture!r}) is a mixture of {experts} experts, whose weights and passes plan does not count: "
             "name a dense model, or try the run with `groupwise bench`"
         )
+    family = FAMILIES.get(architecture)
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
@@ -201,33 +184,13 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             head_width=int(text.get("head_dim") or width // heads),
             vocabulary=int(text["vocab_size"]),
             tied=bool(text.get("tie_word_embeddings", found.get("tie_word_embeddings", False))),
-            qkv_bias=architecture == "qwen2" or bool(text.get("attention_bias")),
-            head_norm=architecture == "qwen3",
+            qkv_bias=(family is not None and family.qkv_bias) or bool(text.get("attention_bias")),
+            head_norm=family is not None and family.head_norm,
             architecture=architecture,
-            special=_special(text),
-            sliding_window=_window(text),
+            uncovered=why_uncovered({**text, "model_type": architecture}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"the config of model {name!r} (type {architecture!r}) has no usable {error}, so that its memory cannot be planned: "
             "plan covers Llama-like decoders; `groupwise bench` tries a run of any other"
         ) from error
-
-
-def _special(text: dict[str, Any]) -> bool:
-    """What ``models/decoder.py`` leaves to the model's own module."""
-    kinds = text.get("layer_types") or ()
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    return (
-        text.get("hidden_act", "silu") != "silu"
-        or any(kind != "full_attention" for kind in kinds)
-        or (bool(text.get("use_sliding_window")) and not kinds)
-        or _window(text) is not None
-        or bool(text.get("mlp_bias") or text.get("attention_dropout"))
-        or rope.get("rope_type", rope.get("type", "default")) not in _STATIC_ROPE
-    )
-
-
-def _window(text: dict[str, Any]) -> int | None:
-    """Of a Mistral, whose first models had windows: a config.json that does not say means them."""
-    return text.get("sliding_window", _MISTRAL_WINDOW) if text.get("model_type") == "mistral" else None

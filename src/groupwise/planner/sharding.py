@@ -94,7 +94,7 @@ def flat_gradient(setup: Setup) -> list[Item]:
 def refused(setup: Setup) -> bool:
     """Whether the trainer does not divide a run with these settings."""
     try:
-        refuse_undividable(setup.config, setup.sharding, setup.shape.kind)
+        refuse_undividable(setup.config, setup.sharding, setup.shape.uncovered)
     except ConfigError:
         return True
     return False

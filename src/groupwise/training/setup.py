@@ -18,12 +18,12 @@ from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines.vllm.opening import check_vllm
-from groupwise.errors import ConfigError, ModelError
+from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
+from groupwise.models.families import why_uncovered
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
-from groupwise.planner.shape import shape_of_config
 from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.tracking.services import check_trackers
@@ -162,10 +162,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
 
 def _lean(model: ModelConfig, hf_config: Any) -> bool:
     """Whether the lean decoder will compute the model, as far as its config says."""
-    try:
-        return shape_of_config(hf_config.to_dict(), model.name).lean and not (model.lora and model.lora.dropout)
-    except ModelError:
-        return False
+    return why_uncovered(hf_config) is None and not (model.lora and model.lora.dropout)
 
 
 def _note_on_idle_gpus(config: Config, processes: int) -> str | None:

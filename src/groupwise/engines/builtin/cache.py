@@ -14,13 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from groupwise.limits import CACHE_ROOM
 from groupwise.models.native.calls import ROOM
 
 __all__ = ["Cache"]
-
-_ROOM, _GPU_ROOM = 32, 256
-"""Positions that the table grows by at least; long tables grow by an eighth, so that copying stays a small share. On GPUs gaps cost
-less, and new tables mean that a graph is captured again."""
 
 
 class Cache:
@@ -40,7 +37,7 @@ class Cache:
         prompt_room = _whole(prompt_tokens) if native else prompt_tokens
         self.prompt = [self._pair(groups, prompt_room) for _ in range(layers)]
         """Keys ``[S, K, P, E]`` and values ``[S, K, P, E]`` of each layer."""
-        self._block = _ROOM if device.type == "cpu" else _GPU_ROOM
+        self._block = CACHE_ROOM["cpu" if device.type == "cpu" else "cuda"]
         self.room = min(self._block, self.limit)
         self.own = [self._pair(rows, self.room) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""

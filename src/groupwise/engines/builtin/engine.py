@@ -20,6 +20,7 @@ from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.builtin.runner import Runner, burst_length
 from groupwise.engines.limit import RowLimit
+from groupwise.limits import PREFILL_TOKENS
 from groupwise.metrics import Metric
 from groupwise.models.decoder import Decoder
 from groupwise.models.layout import pack_prompts
@@ -29,9 +30,6 @@ from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
 __all__ = ["BuiltinEngine"]
-
-_PREFILL_TOKENS = 4096
-"""Most prompt tokens computed at a time, so that prefill needs no more memory than learning does."""
 
 
 @dataclass
@@ -231,7 +229,7 @@ class _Batch:
         part: list[_Pending] = []
         for group in groups:
             tokens = sum(len(g.prompt.token_ids) for g in part)
-            if part and tokens + len(group.prompt.token_ids) > _PREFILL_TOKENS:
+            if part and tokens + len(group.prompt.token_ids) > PREFILL_TOKENS:
                 self._prefill_part(part)
                 part = []
             part.append(group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.config.division import kind_of, refuse_undividable
+from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
@@ -25,6 +25,7 @@ from groupwise.errors import ConfigError
 from groupwise.metrics import Mean
 from groupwise.models.blocks import Blocks
 from groupwise.models.decoder import Decoder
+from groupwise.models.families import why_uncovered
 from groupwise.models.scorer import Scorer
 from groupwise.training.loss_scale import LossScale
 from groupwise.training.optimizer import MasterAdamW, adds_up_itself
@@ -36,7 +37,7 @@ __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
 
 def check_fsdp2(config: Config, hf_config: Any) -> None:
     """Raise ConfigError for what FSDP2 does not go with, and where torch is too old for it."""
-    refuse_undividable(config, "fsdp2", kind_of(hf_config))
+    refuse_undividable(config, "fsdp2", why_uncovered(hf_config))
     if not _torch_fits():
         raise ConfigError(
             f"training.sharding is fsdp2, which does not go with torch {torch.__version__}, which is too old: install torch 2.8 or newer"

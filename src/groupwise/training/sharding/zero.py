@@ -16,13 +16,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from groupwise.config.division import kind_of, refuse_undividable
+from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
 from groupwise.distributed.shards import local
 from groupwise.distributed.zero_launch import refuse_without_deepspeed
 from groupwise.models.decoder import Decoder
+from groupwise.models.families import why_uncovered
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.divided import Divided, lean
 from groupwise.training.sharding.handing import place, read_by_one
@@ -34,7 +35,7 @@ __all__ = ["Zero", "check_zero"]
 
 def check_zero(config: Config, hf_config: Any, name: str) -> None:
     """Raise ConfigError for what ZeRO does not go with, and where DeepSpeed is not installed."""
-    refuse_undividable(config, name, kind_of(hf_config))
+    refuse_undividable(config, name, why_uncovered(hf_config))
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
 
 

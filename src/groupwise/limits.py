@@ -1,0 +1,28 @@
+"""Sizes by which the engine and the passes cut their work, and by which a plan counts their memory. No torch."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CACHE_ROOM",
+    "LOGIT_COLUMNS",
+    "LOGIT_GRADIENT_ELEMENTS",
+    "LOGIT_ROWS",
+    "MIN_LOGIT_COLUMNS",
+    "PREFILL_TOKENS",
+    "QUERY_BLOCK",
+]
+
+PREFILL_TOKENS = 4096
+"""Most prompt tokens that the built-in engine computes at a time, so that prefill needs no more memory than learning does."""
+CACHE_ROOM = {"cpu": 32, "cuda": 256}
+"""Positions that its table of keys and values grows by at the least; long tables grow by an eighth, so that copying stays a small share.
+On GPUs gaps cost less, and new tables mean that a graph is captured anew."""
+QUERY_BLOCK = 256
+"""Queries of one sequence that the library's attention kernels are given at a time: bounds the mask, and skips most of the causal upper
+half."""
+LOGIT_COLUMNS, MIN_LOGIT_COLUMNS = 4096, 256
+"""Columns of the vocabulary that the output head computes at a time, and the fewest, for very many rows;"""
+LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
+"""rows at a time: on CPUs so that the fp32 copy of a tile (8 MiB) stays in the cache;"""
+LOGIT_GRADIENT_ELEMENTS = 2**25
+"""most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""

@@ -1,0 +1,24 @@
+"""The families of models that the lean decoder computes: each is one descriptor, which decoder, adapters, planner and sharding read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.models.families.family import Family, Settings
+from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+
+__all__ = ["FAMILIES", "Family", "Settings", "why_uncovered"]
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+"""By transformers' ``model_type``."""
+
+
+def why_uncovered(config: Any) -> str | None:
+    """``None`` if the lean decoder computes models with this config, else the reason in a few words.
+
+    ``config``: a ``PreTrainedConfig``, or its settings by name.
+    """
+    settings: Settings = config if isinstance(config, dict) else config.to_dict()
+    if (family := FAMILIES.get(settings["model_type"])) is None:
+        return f"architecture {settings['model_type']!r} is not one of {', '.join(FAMILIES)}"
+    return family.why_uncovered(settings)

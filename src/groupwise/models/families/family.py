@@ -1,0 +1,78 @@
+"""What a family of models is, to all that computes, divides or plans one. No torch: a plan reads a config.json and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["LLAMA_TENSORS", "Family", "Settings", "Windows", "no_windows", "windows_by_kind"]
+
+Settings = Mapping[str, Any]
+"""A model's settings by name, as its config.json has them, or the ``to_dict`` of its ``PreTrainedConfig``."""
+Windows = tuple[int | None, ...]
+"""For each layer, how many positions back a token sees, itself included; None where it sees all."""
+
+LLAMA_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "post_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, as transformers' ``layer_types`` names them."""
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that do not depend on the sequence's length."""
+
+
+def no_windows(settings: Settings) -> Windows:
+    """Every layer sees all positions."""
+    return (None,) * int(settings["num_hidden_layers"])
+
+
+def windows_by_kind(settings: Settings) -> Windows:
+    """As ``layer_types`` names the kind of each layer."""
+    return tuple(settings.get("sliding_window") if kind == SLIDING else None for kind in settings["layer_types"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of Llama-like models: where its tensors are, and what it computes that Llama does not."""
+
+    model_type: str
+    """By which transformers knows it."""
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LLAMA_TENSORS)
+    """For each of a ``Layer``'s tensors, the modules of a transformers layer whose weights are its rows, in order. Their biases are those
+    of the projection."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values always have biases; otherwise ``attention_bias`` says so."""
+    windows: Callable[[Settings], Windows] = no_windows
+
+    @property
+    def head_norm(self) -> bool:
+        """Whether queries and keys are normed by head."""
+        return "q_norm" in self.tensors
+
+    @property
+    def layer_norms(self) -> int:
+        """Norms of the model's width in each layer."""
+        return sum(name.endswith("_norm") for name in self.tensors) - 2 * self.head_norm
+
+    def why_uncovered(self, settings: Settings) -> str | None:
+        """``None`` if the lean decoder computes a model of this family with these settings, else the reason in a few words."""
+        if (activation := settings.get("hidden_act", "silu")) != "silu":
+            return f"activation {activation!r} is not silu"
+        if others := set(settings.get("layer_types") or ()) - {FULL, SLIDING}:
+            return f"layers of the kind {min(others)!r}"
+        if any(self.windows(settings)):
+            return "some layers use sliding-window attention"
+        if settings.get("mlp_bias"):
+            return "feed-forward projections with biases"
+        rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) not in _STATIC_ROPE:
+            return f"rotary embedding {kind!r} depends on the sequence length"
+        if settings.get("attention_dropout"):
+            return "attention dropout"
+        return None
