@@ -1,7 +1,10 @@
-"""Peak memory as `groupwise plan` predicts it, against what a process really took: short runs of the embedded model, one process each.
+"""Peak memory as `groupwise plan` predicts it, against what a process really took: runs by phase, one process each.
 
-Two steps of each setting are trained, as ``groupwise bench`` does it (the second has everything: moments, gradients, activations):
-completions reach the limit, as a plan assumes.
+By default two steps of each setting are trained, as ``groupwise bench`` does it (the second has everything: moments, gradients,
+activations): completions reach the limit, as a plan assumes. ``--whole`` makes whole runs, as ``groupwise bench --whole`` does: from
+loading to the final model, with a checkpoint after each step and an evaluation before the last one and at the end. ``--soak`` trains
+many steps as they are written, so that completions end where the model ends them, with an evaluation and a checkpoint after every
+fifth; the peak of the last ten steps stands beside that of the first ten.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from benchmarks.common import ROOT, Result, finish, parser, print_table
 from groupwise.config import load_config
 from groupwise.distributed.launch import launch
 from groupwise.planner import HARDWARE, make_plan
-from groupwise.training.trial import run_trial, trial_settings
+from groupwise.training.trial import planned_peaks, run_trial, trial_settings
 
 __all__ = ["CASES", "main", "run"]
 
-_SHARED = (
-    "model.device=cpu", "warm_start.steps=0", "data.holdout=0", "training.threads=1", "data.arithmetic.problems=200",
-    *trial_settings(steps=2),
+_SHARED = ("model.device=cpu", "warm_start.steps=0", "training.threads=1", "data.arithmetic.problems=200")
+_STEPS = ("data.holdout=0", *trial_settings(steps=2))
+_WHOLE = ("data.holdout=64", "evaluation.problems=64", *trial_settings(steps=3, whole=True))
+_SOAK = (
+    *trial_settings(steps=60, as_written=True, whole=True), "data.holdout=64", "evaluation.problems=64", "evaluation.every=5",
+    "output.checkpoint_every=5", "warm_start.steps=6",
 )  # fmt: skip
 _SMALL = ("rollout.prompts_per_step=4", "rollout.completions_per_prompt=4", "rollout.max_completion_tokens=96")
 CASES: dict[str, tuple[str, ...]] = {
@@ -64,6 +70,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
     "the same, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "4 x 4 x 96, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
+    "4 x 8 x 160, LoRA of rank 32": (
+        "rollout.prompts_per_step=4", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=160",
+        "model.lora={rank: 32, alpha: 64}",
+    ),
+    "4 x 8 x 128, LoRA of rank 32 on a base of 8 bits, recomputed": (
+        "rollout.prompts_per_step=4", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=128",
+        "model.lora={rank: 32, alpha: 64}", "model.quantization=8bit", "model.gradient_checkpointing=true",
+    ),
     "2 x 2 x 1,024, recomputed": (
         "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2", "rollout.max_completion_tokens=1024",
         "model.gradient_checkpointing=true",
@@ -81,28 +95,28 @@ def options() -> argparse.ArgumentParser:
     out = parser("memory", __doc__)
     out.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     out.add_argument("--recipe", default="quickstart", help="what the cases are variations of")
+    kind = out.add_mutually_exclusive_group()
+    kind.add_argument("--whole", action="store_true", help="whole runs, from loading to the final model")
+    kind.add_argument("--soak", action="store_true", help="sixty steps as they are written, with evaluations and checkpoints")
+    out.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings after those of the cases")
     out.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     out.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return out
 
 
-def work(settings: Sequence[str]) -> dict[str, Any]:
-    """One run, of this process and those that were started with it; peak bytes of the fullest, and the lengths there really were."""
+def work(settings: Sequence[str], whole: bool) -> dict[str, Any]:
+    """One run, of this process and those that were started with it: what the trial found."""
     from rich.console import Console
 
     recipe, *overrides = settings
-    found = run_trial(load_config(recipe, overrides), Console(quiet=True))
-    return {
-        "peak_bytes": found.peak_bytes,
-        "prompt_tokens": found.prompt_tokens,
-        "mean_completion_tokens": found.completion_tokens,
-    }
+    return run_trial(load_config(recipe, overrides), Console(quiet=True), whole=whole).to_json()
 
 
 def measured(args: argparse.Namespace, overrides: Sequence[str], processes: int) -> dict[str, Any]:
     """Of a run in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.memory", "--into", folder, "--worker", args.recipe, *overrides]
+        whole = ["--whole"] if args.whole or args.soak else []
+        command = [sys.executable, "-m", "benchmarks.memory", "--into", folder, *whole, "--worker", args.recipe, *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
         if processes == 1:
             subprocess.run(command, cwd=ROOT, env=environment, check=True)
@@ -113,31 +127,52 @@ def measured(args: argparse.Namespace, overrides: Sequence[str], processes: int)
 
 def run(args: argparse.Namespace) -> Result:
     rows, details = [], {}
+    kind = _WHOLE if args.whole else _SOAK if args.soak else _STEPS
     for name in args.cases:
-        overrides, processes = [*_SHARED, *CASES[name]], 2 if _PROCESSES.search(name) else 1
+        overrides, processes = [*_SHARED, *kind, *CASES[name], *args.set], 2 if _PROCESSES.search(name) else 1
         found = measured(args, overrides, processes)
         config = load_config(args.recipe, overrides)
         made = make_plan(config, HARDWARE["cpu"], prompt_tokens=found["prompt_tokens"], world_size=processes)
-        predicted, peak = made.peak.bytes, found["peak_bytes"]
+        phases = planned_peaks(phase for phase in made.phases if args.whole or args.soak or phase.name not in _AROUND)
+        predicted, peak = max(phases.values()), found["peak_bytes"]
+        both = {phase: {"predicted_bytes": phases.get(phase), "bytes": size} for phase, size in found["phase_bytes"].items()}
         details[name] = {
             **found,
             "predicted_bytes": predicted,
-            "ratio": predicted / peak,
-            "phase": made.peak.name,
+            "ratio": peak / predicted,
+            "phases": both,
             "processes": processes,
             "settings": overrides,
         }
-        rows.append([name, predicted / 2**30, peak / 2**30, predicted / peak, made.peak.name])
-        print(f"{name}: {predicted / 2**30:.2f} GiB predicted, {peak / 2**30:.2f} measured", file=sys.stderr, flush=True)
-    print_table("Peak memory of the process, GiB", ("settings", "predicted", "measured", "ratio", "fullest while"), rows)
+        rows.append([name, *_gib(predicted, peak)])
+        rows += [[f"  {phase}", *_gib(of["predicted_bytes"], of["bytes"])] for phase, of in both.items()]
+        if args.soak:
+            first, last = max(found["step_bytes"][:10]), max(found["step_bytes"][-10:])
+            rows.append(["  steps: the last ten, the first ten", last / 2**30, first / 2**30, last / first])
+        parts = (
+            f"{one['bytes'] / 2**30:.2f} {phase} ({(one['predicted_bytes'] or 0) / 2**30:.2f})" for phase, one in both.items()
+        )
+        said = f"{name}: {predicted / 2**30:.2f} GiB predicted, {peak / 2**30:.2f} measured; {', '.join(parts)}"
+        print(said, file=sys.stderr, flush=True)
+    print_table("Peak memory of the process, GiB", ("settings", "predicted", "measured", "measured / predicted"), rows)
     worst = max((one["ratio"] for one in details.values()), key=lambda ratio: abs(ratio - 1))
-    return Result("memory", worst, None, None, "predicted / measured, the worst", {"recipe": args.recipe}, details)
+    return Result("memory", worst, None, None, "measured / predicted, the worst", {"recipe": args.recipe}, details)
+
+
+_AROUND = ("evaluation", "final model")
+"""Planned phases that steps alone do not have."""
+
+
+def _gib(predicted: int | None, measured: int) -> list[Any]:
+    if predicted is None:
+        return ["-", measured / 2**30, "-"]
+    return [predicted / 2**30, measured / 2**30, measured / predicted]
 
 
 def main() -> None:
     args = options().parse_args()
     if args.worker:
-        found = json.dumps(work(args.worker))
+        found = json.dumps(work(args.worker, args.whole))
         (args.into / f"{os.environ.get('RANK', '0')}.json").write_text(found, encoding="utf-8")
         return
     finish(run(args), args.output)

@@ -114,6 +114,27 @@ def test_the_peak_is_in_bytes_and_grows_with_what_is_used():
     assert peak_memory_bytes() >= peak  # it was reached, so it stays
 
 
+@glibc
+def test_the_peak_of_each_phase_is_its_own():
+    """The first takes 96 MiB more than the second, and what is between them 32 MiB more than either."""
+    peaks = memory.PeakByPhase()
+    with peaks.phase("large"):
+        block = bytearray(96 * MIB)
+        del block
+        memory.release_freed_memory()
+    with peaks.phase("small"):
+        pass
+    between = bytearray(128 * MIB)
+    del between
+    memory.release_freed_memory()
+    with peaks.phase("small"):
+        pass
+    found = peaks.by_name()
+    assert found["large"] - found["small"] == pytest.approx(96 * MIB, abs=16 * MIB)
+    assert peaks.highest - found["large"] == pytest.approx(32 * MIB, abs=16 * MIB)
+    assert [name for name, _ in peaks.found] == ["large", "small", "small"]
+
+
 def steps(monkeypatch, resident):
     """Whether anything was given back after each of steps that leave ``resident`` with the process."""
     left = iter(resident)

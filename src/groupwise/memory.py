@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import resource
 import sys
 import threading
@@ -19,6 +20,7 @@ import psutil
 __all__ = [
     "DEVICE_WIDE",
     "KeptMemory",
+    "PeakByPhase",
     "available_memory_bytes",
     "blocks_of_their_own",
     "give_back_freed_memory",
@@ -27,6 +29,7 @@ __all__ = [
     "peak_memory_bytes",
     "reclaim_memory",
     "release_freed_memory",
+    "reset_peak_memory",
 ]
 
 DEVICE_WIDE = threading.RLock()
@@ -191,10 +194,56 @@ def reclaim_memory() -> None:
 
 
 def peak_memory_bytes(device_type: str = "cpu") -> int:
-    """Peak memory since the start, in bytes: of the accelerator's allocator, or of the whole process on CPU."""
+    """Peak memory since the start, or since ``reset_peak_memory``, in bytes: of the accelerator's allocator, or of the whole process on
+    CPU."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    except (OSError, TypeError):  # not Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory(device_type: str = "cpu") -> bool:
+    """Let the peak count from this moment on. Returns whether that was done: of a process it can be on Linux."""
+    if device_type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+class PeakByPhase:
+    """Peak memory of the parts of a run, in bytes."""
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
+        self.found: list[tuple[str, int]] = []
+        """Of each phase in turn; empty where peaks cannot be reset."""
+        self.highest = 0
+        """Of everything so far, what lay between phases included."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.note()
+        counted = reset_peak_memory(self.device_type)
+        yield
+        peak = self.note()
+        if counted:
+            self.found.append((name, peak))
+
+    def note(self) -> int:
+        peak = peak_memory_bytes(self.device_type)
+        self.highest = max(self.highest, peak)
+        return peak
+
+    def by_name(self) -> dict[str, int]:
+        return {name: max(peak for one, peak in self.found if one == name) for name, _ in self.found}

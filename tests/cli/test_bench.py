@@ -39,6 +39,24 @@ def test_steps_are_measured_beside_the_plan_and_nothing_is_left(groupwise, small
     assert left_behind(nowhere) == []
 
 
+def test_a_whole_run_is_measured_by_phase(groupwise, small, nowhere):
+    whole = ("bench", "quickstart", *small, "warm_start.steps=1", "evaluation.problems=4", "--steps", "2", "--whole", "--json")
+    result = groupwise(*whole)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    planned = {phase["name"]: phase["bytes"] for phase in found["planned"]["phases"]}
+    peaks = found["measured"]["phase_bytes"]
+    assert peaks.keys() == {"loading", "warm start", "checkpoint", "learning", "evaluation", "final model"}, (
+        "sampled beside checkpoints"
+    )
+    assert max(peaks.values()) <= found["measured"]["peak_bytes"]
+    assert len(found["measured"]["step_bytes"]) == 2
+    memory = found["side_by_side"]["peak memory, GiB"]
+    assert memory["planned"] == max(planned.values()) / 2**30
+    assert found["side_by_side"]["- evaluation, GiB"]["planned"] == planned["evaluation"] / 2**30
+    assert left_behind(nowhere) == []
+
+
 def test_the_plan_is_for_the_lengths_that_there_were(groupwise, small, nowhere):
     found = json.loads(groupwise("bench", "quickstart", *small, "--as-written", "--json").stdout)
     assert any(

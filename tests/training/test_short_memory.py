@@ -1,9 +1,11 @@
 """Short memory: foreseen where the planner says so, and told where it ran out."""
 
+import io
 import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
@@ -109,3 +111,83 @@ def test_a_container_has_less_than_the_machine(tmp_path):
     (tmp_path / "memory.max").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     assert available_memory_bytes(tmp_path) == 2 * 2**20
+
+
+@pytest.fixture
+def rows_of_each_call(monkeypatch):
+    """How many sequences the engine may sample at once, for each of its calls."""
+    from groupwise.engines.builtin.engine import BuiltinEngine
+
+    found, sample = [], BuiltinEngine.sample
+
+    def watched(engine, *args, **kwargs):
+        found.append(engine.limit.rows)
+        return sample(engine, *args, **kwargs)
+
+    monkeypatch.setattr(BuiltinEngine, "sample", watched)
+    return found
+
+
+def test_an_evaluation_that_will_not_fit_samples_fewer_at_once_and_the_steps_after_it_do_not(
+    small_config, letters, tmp_path, monkeypatch, rows_of_each_call
+):
+    def judged(folder):
+        config = small_config(evaluation={"at_start": True, "every": 1}, rollout={"max_concurrent_sequences": 12})
+        said = io.StringIO()
+        result = train(config, rewards=letters, console=Console(file=said, width=300), run_folder=tmp_path / folder)
+        return said.getvalue(), result.summary["evaluations"]
+
+    said, as_usual = judged("enough")
+    assert "memory is short" not in said
+    assert set(rows_of_each_call) == {12}
+    rows_of_each_call.clear()
+    monkeypatch.setattr("groupwise.training.run.rows_that_fit", lambda setup, rows: 2)
+    said, short = judged("short")
+    assert said.count("memory is short: 2 sequences are sampled at once in this evaluation instead of 12") == 3
+    assert rows_of_each_call == [2, 12, 2, 12, 2], "before the steps, two steps with one between them, and after them"
+    assert [one["strict_accuracy"] for one in short] == [one["strict_accuracy"] for one in as_usual]
+    assert [one["mean_tokens"] for one in short] == [one["mean_tokens"] for one in as_usual]
+
+
+def test_a_limit_that_was_halved_in_an_evaluation_stays_halved(
+    small_config, letters, quiet, tmp_path, monkeypatch, rows_of_each_call
+):
+    from groupwise.engines.builtin.engine import BuiltinEngine
+
+    sample = BuiltinEngine.sample
+
+    def short(engine, *args, **kwargs):
+        if not rows_of_each_call:
+            engine.limit.rows = 3
+        return sample(engine, *args, **kwargs)
+
+    monkeypatch.setattr(BuiltinEngine, "sample", short)
+    train(small_config(evaluation={"at_start": True}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert set(rows_of_each_call) == {3}
+
+
+def test_a_final_model_that_the_disk_cannot_hold_is_refused_before_the_run(small_config, letters, quiet, tmp_path, monkeypatch):
+    config, asked = small_config(), []
+
+    def free(folder):
+        asked.append(folder)
+        return 1000
+
+    monkeypatch.setattr(short_memory, "free_disk_bytes", free)
+    with pytest.raises(TrainingError, match=r"^the final model will take .* at .*run, so that .*: free space, .*output\.folder$"):
+        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert asked == [tmp_path / "run"]
+    (tmp_path / "run" / "final_model").mkdir(parents=True)
+    assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), (
+        "it is there already, and may only have to be judged"
+    )
+
+
+def test_an_adapter_that_fits_where_its_merged_model_does_not_is_named(monkeypatch, tmp_path):
+    config = load_config("quickstart", ["model.dtype=bfloat16", "model.lora={rank: 16, alpha: 32}"])
+    monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: 100 * 2**20)
+    with pytest.raises(TrainingError, match=r"0\.3 GiB, and 0\.1 GiB are free .*, or set output\.adapter_only$"):
+        short_memory.disk_note(config, tmp_path)
+    adapter = load_config("quickstart", ["model.dtype=bfloat16", "model.lora={rank: 16, alpha: 32}", "output.adapter_only=true"])
+    assert short_memory.disk_note(adapter, tmp_path) is None

@@ -24,6 +24,9 @@ def bench(
     as_written: Annotated[
         bool, typer.Option("--as-written", help="Let completions end where the model ends them, at the recipe's temperature.")
     ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Also warm up, evaluate, and write checkpoints and the final model.")
+    ] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Plan with rates measured here instead of the table's (2 s).")
     ] = False,
@@ -32,8 +35,9 @@ def bench(
 ) -> None:
     """Try a run on this machine for a few steps: does it fit, how fast is it, and is the plan right?
 
-    Steps of the recipe itself, in a folder that is thrown away. Nothing is judged or saved. Unless --as-written, completions are made to
-    reach their limit (at a temperature so high that they are noise), since that is what memory must suffice for.
+    Steps of the recipe itself, in a folder that is thrown away; with --whole also all that lies around the steps of a run, and the peak
+    memory of each phase. Unless --as-written, completions are made to reach their limit (at a temperature so high that they are noise),
+    since that is what memory must suffice for.
 
     \b
     Examples:
@@ -41,6 +45,7 @@ def bench(
       groupwise bench gsm8k-1.5b-24gb training.micro_batch_tokens=4096
       groupwise bench gsm8k-7b-8gpu --num-processes 8 --steps 5
       groupwise bench mine.yaml --as-written --json
+      groupwise bench mine.yaml --whole evaluation.problems=64
 
     Exit code 1 means that it could not be run here, for lack of memory for example; 2 a mistake in settings or data.
     """
@@ -54,32 +59,36 @@ def bench(
     from groupwise.distributed import is_first_process
     from groupwise.training.trial import run_trial, trial_settings
 
-    settings = [*(overrides or ()), *trial_settings(steps, as_written)]
-    found = run_trial(load_config(source, settings), console(stderr=as_json))
+    settings = [*(overrides or ()), *trial_settings(steps, as_written, whole)]
+    found = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
     if not is_first_process():
         return
     planned = plan_of(
         source, settings, world_size=found.processes, prompt_tokens=found.prompt_tokens,
         completion_tokens=round(found.completion_tokens), measure=measure,
     )  # fmt: skip
-    rows = _side_by_side(planned, found)
+    rows = _side_by_side(planned, found, whole)
     if as_json:
         sides = {name: {"planned": plan, "measured": measured, "ratio": _ratio(plan, measured)} for name, plan, measured in rows}
         print_json({"measured": found.to_json(), "planned": planned.to_json(), "side_by_side": sides})
     else:
-        _show(planned, found, rows)
+        _show(planned, found, rows, whole)
 
 
-def _fullest(planned: Plan) -> Phase:
-    """Of what a trial does, which judges nothing."""
-    return max((phase for phase in planned.phases if phase.name != "evaluation"), key=lambda phase: phase.bytes)
+def _fullest(planned: Plan, whole: bool) -> Phase:
+    """Of what a trial does, which judges and saves nothing unless it is ``whole``."""
+    left_out = () if whole else ("evaluation", "final model")
+    return max((phase for phase in planned.phases if phase.name not in left_out), key=lambda phase: phase.bytes)
 
 
-def _side_by_side(planned: Plan, found: Trial) -> list[tuple[str, float, float]]:
+def _side_by_side(planned: Plan, found: Trial, whole: bool) -> list[tuple[str, float, float]]:
     """What, as planned, as measured."""
-    cost = planned.cost
+    from groupwise.training.trial import planned_peaks
+
+    cost, peaks = planned.cost, planned_peaks(planned.phases)
     return [
-        ("peak memory, GiB", _fullest(planned).bytes / _GIB, found.peak_bytes / _GIB),
+        ("peak memory, GiB", _fullest(planned, whole).bytes / _GIB, found.peak_bytes / _GIB),
+        *((f"- {name}, GiB", peaks[name] / _GIB, peak / _GIB) for name, peak in found.phase_bytes.items() if name in peaks),
         ("sampling, s", cost.sampling_s, found.sampling_s),
         ("learning, s", cost.learning_s, found.learning_s),
         ("optimiser, s", cost.optimizer_s, found.optimizer_s),
@@ -92,7 +101,7 @@ def _ratio(planned: float, measured: float) -> float | None:
     return planned / measured if measured > 0 and planned > 0 else None
 
 
-def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]]) -> None:
+def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]], whole: bool) -> None:
     from groupwise.cli.show import console, table
     from groupwise.tracking.text import harmless
 
@@ -102,7 +111,7 @@ def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]]) -> 
     lines = [
         f"{_counted(found.steps, 'step', 'steps')}, {_processes(found)}; prompts of at most {found.prompt_tokens} tokens, completions of "
         f"{found.completion_tokens:.0f}; {found.sampled_tokens_per_s:,.0f} tokens/s sampled, {found.learnt_tokens_per_s:,.0f} learnt",
-        f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {_fullest(planned).name}",
+        f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {_fullest(planned, whole).name}",
     ]
     if found.scoring_s > 0.1 * found.step_s:
         lines.append(f"the reward functions took {found.scoring_s:.1f} s of a step")

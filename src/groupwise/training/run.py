@@ -139,8 +139,7 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
-        self._make_room_for_evaluation()
-        with self.stopping(), self.signals.abandonable():
+        with self.stopping(), self.signals.abandonable(), self._room_for_evaluation():
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -149,20 +148,27 @@ class Run:
         release_freed_memory()  # its batches are of other sizes than a step's
         self.evaluations.extend(results)
 
-    def _make_room_for_evaluation(self) -> None:
-        """Fewer sequences at once, for the rest of the run, where the planner says that as many as it may sample will not fit now."""
+    @contextmanager
+    def _room_for_evaluation(self) -> Iterator[None]:
+        """Fewer sequences at once in here, where the planner says that as many as it may sample will not fit now."""
         limit = getattr(self.engine, "limit", None)
         if limit is None:
+            yield
             return
-        longest = max(len(prompt.token_ids) for prompt in self.prepared.held_out_prompts)
-        rows = rows_that_fit(planned(self.config, self.scorer.device, longest, self.world.size), limit.rows)
-        if rows < limit.rows:
+        longest, before = max(len(prompt.token_ids) for prompt in self.prepared.held_out_prompts), limit.rows
+        lowered = rows_that_fit(planned(self.config, self.scorer.device, longest, self.world.size), before)
+        if lowered < before:
             self.trackers.say(
-                f"memory is short: {rows:,} sequences are sampled at once from here on instead of {limit.rows:,}, and the completions stay "
-                "the same",
+                f"memory is short: {lowered:,} sequences are sampled at once in this evaluation instead of {before:,}, and the "
+                "completions stay the same",
                 "yellow",
             )
-            limit.rows = rows
+        limit.rows = lowered
+        try:
+            yield
+        finally:
+            if limit.rows == lowered:  # else memory ran out all the same, and what was halved stays so
+                limit.rows = before
 
     @contextmanager
     def stopping(self) -> Iterator[None]:

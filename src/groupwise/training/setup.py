@@ -89,11 +89,12 @@ class Prepared:
     short_of_memory: Shortage | None = None
 
 
-def prepare(config: Config, rewards: Rewards | None = None, processes: int | None = None) -> Prepared:
+def prepare(config: Config, rewards: Rewards | None = None, processes: int | None = None, folder: Path | None = None) -> Prepared:
     """Check and load everything but the weights, what is quick first.
 
     ``rewards`` are functions from Python, by name or in a list, as for `RewardSuite.from_config`.
     ``processes``: how many a run that is only checked would have; by itself as many as were started.
+    ``folder``: the run's, where ``config`` does not name it.
 
     Raises:
         ModelError: the model cannot be loaded (a folder without weights, an unknown name).
@@ -101,6 +102,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         DataError, AnswerError: the data is missing, empty or unreadable, or a prompt does not fit the context.
         ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, or the processes cannot
             divide the model as they are asked to.
+        TrainingError: the disk has no room for the final model.
     """
     check_trainable(config.model)
     check_model(config.model)
@@ -142,7 +144,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     short = memory_shortage(config, resolve_device(config.model.device), longest, processes)
     if short is not None:
         remarks.append(f"{short.sentence}: {SHORT_OF_MEMORY}")
-    if note := disk_note(config, Path(config.output.folder or "runs")):
+    if note := disk_note(config, folder or Path(config.output.folder or "runs")):
         remarks.append(note)
     return Prepared(
         config=config,

@@ -23,6 +23,7 @@ from groupwise.planner import Setup, peak_phase, phases
 from groupwise.planner.memory import disk_bytes, evaluation
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
+from groupwise.tracking import RunFolder
 
 __all__ = [
     "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",
@@ -111,7 +112,10 @@ def rows_that_fit(setup: Setup | None, rows: int, free: int | None = None) -> in
 
 
 def disk_note(config: Config, folder: Path) -> str | None:
-    """A sentence where the final model and the checkpoints that are kept are more than what is free on ``folder``'s disk."""
+    """A sentence where the final model and the checkpoints that are kept are more than what is free on ``folder``'s disk.
+
+    Raises TrainingError where the final model alone is, and ``folder`` holds none yet, as that of a run which is resumed to be judged.
+    """
     setup = planned(config, resolve_device(config.model.device))
     if setup is None:
         return None
@@ -121,10 +125,17 @@ def disk_note(config: Config, folder: Path) -> str | None:
     needed, free = model + kept * checkpoint, free_disk_bytes(folder)
     if needed <= free:
         return None
-    remedy = "free space, name another disk with output.folder" + (", or lower output.keep_checkpoints" if kept > 1 else "")
+    remedy = "free space, name another disk with output.folder"
+    if model > free and not RunFolder(folder).final_model.exists():
+        smaller = ", or set output.adapter_only" if setup.adapted and not output.adapter_only else ""
+        raise TrainingError(
+            f"the final model will take {model / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free at {folder}, so that the run would "
+            f"end without it: {remedy}{smaller}"
+        )
     return (
         f"this run will write about {needed / _GIB:.1f} GiB (the final model {model / _GIB:.1f}, and {kept} checkpoints of "
         f"{checkpoint / _GIB:.1f}), and {free / _GIB:.1f} GiB are free at {folder}: {remedy}"
+        + (", or lower output.keep_checkpoints" if kept > 1 else "")
     )
 
 

@@ -60,7 +60,7 @@ def start(
     started = time.perf_counter()
     if config.training.threads:
         fix_threads(config.training.threads)
-    prepared = prepare(config, rewards)
+    prepared = prepare(config, rewards, folder=run_folder)
     world.gather(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None
     if check is not None and checkpoint is None and not (wanted and wanted.expanduser().is_dir()):

@@ -47,6 +47,11 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._try, args=(snapshot.copied(self._tokenizer),), name="checkpoint")
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk beside what else is done."""
+        return self._thread is not None
+
     def finish(self) -> None:
         """Wait until nothing is being written."""
         if self._thread is not None:
