@@ -3,9 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+
+from tests.warm import python
 
 SHORTER = [
     "warm_start.steps=2",
@@ -23,7 +24,7 @@ def groupwise(*words, cwd):
     """The command line in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     return subprocess.run(
-        [sys.executable, "-m", "groupwise", *map(str, words)],
+        [python(), "-m", "groupwise", *map(str, words)],
         cwd=cwd,
         env=environment,
         text=True,

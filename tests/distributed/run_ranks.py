@@ -1,9 +1,9 @@
 """One of several processes: ``python run_ranks.py CONFIG.yaml FOLDER [sound]``. Three runs, one after the other, the last of which
-fails (and is left out where sound ones are asked for).
+fails. Where sound ones are asked for it is left out, and at the very end ``threads-RANK.txt`` has the names of the threads that are left of
+exchanges.
 
 ``whole``: all steps, with a checkpoint on the way; ``gradient-RANK.safetensors`` has the first gradient as the optimiser got it.
-``resumed``: from that checkpoint to the end. ``failing``: the reward raises in the last process, in step 2. At the very end
-``threads-RANK.txt`` has the names of the threads that are left of exchanges.
+``resumed``: from that checkpoint to the end. ``failing``: the reward raises in the last process, in step 2.
 """
 
 import atexit
@@ -75,7 +75,8 @@ if __name__ == "__main__":
     config, folder = load_config(Path(sys.argv[1])), Path(sys.argv[2])
     rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     quiet = {"console": Console(quiet=True)}
-    if Path("/proc/self/task").exists():
+    sound = sys.argv[3:] == ["sound"]
+    if sound and Path("/proc/self/task").exists():
         atexit.register(note_threads, folder / f"threads-{rank}.txt")  # before groupwise registers anything: so after that
     note_first_gradient(folder / f"gradient-{rank}.safetensors")
     train(config, rewards={"letters": letters}, run_folder=folder / "whole", **quiet)
@@ -86,7 +87,7 @@ if __name__ == "__main__":
         resume_from=folder / "whole/checkpoints/step-3",
         **quiet,
     )
-    if sys.argv[3:] == ["sound"]:
+    if sound:
         sys.exit()
     try:
         train(config, rewards={"letters": Failing(rank == last)}, run_folder=folder / "failing", **quiet)

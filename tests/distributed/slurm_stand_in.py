@@ -50,6 +50,8 @@ def submit(
     script: Path, arguments: list[str], folder: Path, environment: dict[str, str], number: int = 41, **options: str
 ) -> Job:
     """Run a script as ``sbatch --OPTIONS SCRIPT ARGUMENTS`` would; ``options`` come before its own."""
+    from tests.warm import python  # here, as the commands are this file too
+
     chosen = {**directives(script), **{name.replace("_", "-"): value for name, value in options.items()}}
     nodes, per_node = int(chosen["nodes"]), int(chosen["ntasks-per-node"])
     steps = folder / f"job-{number}"
@@ -64,7 +66,7 @@ def submit(
         "SLURM_JOB_ID": str(number), "SLURM_JOB_NAME": chosen["job-name"], "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes), "SLURM_NTASKS": str(nodes * per_node),
         "SLURM_NTASKS_PER_NODE": str(per_node), "SLURM_CPUS_PER_TASK": chosen["cpus-per-task"], "STAND_IN_STEPS": str(steps),
-        "PATH": os.pathsep.join([str(commands), str(Path(sys.executable).parent), environment["PATH"]]),
+        "PATH": os.pathsep.join([str(commands), *(str(Path(one).parent) for one in (python(), sys.executable)), environment["PATH"]]),
     }  # fmt: skip
     process = subprocess.Popen(["bash", str(script), *arguments], cwd=folder, env={**environment, **variables})
     return Job(process, steps, chosen["signal"])

@@ -1,5 +1,6 @@
 """One process reads the weights; the others have shapes until they are handed theirs."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def test_only_the_first_of_two_real_processes_ever_holds_the_whole_model(small_c
     )  # fmt: skip
     whole = (model / "model.safetensors").stat().st_size
     config = small_config(model={"name": str(model)}, training={"sharding": "fsdp2"})
-    assert launch_two(config, tmp_path, tmp_path, script=Path(__file__).with_name("run_loading.py")) == 0
+    script = Path(__file__).with_name("run_loading.py")
+    assert launch_two(config, tmp_path, tmp_path, script=script, program=sys.executable) == 0
     first, second = (int((tmp_path / f"peak-{rank}").read_text()) / whole for rank in range(2))
     print(f"of the weights' size: the first process {first:.2f}, the second {second:.2f}")
     assert first > 1.2

@@ -3,7 +3,6 @@
 import io
 import json
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from groupwise.cli.chat import Speaker, answer_dealt_lines, answer_lines
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.types import Completion
+from tests.warm import python
 
 LINES = ["one\n", "a longer question\n", "two?\n", "the last of them\n"]
 
@@ -55,7 +55,7 @@ def test_two_processes_judge_as_one(tiny_folder, sums, tmp_path):
     found = []
     for count in ("1", "2"):
         out = tmp_path / f"{count}.jsonl"
-        command = [sys.executable, "-m", "groupwise", *words, "--num-processes", count, "--out", str(out)]
+        command = [python(), "-m", "groupwise", *words, "--num-processes", count, "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         figures = [{k: v for k, v in one.items() if k != "seconds"} for one in json.loads(done.stdout)["evaluations"]]

@@ -15,6 +15,7 @@ from groupwise.errors import ConfigError
 from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters, note_first_gradient
 from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two
+from tests.warm import python
 
 STEPS = {"training": {"steps": 5}, "output": {"checkpoint_every": 3, "log_completions": 100}, "algorithm": {"beta": 0.04}}
 
@@ -117,7 +118,7 @@ def test_the_launcher_hands_a_signal_on_and_sets_no_time_for_what_is_done_about_
         "import sys; from groupwise.distributed import launch; launch._GRACE_S = 0.0\n"
         f"sys.exit(launch.launch([sys.executable, {str(script)!r}], 2))\n"
     )
-    launcher = subprocess.Popen([sys.executable, program], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    launcher = subprocess.Popen([python(), program], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     while len(list(tmp_path.glob("ready-*"))) < 2:
         assert launcher.poll() is None
         time.sleep(0.05)

@@ -11,6 +11,7 @@ import pytest
 
 from groupwise.distributed.failures import Board, Seal
 from groupwise.distributed.launch import launch
+from tests.warm import python
 
 LISTENS = """
 import os, sys
@@ -19,7 +20,8 @@ from groupwise.distributed import open_world
 with open_world(True, 600) as world:
     world.gather(b"x" * 1000 * (world.rank + 1))
     if world.rank == 0:
-        inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for pid in (os.getpid(), os.getppid()) for fd in os.listdir(f"/proc/{pid}/fd")
+        pids = os.getpid(), int(os.environ["LAUNCHED_BY"])
+        inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for pid in pids for fd in os.listdir(f"/proc/{pid}/fd")
                   if os.path.lexists(f"/proc/{pid}/fd/{fd}") and "socket" in os.readlink(f"/proc/{pid}/fd/{fd}")}
         for kind in ("tcp", "tcp6"):
             for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
@@ -49,10 +51,11 @@ def test_processes_of_one_machine_listen_to_it_alone(tmp_path):
     script = tmp_path / "listens.py"
     script.write_text(LISTENS)
     program = (
-        f"import sys; from groupwise.distributed.launch import launch; sys.exit(launch([sys.executable, {str(script)!r}], 2))"
+        "import os, sys; from groupwise.distributed.launch import launch; os.environ['LAUNCHED_BY'] = str(os.getpid()); "
+        f"sys.exit(launch([sys.executable, {str(script)!r}], 2))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python(), "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     heard = done.stdout.splitlines()
     assert len(heard) >= 2, "the store, and gloo"

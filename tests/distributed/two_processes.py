@@ -19,6 +19,7 @@ from groupwise.distributed.launch import launch
 from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.test_same_curve import CLOCKS
+from tests.warm import python
 
 __all__ = [
     "assert_same_bits", "assert_same_numbers", "assert_same_run", "launch_two", "numbers", "on_from_step_3", "rows", "said", "weights",
@@ -27,12 +28,17 @@ __all__ = [
 HERE = Path(__file__).parent
 
 
-def launch_two(config: Config, folder: Path, *arguments: Path | str, script: Path = HERE / "run_ranks.py") -> int:
-    """The exit code of ``script CONFIG.yaml ARGUMENTS``, by itself ``run_ranks.py CONFIG.yaml FOLDER``, in two processes at once."""
+def launch_two(
+    config: Config, folder: Path, *arguments: Path | str, script: Path = HERE / "run_ranks.py", program: str | None = None
+) -> int:
+    """The exit code of ``script CONFIG.yaml ARGUMENTS``, by itself ``run_ranks.py CONFIG.yaml FOLDER``, in two processes at once.
+
+    ``program``: the Python that runs them, by itself the warm one.
+    """
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, str(script), str(folder / "config.yaml"), *map(str, arguments or [folder])]
+    command = [program or python(), str(script), str(folder / "config.yaml"), *map(str, arguments or [folder])]
     return launch(command, 2, environment)
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from groupwise.models.spread import is_spread
 from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import write_tiny_llama
+from tests.warm import python
 
 pytest.importorskip("accelerate")
 
@@ -71,7 +71,7 @@ def test_training_refuses_it_before_anything_is_loaded():
 def test_the_command_generates_with_it(folder):
     def say(*options):
         command = [
-            sys.executable,
+            python(),
             "-m",
             "groupwise",
             "generate",

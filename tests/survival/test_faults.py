@@ -3,13 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.survival.faults import FAULTS
 from tests.survival.page import PAGE, section
+from tests.warm import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def attempt(*names):
     """In a process of its own: the commands are forked from it, and here are threads."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "tests.survival.faults", "--only", *names]
+    words = [python(), "-m", "tests.survival.faults", "--only", *names]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -2,19 +2,19 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.survival.kills import KINDS
+from tests.warm import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def kill(kinds, kills, seed):
     """In a process of its own: the runs are forked from it, and here are threads."""
-    words = [sys.executable, "-m", "tests.survival.kills", "--kills", str(kills), "--seed", str(seed), "--kinds", *kinds]
+    words = [python(), "-m", "tests.survival.kills", "--kills", str(kills), "--seed", str(seed), "--kinds", *kinds]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
