@@ -153,7 +153,7 @@ WRITING = (
 )  # fmt: skip
 
 UPDATES = (
-    ill("a leash far too short", "kl-below-band", algorithm={"beta": 50.0}, training=steps(32), optimizer={"learning_rate": 1e-5}),
+    ill("a KL penalty far too strong", "kl-below-band", algorithm={"beta": 50.0}, training=steps(32), optimizer={"learning_rate": 1e-5}),
     ill("a KL of the wrong sign", "kl-negative", algorithm={"beta": 1e-4}, training=steps(6), defect=wrong_sign),
     ill("four updates a batch at a rate of 0.03", "ratio-off", algorithm={"updates_per_batch": 4}, training=steps(12),
         optimizer={"learning_rate": 3e-2}, quick=True),

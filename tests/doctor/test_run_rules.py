@@ -168,7 +168,7 @@ HEALTHY = {
     "with a learned value": Story(
         metrics=lambda step, p: {**CRITIC, "value/explained_variance": -0.5 + 1.2 * min(1, 3 * p), "value/loss": 0.5 - 0.3 * p}
     ),
-    "with a leash that is steered": Story(
+    "with an adaptive KL": Story(
         overrides=["algorithm.beta=0.04", "algorithm.kl_target=0.06"],
         metrics=lambda step, p: {"policy/kl": 0.07 * min(1, 3 * p), "policy/beta": 0.04 * (1 + p)},
     ),

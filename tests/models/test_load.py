@@ -17,7 +17,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models import hub
 from groupwise.models.embedded import EMBEDDED_NAME
-from groupwise.models.folder import mend_folder
+from groupwise.models.folder import make_readable_by_4
 from groupwise.models.load import (
     Policy,
     check_model,
@@ -298,7 +298,7 @@ def test_scaled_rotary_embeddings_are_written_both_ways(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "rope_parameters": {"rope_theta": 500_000.0, **llama3}, "dtype": "bfloat16"})
     )
-    mend_folder(tmp_path)
+    make_readable_by_4(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == 500_000
     assert written["rope_scaling"] == llama3

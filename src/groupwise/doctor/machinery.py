@@ -1,4 +1,4 @@
-"""Rules about what stands around the objective: a learned value, the steered leash, refills, the sampler's correction, shaped rewards."""
+"""Rules about what stands around the objective: a learned value, the adaptive KL, refills, the sampler's correction, shaped rewards."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ RULES: tuple[Rule, ...] = (
         "forbids both, optimizer.precision=stochastic loses none of it on average.",
     ),
     Rule(
-        "rate-too-high", "settings", "Learning rate far above what such runs stand", "warning", settings.rate_too_high,
-        "Rewards are noisy: a large step follows the noise, the policy falls apart within a few steps, and does not come back.",
+        "rate-too-high", "settings", "Learning rate far above the usual range", "warning", settings.rate_too_high,
+        "Rewards are noisy: a large step follows the noise, the policy collapses within a few steps, and does not recover.",
         "Lower optimizer.learning_rate to 1e-6 (billions of weights) to 2e-5 (a hundred million).",
     ),
     Rule(
-        "reward-hacking-unseen", "settings", "Nobody would see the reward being gamed", "note", settings.cannot_see_hacking,
+        "reward-hacking-unseen", "settings", "Reward hacking would stay unseen", "note", settings.cannot_see_hacking,
         "The reward is what is trained on; only problems outside training tell whether it stands for what is wanted.",
         "Keep some problems out (data.holdout, or data.eval_source), and set evaluation.every to about a tenth of the steps.",
     ),
@@ -64,12 +64,12 @@ RULES: tuple[Rule, ...] = (
         "Set output.checkpoint_every to a tenth of the steps or so; output.keep_checkpoints bounds the disk space.",
     ),
     Rule(
-        "evaluation-cut-shorter", "settings", "Judged with less room than trained", "warning", settings.evaluation_cut_shorter,
-        "Answers that need the room are cut before they are given, and count as wrong.",
+        "evaluation-cut-shorter", "settings", "Evaluated with a lower token limit than trained", "warning", settings.evaluation_cut_shorter,
+        "Answers that need more tokens are cut before they are given, and count as wrong.",
         "Remove evaluation.max_completion_tokens, or make it at least rollout.max_completion_tokens.",
     ),
     Rule(
-        "too-cold", "settings", "Sampling too cold for groups to differ", "warning", settings.hardly_any_chance,
+        "too-cold", "settings", "Temperature too low for groups to differ", "warning", settings.hardly_any_chance,
         "What is learnt is the difference within a group; completions that are all the same have none.",
         "Set rollout.temperature to 1, the policy itself; it is also the temperature of the log-probabilities that are trained.",
     ),
@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
         "Correct or remove these rows.",
     ),
     Rule(
-        "leakage", "problems", "Held-out problems stand in the training data", "warning", problems.leakage,
+        "leakage", "problems", "Held-out problems are in the training data", "warning", problems.leakage,
         "Accuracy on them shows what was memorised. Only questions that are the same letter for letter are kept apart by the split.",
         "Remove these rows from the training source, or judge by another set (data.eval_source).",
     ),
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "reward-hacking", "run", "The reward rises and the accuracy falls", "critical", rewarding.hacking,
         "The policy has found something that is paid and is not what you want.",
-        "Read the completions below for what they have in common; close that way in the reward; start again from before it began. "
+        "Read the completions below for what they have in common; correct the reward; start again from before it began. "
         "algorithm.beta above 0 holds the policy nearer to where it started.",
     ),
     Rule(
@@ -198,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "entropy-collapse", "run", "Entropy collapsed without a gain in accuracy", "warning", sampling.entropy_collapse,
-        "The policy writes nearly the same whatever is drawn, so groups stop differing, and it is stuck with what it has.",
+        "The policy writes nearly the same whatever is drawn, so groups stop differing, and learning stops.",
         "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; "
         "algorithm.entropy_bonus of 0.001; rollout.temperature at 1 if it is lower; algorithm.beta above 0.",
     ),
@@ -240,18 +240,18 @@ RULES: tuple[Rule, ...] = (
         "algorithm.preset dr_grpo or dapo; a `length` reward; see whether another reward pays for length.",
     ),
     Rule(
-        "kl-above-band", "run", "The policy has left the reference behind", "warning", steadiness.kl_above_band,
-        "Above about 0.1 nats per token the policy speaks another language than the one it started from; what it knew may be lost.",
+        "kl-above-band", "run", "The policy is far from the reference", "warning", steadiness.kl_above_band,
+        "Above about 0.1 nats per token the policy's text differs much from the reference's; what it knew may be lost.",
         "Raise algorithm.beta, or let algorithm.kl_target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
         "reference (algorithm.reference_updates).",
     ),
     Rule(
-        "kl-below-band", "run", "The leash holds the policy where it is", "note", steadiness.kl_below_band,
+        "kl-below-band", "run", "The KL penalty holds the policy at its start", "note", steadiness.kl_below_band,
         "The KL term and the small steps leave the policy next to its reference, and the reward does not move.",
         "Lower algorithm.beta (0 is common), or raise optimizer.learning_rate.",
     ),
     Rule(
-        "kl-negative", "run", "A KL that cannot be", "critical", steadiness.negative_kl,
+        "kl-negative", "run", "A negative KL, which is impossible", "critical", steadiness.negative_kl,
         "The logged estimate exp(d) - 1 - d is never negative. Log-probabilities of policy and reference do not belong to the same tokens.",
         "This is a defect and not a setting: please report it, with the run's config.yaml and metrics.jsonl.",
         at_once=True,
@@ -272,7 +272,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient-spikes", "run", "The gradient jumps", "note", steadiness.spikes,
-        "A single batch pulled ten times as hard as usual; clipping by norm (optimizer.max_grad_norm) bounds the step, not its direction.",
+        "A single batch had ten times the usual gradient; clipping by norm (optimizer.max_grad_norm) bounds the step, not its direction.",
         "Read that step's completions. If it happens often: a lower learning rate, more optimizer.warmup_steps, larger batches.",
     ),
     Rule(
@@ -295,13 +295,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sampler-mismatch", "run", "Sampler and trainer disagree", "warning", sampling.sampler_mismatch,
         "The same token has another probability when it is sampled than when it is trained. The update is then off-policy without "
-        "knowing it, which can undo a run slowly.",
+        "knowing it, which can ruin a run slowly.",
         "rollout.engine transformers shows whether the sampler differs; rollout.top_p at 1 and top_k null.",
     ),
     Rule(
         "sampler-stale", "run", "Updates do not reach the sampler", "critical", sampling.stale_sampler,
         "Completions still come from old weights, as when an adapter is trained and the engine samples without it. Every "
-        "step learns from a policy that is further away.",
+        "step learns from older samples.",
         "Report it for a built-in engine. For an engine of your own: take the weights, adapters merged, at every refresh.",
     ),
     Rule(
@@ -329,7 +329,7 @@ RULES: tuple[Rule, ...] = (
         "Raise algorithm.value_learning_rate; see whether algorithm.value_clip holds the value back (value/clip_share).",
     ),
     Rule(
-        "kl-target-missed", "run", "The steered leash does not reach its target", "warning", machinery.kl_target_missed,
+        "kl-target-missed", "run", "The adaptive KL does not reach its target", "warning", machinery.kl_target_missed,
         "beta has been changed a hundredfold and the KL has not followed: something else moves the policy (or holds it).",
         "A lower optimizer.learning_rate where the KL is too high, a higher one where it is too low; or another algorithm.kl_target.",
     ),
@@ -340,14 +340,14 @@ RULES: tuple[Rule, ...] = (
         "only where a few more would do.",
     ),
     Rule(
-        "reward-clipped", "run", "A reward sits at its clip", "warning", machinery.reward_clipped,
+        "reward-clipped", "run", "A reward is at its clip", "warning", machinery.reward_clipped,
         "Scores beyond the clip are all the same, so that their groups have no variance: the reward is saturated.",
         "Widen the function's clip, or normalise its scores; where it is a model's score that only rises, look for reward hacking.",
     ),
     Rule(
         "reward-processes-die", "run", "A reward function's processes die", "note", machinery.reward_processes_killed,
         "Each takes its time limit, and the completions that it was asked about have no score.",
-        "Raise rewards.timeout_s if the function is slow; fix it if it crashes or eats memory on what the policy writes.",
+        "Raise rewards.timeout_s if the function is slow; fix it if it crashes or exhausts memory on what the policy writes.",
     ),
     Rule(
         "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,

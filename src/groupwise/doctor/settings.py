@@ -51,7 +51,7 @@ def rate_too_high(config: Config) -> Evidence | None:
     if rate <= 1e-4 or config.model.lora:
         return None
     return Evidence(
-        f"optimizer.learning_rate is {rate:g}, and all weights are trained: runs of this kind stand 1e-6 to 5e-5",
+        f"optimizer.learning_rate is {rate:g}, and all weights are trained: runs of this kind use 1e-6 to 5e-5",
         numbers={"learning_rate": rate},
     )
 

@@ -42,7 +42,7 @@ def kl_above_band(run: RunRecord) -> Evidence | None:
 
 
 def kl_below_band(run: RunRecord) -> Evidence | None:
-    """Below the band is where every run begins, and no matter while the reward rises; held still there it is a leash too short."""
+    """Below the band is where every run begins, and no matter while the reward rises; held there the KL penalty is too strong."""
     kl, reward = series(run, "policy/kl"), series(run, "reward/mean")
     if len(kl) < 30 or not 1e-7 < kl.late < KL_BAND[0] or reward.rises() or already_good(run):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.errors import ModelError
 
-__all__ = ["adapter_in", "base_of", "check_folder", "is_folder_name", "mend_folder", "move_into_place"]
+__all__ = ["adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place"]
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
@@ -71,15 +71,15 @@ def base_of(adapter: Path) -> str:
     return base
 
 
-def mend_folder(folder: Path) -> None:
+def make_readable_by_4(folder: Path) -> None:
     """Rewrite the JSON files that transformers 5 saves so that 4.57 reads the same model and the same tokenizer from them.
 
     5 writes rotary settings only into ``rope_parameters``, which 4.57 ignores without a word, and tokenizers under a class name
     and with a list of extra special tokens that make 4.57 fail. On a folder saved by 4.57 this changes nothing of substance.
     """
-    _rewrite(folder / "config.json", _mend_config)
+    _rewrite(folder / "config.json", _rewrite_config)
     if (folder / "tokenizer_config.json").is_file():
-        _rewrite(folder / "tokenizer_config.json", _mend_tokenizer_config)
+        _rewrite(folder / "tokenizer_config.json", _rewrite_tokenizer_config)
 
 
 def move_into_place(source: Path, target: Path) -> None:
@@ -136,7 +136,7 @@ def _ends(entries: Iterable[dict[str, Any]]) -> list[int]:
     return [entry["data_offsets"][1] for entry in entries if "data_offsets" in entry]
 
 
-def _mend_config(config: dict[str, Any]) -> None:
+def _rewrite_config(config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "sliding_attention" in rope:  # Gemma 3: one set of rotary settings for each kind of layer
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -151,7 +151,7 @@ def _mend_config(config: dict[str, Any]) -> None:
         config["torch_dtype"] = config["dtype"]  # the name that other tools, and transformers before 4.56, read
 
 
-def _mend_tokenizer_config(config: dict[str, Any]) -> None:
+def _rewrite_tokenizer_config(config: dict[str, Any]) -> None:
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config.setdefault("model_input_names", ["input_ids", "attention_mask"])

@@ -26,7 +26,7 @@ from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
 from groupwise.models.families import FAMILIES
-from groupwise.models.folder import adapter_in, base_of, check_folder, is_folder_name, mend_folder, move_into_place
+from groupwise.models.folder import adapter_in, base_of, check_folder, is_folder_name, make_readable_by_4, move_into_place
 from groupwise.models.hub import only_from_cache
 from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
@@ -227,7 +227,7 @@ def save_model(policy: Policy, folder: str | Path) -> Path:
             if not (is_adapted(model) and policy.adapter_only):
                 _write_whole(model, aside)
                 policy.tokenizer.save_pretrained(aside, save_jinja_files=False)
-                mend_folder(aside)
+                make_readable_by_4(aside)
         sync_tree(aside)
         move_into_place(aside, target)
         sync(target)
