@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ HEAD = """# The command line
 
 Every command prints its part of this page with `--help`. `scripts/write_cli_docs.py` writes this page.
 
-A setting is written `section.name=value`, after the command's other words: see [all settings](configuration.md). Commands that print
-tables also take `--json`. The exit code is 0 after success, 2 after a mistake in the settings, data or options, and 130 after Ctrl-C;
-[a training run has more](../how-to/resuming.md). `GROUPWISE_DEBUG=1` in the environment shows the traceback of a mistake.
+Common to the commands, and left out below:
+
+- `KEY=VALUE` changes a [setting](configuration.md), as in `rollout.temperature=0.8`.
+- `--json` prints JSON; progress goes to standard error.
+- `--num-processes N` starts N processes on this machine, one for each GPU.
+- Exit code 0 means success, 2 a mistake in settings, data or options, 130 Ctrl-C; [a training run has more](../how-to/resuming.md).
+- `GROUPWISE_DEBUG=1` in the environment shows the traceback of a mistake.
 """
 WIDTH = 120
+COMMON = ("-h, --help ", "--json ", "--num-processes ", "KEY=VALUE ")
 
 
 def commands(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str]]:
@@ -36,7 +42,8 @@ def commands(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str,
 def render() -> str:
     parts = [HEAD]
     for name, text in commands(typer.main.get_command(app), "groupwise"):
-        words = "\n".join(line.rstrip() for line in text.splitlines())
+        lines = [line.rstrip() for line in text.splitlines() if not line.strip().startswith(COMMON)]
+        words = re.sub(r"\n\n(Options|Arguments):(?=\n\n|$)", "", "\n".join(lines).strip("\n"))
         parts.append(f"## {name}\n\n```text\n{words}\n```\n")
     return "\n".join(parts)
 

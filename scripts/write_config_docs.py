@@ -16,9 +16,9 @@ INTRODUCTION = """\
 
 # Settings
 
-A run is a YAML file with the sections below; what it does not say keeps its default. On the command line a setting is written
-`section.name=value`, or `name=value` where only one setting is called so: `groupwise train quickstart training.steps=10`. Values are
-read as YAML; `null` unsets. `groupwise config NAME` shows a section or a setting of this page in the terminal.
+A run is a YAML file with the sections below. Each line has a setting, what it may be, its default, and what it does.
+On the command line write `section.name=value`, or `name=value` where the name is unique: `groupwise train quickstart training.steps=10`.
+Values are read as YAML; `null` unsets. `groupwise config NAME` prints a section or a setting of this page.
 
 Unset fields of `algorithm` follow `algorithm.preset` ([the table of presets](algorithms.md#presets)); defaults here are those of
 `grpo`. How they are used: [data](../how-to/data.md), [rewards](../how-to/rewards.md), [memory](../how-to/planning.md),
@@ -34,7 +34,6 @@ def render() -> str:
     pieces = [INTRODUCTION]
     for section, fields in by_section.items():
         pieces.append(f"## {section}\n\n{_about(section)}")
-        pieces.append("| setting | what it may be | default | |\n|---|---|---|---|")
         pieces += [*map(_row, fields), ""]
     return "\n".join(pieces).rstrip() + "\n"
 
@@ -55,13 +54,15 @@ def _about(section: str) -> str:
 
 
 def _row(doc: FieldDoc) -> str:
-    default = doc.default if doc.default == "(required)" else f"`{shown(doc.default)}`"
-    return f"| `{doc.leaf}` | {_cell(doc.type)} | {_cell(default)} | {_cell(doc.description)} |"
+    kind = doc.type.replace(" or null", "") if doc.default is None else doc.type
+    default = "required" if doc.default == "(required)" else f"`{shown(doc.default)}`"
+    return (
+        f"- `{doc.leaf}` ({_outside_code(kind.replace('whole number', 'integer'))}; {default}): {_outside_code(doc.description)}"
+    )
 
 
-def _cell(text: str) -> str:
-    outside = [part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(text.split("`"))]
-    return "`".join(outside).replace("|", "\\|")
+def _outside_code(text: str) -> str:
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(text.split("`")))
 
 
 if __name__ == "__main__":

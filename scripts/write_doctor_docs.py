@@ -9,18 +9,18 @@ from groupwise.doctor import RULES
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "doctor.md"
 BEGIN, END = "<!-- rules -->", "<!-- /rules -->"
 SUBJECTS = {
-    "settings": "From the settings alone (before a run, and about its settings afterwards)",
+    "settings": "From the settings alone",
     "problems": "From the data, before a run",
-    "rehearsal": "By trying rewards, tokenizer and prompt, before a run",
-    "run": "From what a run has written, while it goes on or afterwards",
+    "rehearsal": "From a trial of rewards, tokenizer and prompt, before a run",
+    "run": "From the files of a run",
 }
 
 
 def tables() -> str:
     parts = []
     for subject, title in SUBJECTS.items():
-        rows = [f"| `{rule.name}` | {rule.severity} | {rule.title} |" for rule in RULES if rule.subject == subject]
-        parts.append("\n".join([f"### {title}", "", "| rule | severity | what it says |", "|---|---|---|", *rows]))
+        rows = [f"- `{rule.name}` ({rule.severity}): {rule.title}" for rule in RULES if rule.subject == subject]
+        parts.append("\n".join([f"### {title}", "", *rows]))
     return "\n\n".join(parts)
 
 

@@ -35,7 +35,7 @@ class SetUp:
 
 
 SETUPS = (
-    SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70", whole=True),
+    SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70"),
     SetUp("0.5B on a card of 16 GB", "gsm8k-0.5b --gpu-memory 16GiB"),
     SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090", whole=True),
     SetUp(
@@ -49,7 +49,7 @@ SETUPS = (
     SetUp("0.5B and a length reward on two RTX 4090", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2"),
     SetUp("The same divided by ZeRO-3", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2 training.sharding=zero3"),
     SetUp("1.5B on eight GPUs of 80 GB", "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8"),
-    SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8", whole=True),
+    SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8"),
     SetUp("3B on POLARIS-53K, trained whole on one GPU of 80 GB", "polaris-3b --hardware a100-80gb --completion-tokens 800"),
     SetUp("3B QLoRA on POLARIS-53K on a card of 24 GB", "polaris-3b-qlora --hardware rtx-4090 --completion-tokens 800"),
     SetUp("3B QLoRA on POLARIS-53K on a card of 40 GB", "polaris-3b-qlora --hardware a100-40gb --completion-tokens 800"),
@@ -77,10 +77,9 @@ INTRODUCTION = """\
 
 # Plans of the recipes
 
-What `groupwise plan` says of each [recipe](recipes.md) on the machines it is for, without loading weights. The command prints the
-parts of the memory, the time and what would fit; three set-ups have all of it below. [Planning](../how-to/planning.md) explains the
-figures and compares them with measured peaks. **Times and GPU
-memory are estimates from data sheets; none of these runs has been made here on a GPU.**
+What `groupwise plan` says of each [recipe](recipes.md) on the machines that it is for. One set-up has the command's whole output below.
+[Planning](../how-to/planning.md) explains the figures and compares them with measured peaks.
+**Times and GPU memory are estimates from data sheets; none of these runs has been made here on a GPU.**
 """
 
 
@@ -106,13 +105,9 @@ def _published() -> str:
     rows = [
         "## POLARIS-53K on one A100 of 40 GB, beside published figures",
         "",
-        'The first three columns are **others\' figures** ("expected", approximate), from a public guide to GRPO for',
-        "Qwen2.5-3B. It does not",
-        "say how long completions were, and names a batch in its first row alone. Its hours are for 53,000 examples.",
-        "The last columns are",
-        "**our estimates** from the card's data sheet, not measurements: four completions of 800 tokens for each of",
-        "53,291 problems, 2 or 8",
-        "problems a step. One example is taken to be one problem.",
+        "The first three columns are **others' figures** from a public guide to GRPO for Qwen2.5-3B: expected, approximate, for 53,000",
+        "examples, without the length of completions, and with a batch in the first row alone. The last columns are **our estimates**",
+        "from the card's data sheet: four completions of 800 tokens for each of 53,291 problems, 2 or 8 problems a step.",
         "",
         "| published | examples an hour | hours | nearest here | fits | 2 a step: an hour | hours | 8 a step: an hour | hours |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -122,11 +117,7 @@ def _published() -> str:
         rates = [f"{plan.prompts_per_hour:,.0f} | {_PROBLEMS_OF_POLARIS / plan.prompts_per_hour:.0f}" for plan in (two, eight)]
         fits = f"{eight.peak.bytes / 2**30:.0f} of 40 GiB" if eight.fits else "**no**"
         rows.append(f"| {name} | {rate} | `{words}` | {fits} | {' | '.join(rates)} |")
-    closing = (
-        "A step of 2 problems decodes 8 sequences at a time, and each token reads all weights. So larger batches make",
-        "sampling faster; fewer",
-        "bits save memory, and merged weights are sampled whatever the base is held in.",
-    )
+    closing = ("A larger batch samples faster, because each decoded token reads all weights. Fewer bits save memory alone.",)
     return "\n".join([*rows, "", *closing, ""])
 
 
@@ -135,11 +126,9 @@ def _demo() -> str:
     rows = [
         "## GSM8K on one RTX 4090, beside a run with TRL",
         "",
-        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems on one RTX",
-        "4090: **25 s a step**. On two",
-        "cards 934 steps took less than 10 hours: less than 39 s a step. They name neither the model nor the lengths,",
-        "so our estimates are",
-        "for three guesses, with 4 problems x 4 completions a step:",
+        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems on one RTX 4090: **25 s a step**.",
+        "On two cards 934 steps took less than 10 hours: less than 39 s a step. They name neither the model nor the lengths. Our estimates",
+        "are for three guesses, with 4 problems x 4 completions a step:",
         "",
         "| `groupwise plan` | a step, estimated |",
         "|---|---|",
@@ -148,9 +137,7 @@ def _demo() -> str:
         given = f"{words} rollout.prompts_per_step=4 rollout.completions_per_prompt=4"
         rows.append(f"| `{given}` | {made(f'{given} --hardware rtx-4090').cost.step_s:.1f} s |")
     closing = (
-        "The estimates are several times shorter. They are of another program, whose sampling and passes differ, and",
-        "nothing here says which part",
-        "is the difference and which part is the estimate's error: no GPU has been measured.",
+        "The estimates are several times shorter, and of another program. No GPU has been measured, so the cause is unknown.",
     )
     return "\n".join([*rows, "", *closing, ""])
 

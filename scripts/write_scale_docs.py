@@ -12,13 +12,13 @@ __all__ = ["PAGE", "render"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "scale.md"
 SIZES = ("7B", "14B", "32B", "72B")
-GPUS = (8, 16, 32, 64, 128, 256, 512)
+GPUS = (8, 32, 128, 512)
 CARD = HARDWARE["h100"]
 GIB = 2**30
 
 
 def render(page: str) -> str:
-    """The page with its tables made anew, each between its marks."""
+    """The page with its tables written again, each between its marks."""
     for name, table in (("steps", _steps), ("one-machine", _one_machine)):
         before, _, rest = page.partition(f"<!-- {name} -->")
         _, _, after = rest.partition(f"<!-- /{name} -->")

@@ -94,19 +94,16 @@ def ailing(found: Found) -> list[str]:
 
 
 def table(found: Mapping[Disease, Found], command: str) -> str:
-    """A row for each rule and run: what was done, what was said of it, whether the rule is silent on the healthy ones; and what else was
+    """A line for each rule: the runs on which it fired; where it did not, or was not silent on a healthy run, that too. And what else was
     found in each run."""
-    healthy = [one for disease, one in found.items() if not disease.rules]
-    rows = []
+    healthy = {disease.name: one for disease, one in found.items() if not disease.rules}
+    lines = []
     for rule in RULES:
-        silent = sum(rule.name not in one for one in healthy)
-        for disease, one in found.items():
-            if rule.name in disease.rules:
-                said = one[rule.name].summary if rule.name in one else "**nothing**"
-                rows.append(f"| `{rule.name}` | {cause(disease)} | {cell(said)} | {silent} of {len(healthy)} |")
-    head = "| rule | what was done | what it said | silent on healthy runs |\n|---|---|---|---|"
-    names = ", ".join(disease.name for disease in found if not disease.rules)
-    return "\n".join([head, *rows, "", *also(found), f"Healthy: {names}. {stamp(command)}"])
+        meant = [(cause(disease), one) for disease, one in found.items() if rule.name in disease.rules]
+        fired = [name + ("" if rule.name in one else " (**nothing found**)") for name, one in meant]
+        false = [f"**also on {name}**" for name, one in healthy.items() if rule.name in one]
+        lines += [f"- `{rule.name}`: {'; '.join([*fired, *false])}"] if fired else []
+    return "\n".join([*lines, "", *also(found), f"All are silent on the healthy runs: {', '.join(healthy)}. {stamp(command)}"])
 
 
 def also(found: Mapping[Disease, Found]) -> list[str]:
@@ -119,11 +116,6 @@ def also(found: Mapping[Disease, Found]) -> list[str]:
 def cause(disease: Disease) -> str:
     model = " (SmolLM2-135M)" if disease.small else ""
     return f"{disease.name}{model}{', put in' if disease.defect else ''}{', before the run' if disease.before else ''}"
-
-
-def cell(text: str) -> str:
-    shown = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return shown if len(shown) <= 240 else shown[:237] + "..."
 
 
 if __name__ == "__main__":

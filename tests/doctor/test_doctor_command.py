@@ -122,4 +122,4 @@ def test_the_page_about_the_doctor_has_every_rule():
     spec.loader.exec_module(script)
     page = script.PAGE.read_text(encoding="utf-8")
     assert page == script.render(page), "run python scripts/write_doctor_docs.py"
-    assert all(f"| `{rule.name}` |" in page for rule in RULES)
+    assert all(f"- `{rule.name}` ({rule.severity}): " in page for rule in RULES)

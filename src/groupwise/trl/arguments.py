@@ -279,17 +279,51 @@ REMOVED: Mapping[str, str] = {
 ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, False), *_read(_FORMER, True)]}
 
 
+_NOTED = frozenset(
+    [
+        "per_device_train_batch_size",
+        "max_steps",
+        "lr_scheduler_type",
+        "optim",
+        "bf16",
+        "gradient_checkpointing",
+        "save_only_model",
+        "save_strategy",
+        "metric_for_best_model",
+        "model_init_kwargs",
+        "router_aux_loss_coef",
+        "disable_dropout",
+        "max_completion_length",
+        "generation_kwargs",
+        "repetition_penalty",
+        "use_vllm",
+        "vllm_mode",
+        "epsilon_high",
+        "loss_type",
+        "sync_ref_model",
+        "log_completions",
+        "warmup_ratio",
+        "no_cuda",
+        "logging_dir",
+        "remove_unused_columns",
+    ]
+)
+"""Honoured arguments whose text says more than their documentation in TRL."""
+
+
 def render_table() -> str:
-    """The table as Markdown, for ``docs/how-to/coming-from-trl.md``."""
-    lines = []
-    titles = {
-        "honoured": "Honoured: they do what TRL's documentation says",
-        "refused": "Refused, unless at TRL's default: an error says what to do",
-        "harmless": "Accepted, and without effect",
-    }
-    for fate, title in titles.items():
-        rows = [row for row in ARGUMENTS.values() if row.fate == fate]
-        lines += [f"### {title}", "", "| argument | default | |", "|---|---|---|"]
-        lines += [f"| `{row.name}` | `{row.default!r}` | {row.text} |" for row in rows]
-        lines.append("")
-    return "\n".join(lines)
+    """The arguments as Markdown, for ``docs/how-to/coming-from-trl.md``: names that share a text share a line."""
+    honoured = [row for row in ARGUMENTS.values() if row.fate == "honoured"]
+    lines = ["### Honoured: they do what TRL's documentation says", ""]
+    lines += [", ".join(f"`{row.name}`" for row in honoured if row.name not in _NOTED) + ".", "", "With a note:", ""]
+    lines += [f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED]
+    for fate, title in (
+        ("refused", "Refused, unless at TRL's default: an error says what to do"),
+        ("harmless", "Accepted, and without effect"),
+    ):
+        names: dict[str, list[str]] = {}
+        for row in ARGUMENTS.values():
+            if row.fate == fate:
+                names.setdefault(row.text, []).append(f"`{row.name}`")
+        lines += ["", f"### {title}", "", *(f"- {', '.join(same)}: {text}" for text, same in names.items())]
+    return "\n".join(lines) + "\n"
