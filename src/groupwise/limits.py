@@ -15,8 +15,8 @@ __all__ = [
 PREFILL_TOKENS = 4096
 """Most prompt tokens that the built-in engine computes at a time, so that prefill needs no more memory than learning does."""
 CACHE_ROOM = {"cpu": 32, "cuda": 256}
-"""Positions that its table of keys and values grows by at the least; long tables grow by an eighth, so that copying stays a small share.
-On GPUs gaps cost less, and new tables mean that a graph is captured anew."""
+"""Positions that its table of keys and values grows by at least; long tables grow by an eighth, so that copying stays a small share.
+On GPUs gaps cost less, and new tables mean that a graph is captured again."""
 QUERY_BLOCK = 256
 """Queries of one sequence that the library's attention kernels are given at a time: bounds the mask, and skips most of the causal upper
 half."""

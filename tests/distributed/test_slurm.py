@@ -56,7 +56,7 @@ def test_a_warning_before_the_time_is_up_lets_all_nodes_finish_their_step_and_sa
         cpus_per_task="1",
         job_name="first",
     )
-    run = folder / "runs/first"  # the next job of this name carries it on
+    run = folder / "runs/first"  # the next job of this name resumes it
     wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
     job.time_is_nearly_up()
     assert job.script.wait(LONG_S) == 143

@@ -16,7 +16,7 @@ RETIRED = {
     r"senseless": "nonsense",
     r"gone": "elapsed, missing, ended, down",
     r"dear(er|est)?": "expensive, longest",
-    r"carr(y|ies|ied|ying) on": "resume, continue",
+    r"carr(y|ies|ied|ying)( it| them)? on": "resume, continue",
     r"(?<!at )least(?! common| squares)|greatest(?! common)": "minimum, maximum, smallest, largest",
     r"the allocator's holes": "fragmentation",
     r"once over": "one epoch of",

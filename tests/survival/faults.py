@@ -384,11 +384,17 @@ def try_fault(name: str, path: Path) -> Outcome:
 
 
 def table(rows: dict[str, Outcome]) -> str:
-    lines = ["| fault | what happened | exit | what was kept |", "|---|---|---|---|"]
+    """A line for each fault; what happened stands there where it is short, and not a whole message."""
+    lines = []
     for name, row in rows.items():
-        cells = [name, row.happened, str(row.exit_code), row.kept]
-        lines.append("| " + " | ".join(re.sub(r"([|<>*])", r"\\\1", cell) for cell in cells) + " |")
+        happened = f"{row.happened}; " if len(row.happened) <= SHORT else ""
+        said = re.sub(r"([<>*])", r"\\\1", f"{happened}exit code {row.exit_code}; kept: {row.kept}")
+        lines.append(f"- {name}: {said}.")
     return "\n".join(lines)
+
+
+SHORT = 100
+"""Characters of an outcome that are not too many for the page."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

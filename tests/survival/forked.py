@@ -80,7 +80,7 @@ class Forked:
 
 
 def begin(config: Config, folder: Path, processes: int = 1) -> Forked:
-    """Start the run, or carry it on. What it says goes beside the folder."""
+    """Start the run, or resume it. What it says goes beside the folder."""
     sys.stdout.flush()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

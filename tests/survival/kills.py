@@ -134,7 +134,7 @@ def numbers_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
-    """Kill runs of one kind at least ``kills`` times, carry them on until they come through, and compare each."""
+    """Kill runs of one kind at least ``kills`` times, resume them until they come through, and compare each."""
     model, data = write_tiny_llama(place / "model"), write_sums(place / "sums.jsonl")
     config, tally, chance = config_of(kind, model, data), Tally(kind), random.Random(f"{kind}/{seed}")
     whole = place / "whole"
@@ -179,10 +179,16 @@ def told(folder: Path) -> str:
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    lines = ["| kind of run | SIGKILL | SIGTERM | runs carried to their end | losses |", "|---|---|---|---|---|"]
-    lines += [f"| {t.kind} | {t.killed} | {t.terminated} | {t.completed} | {len(t.losses)} |" for t in tallies]
+    """One sentence of sums and one of kinds; a kind that lost something stands out."""
     sums = [sum(column) for column in zip(*((t.killed, t.terminated, t.completed, len(t.losses)) for t in tallies), strict=True)]
-    return "\n".join([*lines, f"| **together** | {' | '.join(f'**{number}**' for number in sums)} |"])
+    kinds = [
+        f"{t.kind} ({t.killed}, {t.terminated}, {t.completed})" + (f" **{len(t.losses)} losses**" if t.losses else "")
+        for t in tallies
+    ]
+    return (
+        f"Together: {sums[0]} SIGKILL, {sums[1]} SIGTERM, {sums[2]} runs that came to their end, {sums[3]} losses.\n"
+        f"By kind (SIGKILL, SIGTERM, ends): {'; '.join(kinds)}."
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -283,7 +283,7 @@ def make_named(path: Path) -> Path:
     checkpoints = sorted((path / "checkpoints").glob("step-*/state.json"))
     if checkpoints:
         raise ConfigError(
-            f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: carry it on with "
+            f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: continue it with "
             f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with --run-folder PATH (the "
             "setting is output.folder)"
         )

@@ -123,7 +123,7 @@ def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
         return None
     found = re.fullmatch(r"step-(\d+)(?:-update-\d+)?", run.saved.name)
     when = f"after step {found[1]}" if found else "before its last evaluation"
-    return f"{run.path} stopped {when}; --resume carries it on. This is a new run."
+    return f"{run.path} stopped {when}; --resume continues it. This is a new run."
 
 
 def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | None, Path | None]:

@@ -42,7 +42,7 @@ class Trial:
     peak_bytes: int
     """Of the process, or of its GPU; of several processes the fullest one's."""
     phase_bytes: dict[str, int]
-    """The same of each phase, where the system lets peaks be counted anew."""
+    """The same of each phase, where the system lets peaks be counted again."""
     step_bytes: list[int]
     """The same of each step, with the evaluation and the checkpoint after it."""
     sampling_s: float
