@@ -84,14 +84,10 @@ def environment() -> dict[str, Any]:
 
 
 def describe(numbers: Mapping[str, Any]) -> str:
-    """One line for under a table: when, on what and with which versions the numbers were measured."""
+    """One line for under a table: when and on what the numbers were measured. The JSON file has the rest."""
     found = numbers["environment"]
     revision = (found["code"] or {}).get("revision", "unknown")[:7]
-    cores = f"{found['cores']} cores" if found["cores"] != 1 else "1 core"
-    return (
-        f"Measured {found['date']} at revision {revision} on {cores} of an {found['processor']}, torch {found['torch']}, "
-        f"transformers {found['transformers']}."
-    )
+    return f"Measured {found['date']}, revision {revision}, {found['processor']}, torch {found['torch']}."
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

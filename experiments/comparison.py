@@ -156,12 +156,11 @@ def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Map
     return "\n\n".join(
         [
             f"![A panel per run: accuracy by completions, in training and held out](../figures/{name}.svg)",
-            "Lines: share of a step's own completions that are right, averaged over three steps; mean and range over the seeds. "
-            f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems, mean and range.",
+            "Lines: right completions of a step, averaged over three steps; mean and range over the seeds. "
+            f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems.",
             markdown_table(header, rows),
-            f"Held out: share of {budget['problems']} problems right in the form asked for, sampled at temperature 1"
-            f"{_over(seeds)}. All seeds: their answers together, with a 95% interval (Wilson's). Gradient norm: the median before "
-            "clipping; clipped: the share of steps in which it was above `optimizer.max_grad_norm`.",
+            f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval (Wilson's). "
+            "Gradient norm: the median before clipping; clipped: the share of steps above `optimizer.max_grad_norm`.",
             f"Each run: {budget['steps']} steps of {budget['prompts_per_step']} problems x {budget['completions_per_prompt']} "
             f"completions where its name says nothing else, {budget['completions']} completions in all.{took}{missing} {describe(numbers)}",
         ]
