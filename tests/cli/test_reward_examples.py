@@ -1,4 +1,4 @@
-"""The complete examples of docs/how-to/rewards.md are the files of examples/rewards, and run: here on tiny models, for a step or two."""
+"""The examples that docs/how-to/rewards.md names run: here on tiny models, for a step or two."""
 
 import json
 import re
@@ -18,20 +18,19 @@ FILES = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py"
 @pytest.fixture
 def overrides(small, problems):
     """Settings that make an example a run of a second; its rewards and its algorithm stay as they are."""
-    gone = ("algorithm", "beta")
+    own = ("algorithm", "beta")
     return [
-        *(word for word in small if not word.startswith(gone)),
+        *(word for word in small if not word.startswith(own)),
         "prompt.system=none",
         "evaluation.every=0",
         "training.steps=1",
     ]
 
 
-def test_the_page_shows_every_example_whole():
-    shown = FENCE.findall((ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8"))
+def test_the_page_names_every_example():
+    page = (ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8")
     assert FILES == ["equations.py", "from_python.py", "mixed.yaml", "own_function.yaml", "reward_model.yaml"]
-    for name in FILES:
-        assert (EXAMPLES / name).read_text(encoding="utf-8") in shown, name
+    assert [name for name in FILES if f"(../../examples/rewards/{name})" not in page] == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])
