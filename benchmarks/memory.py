@@ -37,6 +37,7 @@ _SOAK = (
 )  # fmt: skip
 _SMALL = ("rollout.prompts_per_step=4", "rollout.completions_per_prompt=4", "rollout.max_completion_tokens=96")
 CASES: dict[str, tuple[str, ...]] = {
+    "quickstart as it is": ("data.holdout=250", "evaluation.problems=250", "warm_start.steps=3"),
     "4 x 4 x 96, one pass": _SMALL,
     "the same, 1,024 tokens a pass": (*_SMALL, "training.micro_batch_tokens=1024"),
     "the same, recomputed": (*_SMALL, "model.gradient_checkpointing=true"),
@@ -70,12 +71,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
     "the same, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "4 x 4 x 96, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
-    "4 x 8 x 160, LoRA of rank 32": (
-        "rollout.prompts_per_step=4", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=160",
+    "8 x 16 x 40, LoRA of rank 32": (
+        "rollout.prompts_per_step=8", "rollout.completions_per_prompt=16", "rollout.max_completion_tokens=40",
         "model.lora={rank: 32, alpha: 64}",
     ),
-    "4 x 8 x 128, LoRA of rank 32 on a base of 8 bits, recomputed": (
-        "rollout.prompts_per_step=4", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=128",
+    "4 x 8 x 24, LoRA of rank 32 on a base of 8 bits, recomputed": (
+        "rollout.prompts_per_step=4", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=24",
         "model.lora={rank: 32, alpha: 64}", "model.quantization=8bit", "model.gradient_checkpointing=true",
     ),
     "2 x 2 x 1,024, recomputed": (

@@ -35,6 +35,17 @@ def test_divided_weights_are_brought_together_for_a_checkpoint():
     assert whole == (2 + 12) * made.shape.parameters
 
 
+def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():
+    """The optimiser and the reference come later. SmolLM2's embedding is larger than one of its layers."""
+    made = setup("model.dtype=float32", "beta=0.04")
+    loading = next(phase for phase in phases(made) if phase.name == "loading")
+    sizes_of = {item.name: item.bytes for item in loading.items}
+    process = sizes_of.pop("process")
+    assert process > 400 * 2**20
+    assert sizes_of == {"weights": 4 * made.shape.parameters, "one layer or the embedding fused": 4 * 49152 * 576}
+    assert loading.bytes < min(phase.bytes for phase in phases(made) if phase.name != "loading")
+
+
 def test_an_adapter_is_merged_a_matrix_at_a_time_for_the_final_model():
     made = setup(LORA)
     shape = made.shape

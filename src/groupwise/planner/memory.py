@@ -32,7 +32,7 @@ third), on a GPU an allowance."""
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is sampled) and
+    """Loading, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is sampled) and
     the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output head's is given
     beside it where it is another one."""
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
@@ -54,7 +54,23 @@ def phases(setup: Setup) -> list[Phase]:
         passing["checkpoint"] = [*written, *beside]
     passing["final model"] = _final_model(setup)
     found = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
-    return [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
+    found = [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
+    return [_phase("loading", _loading(setup)), *found]
+
+
+_LOADED = {"process", "weights", "adapter", "reward models", "vLLM"}
+"""What of a run's state is there before it learns."""
+
+
+def _loading(setup: Setup) -> list[Item]:
+    """The weights come from their file a tensor at a time, and are fused a layer at a time."""
+    shape, s = setup.shape, setup.weight_bytes
+    fused = s * max(shape.head, shape.layer_matrices)
+    items = [item for item in state(setup) if item.name in _LOADED]
+    items.append(Item("one layer or the embedding fused", fused, "s x the larger of V D and a layer's matrices"))
+    if setup.device == "cpu" and divided(setup, "weights"):
+        items.append(Item("whole weights", s * shape.parameters, "s P, where they are read"))
+    return items
 
 
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ModelError, TrainingError
 from groupwise.evaluation import build_summary
+from groupwise.memory import release_freed_memory
 from groupwise.models.load import Policy, save_model
 from groupwise.tracking.files import write_json
 from groupwise.training.resume import about_run
@@ -19,6 +20,7 @@ __all__ = ["save_final_model", "write_summary"]
 
 def save_final_model(run: Run) -> None:
     """For all processes at once. Raises TrainingError when the disk does not take it; an earlier end's model is then still there."""
+    release_freed_memory()  # steps need none of it any more
     policy = run.sharding.whole_policy(run.policy)
     run.world.first_does(lambda: write_model(run, policy))
 

@@ -139,13 +139,14 @@ class Run:
         """Judge the policy on the held-out problems in every mode, if there are any."""
         if not self.prepared.held_out_prompts:
             return
+        release_freed_memory()  # its batches are of other sizes than a step's
         with self.stopping(), self.signals.abandonable(), self._room_for_evaluation():
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
         self.notices.exchange()
-        release_freed_memory()  # its batches are of other sizes than a step's
+        release_freed_memory()
         self.evaluations.extend(results)
 
     @contextmanager
