@@ -220,8 +220,10 @@ def test_the_first_screen_shows_what_was_measured():
 
 def test_every_metric_is_explained_as_the_table_has_it():
     section = section_of(page("docs/reference/algorithms.md"), "Metrics")
-    rows = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, flags=re.MULTILINE))
-    assert rows == {name: f"{unit} | {meaning.replace('|', chr(92) + '|')}" for name, (unit, meaning) in METRICS.items()}
+    rows = dict(re.findall(r"^- `([^`]+)` (.*)$", section, flags=re.MULTILINE))
+    assert rows == {name: f"({unit}): {meaning}" for name, (unit, meaning) in METRICS.items()}, (
+        "change src/groupwise/tracking/metric_table.py, then the page"
+    )
 
 
 def test_metrics_that_pages_name_exist():
