@@ -248,9 +248,9 @@ def test_rewards_and_their_keywords_are_those_of_the_code():
     assert set(TABLE_NAME.findall(section_of(text, "Your own"))) == set(OFFERED)
 
 
-def test_words_of_the_architecture_are_settings():
+def test_names_of_the_glossary_are_settings():
     leaves = {doc.leaf for doc in explain()}
-    words = section_of(page("docs/explanation/architecture.md"), "Words")
+    words = section_of(page("docs/reference/glossary.md"), "Names of the same thing")
     named = [word for cell in re.findall(r"^\| (`.*?) \|", words, flags=re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)]
     assert set(named) <= leaves
     assert len(named) >= 7
