@@ -111,22 +111,14 @@ def report(numbers: Mapping[str, Any]) -> str:
         ["right with probability", *(f"G = {g}" for g in SIZES)],
         [[f"{p:.0%}", *(f"{share_with_variance(p, g):.0%}" for g in SIZES)] for p in (0.01, 0.05, 0.2, 0.5, 0.9)],
     )
-    noise = markdown_table(
-        ["toy: noise / signal of a gradient", *(f"G = {g}" for g in numbers["by_size"])],
-        [[f"{numbers['completions']} completions", *(f"{x:.2f}" for x in numbers["by_size"].values())]],
-    )
-    lengths = markdown_table(
-        ["toy: noise / signal of a gradient", *(f"{x} tokens" for x in numbers["by_length"])],
-        [[f"{numbers['completions']} completions, G = 8", *(f"{x:.2f}" for x in numbers["by_length"].values())]],
-    )
-    limits = markdown_table(
-        ["SmolLM2-135M-Instruct, token limit", "completions cut", "tokens, mean"],
-        [[str(x["limit"]), f"{x['cut']:.0%}", f"{x['tokens']:.0f}"] for x in numbers["limits"]],
-    )
+    sizes = ", ".join(f"{x:.2f} (G = {g})" for g, x in numbers["by_size"].items())
+    lengths = ", ".join(f"{x:.2f} ({tokens} tokens)" for tokens, x in numbers["by_length"].items())
+    limits = ", ".join(f"{x['cut']:.0%} at {x['limit']} tokens" for x in numbers["limits"])
     return (
         f"![Groups that vary by accuracy; gradient noise by G and by length](../figures/group_size.svg)\n\nShare of groups that vary, "
-        f"1 - p^G - (1 - p)^G:\n\n{shares}\n\n{noise}\n\n{lengths}\n\n{limits}\n\nToy: {numbers['batches']} batches each. Real: "
-        f"{numbers['limits'][0]['n']} completions of quickstart problems at temperature 1, before any training. {describe(numbers)}"
+        f"1 - p^G - (1 - p)^G:\n\n{shares}\n\nToy, noise / signal of the gradient of {numbers['completions']} completions, {numbers['batches']} batches "
+        f"each: {sizes}; with G = 8: {lengths}.\n\nReal, {numbers['limits'][0]['n']} completions of quickstart problems before any training, cut: "
+        f"{limits}. {describe(numbers)}"
     )
 
 

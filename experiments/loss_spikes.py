@@ -130,12 +130,8 @@ def report(numbers: Mapping[str, Any]) -> str:
          "k3 on tokens drawn before the policy moved", "k3 of that one token"],
         [[p, *(f"{x[key]:.3g}" for key in ("kl", "typical", "worst", "stale", "one_token"))] for p, x in numbers["two_tokens"].items()],
     )  # fmt: skip
-    estimates = markdown_table(
-        ["log reference - log policy", *(f"{d:g}" for d in DIFFERENCES)],
-        [[k, *(f"{x:.4g}" for x in values)] for k, values in numbers["estimates"].items()],
-    )
     return (
-        f"![k1, k2 and k3 of one token, and k3 of batches](../figures/loss_spikes.svg)\n\n{estimates}\n\n{family}\n\n"
+        f"![k1, k2 and k3 of one token, and k3 of batches](../figures/loss_spikes.svg)\n\n{family}\n\n"
         f"{_formats(numbers)} {describe(numbers)}"
     )
 
