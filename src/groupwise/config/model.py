@@ -19,8 +19,8 @@ class LoraConfig(Section):
     alpha: int = Field(default=32, ge=1)
     """The adapter is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in learning only. All passes of a batch drop the same, however it is cut, so that the ratio is that of
-    the updates; but what learns is not quite what sampled, and such an adapter is slower: leave it at 0 for GRPO."""
+    """Dropout before the adapter, in learning only, the same in all passes of a batch. The sampler has none, and it is slower: leave it
+    at 0 for GRPO."""
     target_modules: str | list[str] = "all-linear"
     """Which layers get one: `all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
 
@@ -33,33 +33,28 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the Hub; set it to make a run repeatable."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Numbers of the weights that sample and compute; what learns is chosen by `optimizer.precision`. `auto` is bfloat16, but float32
-    on a CPU without instructions for bfloat16 (most laptops: x86 without AVX-512), where bfloat16 would be slower. The run's
-    `config.yaml` has the one that was taken. float16 is for GPUs without bfloat16: its loss is scaled, and updates that overflow
-    are left out."""
+    """Numbers of the weights that sample and compute; `optimizer.precision` says what learns. `auto` is bfloat16, but float32 on a CPU
+    without instructions for bfloat16. float16 is for GPUs without bfloat16: its loss is scaled."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels. `auto` takes the fastest that is exact: for Llama and Qwen models blocked products on CPUs and PyTorch's fused
-    kernels (`sdpa`) on GPUs, for others `sdpa`. `eager` (plain products) and `flash_attention_2` (package flash-attn) act in models
-    that are computed by their own module; for Llama, Qwen and Mistral models, which groupwise computes itself, they change nothing, and the
-    run says so."""
+    """Attention kernels; `auto` takes the fastest that is exact. `eager` (plain products) and `flash_attention_2` (package flash-attn)
+    act only in models that are computed by their own module, not in Llama, Qwen and Mistral models."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     device_map: Literal["auto"] | None = None
-    """For `groupwise eval` and `generate` with a model that no single device holds: `auto` lays its layers over all GPUs, then the
-    machine's memory, then the disk (package accelerate). Training does not take it."""
+    """For `groupwise eval` and `generate`: `auto` lays a model's layers over all GPUs, then the machine's memory, then the disk
+    (package accelerate)."""
     max_memory: dict[int | str, str] | None = None
     """The most that `device_map` may lay on each device, such as `{0: 20GiB, cpu: 60GiB}`; what is over goes to the disk."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust, and granted by the command alone: a file that sets it is
-    refused, and that of a run does not count."""
+    """Run Python code that comes with the model. The command alone can grant it: a file that sets it is refused."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Store the frozen projections in 4 bits (QLoRA: NF4 with double quantisation, 0.52 bytes a weight) or 8 (a byte a weight) in place of
-    `dtype`, which they are computed in. Only an adapter can be trained on them (`lora`). Needs the package bitsandbytes."""
+    """Store the frozen projections in 4 bits (QLoRA: NF4, 0.52 bytes a weight) or 8 (a byte a weight). Needs `lora` and the package
+    bitsandbytes."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`: far less memory for the optimiser, and the
-    reference costs none. It wants a learning rate about ten times higher. Null trains all weights."""
+    """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate. Null trains
+    all weights."""
 
     @field_validator("max_memory")
     @classmethod

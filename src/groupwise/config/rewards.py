@@ -40,8 +40,8 @@ class RewardModelConfig(Section):
     score: Literal["logit", "probability"] = "logit"
     """`logit`: the output itself; for one of several labels its log-odds, log(p / (1 - p)). `probability`: 1 / (1 + exp(-logit))."""
     form: Literal["auto", "conversation", "text", "pair", "as_prompt"] = "auto"
-    """How prompt and completion are put: as a `conversation` by the model's own chat template, as one `text`, or as a `pair` of texts.
-    `auto` takes the conversation where the model has a template, else the text; `as_prompt` where the prompt is a conversation."""
+    """How prompt and completion are put: a `conversation` by the model's chat template, one `text`, or a `pair` of texts. `auto` takes
+    the conversation where there is a template; `as_prompt` where the prompt is one."""
     show_system_prompt: bool = True
     """Show the reward model the system prompt too. Off for templates that refuse one, or where it is about the answer's form only."""
     special_tokens: bool = True
@@ -59,8 +59,7 @@ class RewardModelConfig(Section):
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust, and granted by the command alone: a file that sets it is
-    refused, and that of a run does not count."""
+    """Run Python code that comes with the model. The command alone can grant it: a file that sets it is refused."""
 
 
 class RewardFunctionConfig(_Shaped):
@@ -75,18 +74,17 @@ class RewardFunctionConfig(_Shaped):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to the function at every call."""
     scope: Scope | None = None
-    """What one call sees: one `completion`, the completions of one problem (`group`), or those of the whole step (`batch`). Null takes
-    what the function itself declares with `reward_scope`, and `group` where it declares nothing."""
+    """What one call sees: one `completion`, those of one problem (`group`), or those of the step (`batch`). Null takes what the
+    function declares with `reward_scope`, else `group`."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that one call may take; null takes `rewards.timeout_s`."""
     isolate: Isolation = False
-    """Call it in a process of its own, where the time limit is hard: whatever it is doing then is killed. `process`, or true, is for
-    functions that may hang or crash, and protects from nothing else. `sandbox` is for functions that run generated code: no network,
-    no files but those it imports, no secrets, limits on processes and memory. It needs Linux. The function must be named by file or
-    module."""
+    """Call it in a process of its own, which is killed at the time limit. `process`, or true, is for functions that may hang or crash.
+    `sandbox` is for functions that run generated code: no network, no files but those it imports, no secrets, limits on processes and
+    memory; Linux only. The function must be named by file or module."""
     normalise: Normalising = "none"
-    """Before the weight: divide scores by their standard deviation over the whole run so far (`std`), or take off their mean as well
-    (`mean_std`). For functions whose size is unknown or drifts, such as reward models. Checkpoints keep the statistics."""
+    """Before the weight: divide scores by their standard deviation over the run so far (`std`), or take off their mean as well
+    (`mean_std`): for functions whose size is unknown, such as reward models."""
     clip: tuple[float, float] | None = None
     """Before the weight, and after `normalise`: hold every score between these two, such as `[-5, 5]`."""
 
@@ -133,15 +131,14 @@ class RewardsConfig(_Shaped):
     )
     """Scores are multiplied by their weights and added; each is also logged by itself."""
     normalise: Normalising = "none"
-    """The same for the sum: `std` divides rewards by their standard deviation over the whole run so far, `mean_std` takes off their mean
-    as well."""
+    """Normalise the summed reward, as `normalise` of an entry does its scores."""
     clip: tuple[float, float] | None = None
     """Hold every completion's summed reward between these two, after `normalise`."""
     on_error: Literal["stop", "skip"] = "stop"
-    """A function that raises or times out: stop the run, or leave the group out of the update and count it. It is never scored 0."""
+    """A function that raises or times out: stop the run, or leave the group out and count it. It is never scored 0."""
     timeout_s: float | None = Field(default=60.0, gt=0)
-    """Seconds that one call of one reward function may take. A plain function that is late is left behind in its thread, an `async` one
-    is cancelled, an isolated one killed."""
+    """Seconds that one call of a reward function may take. A late plain function is left in its thread, an `async` one cancelled, an
+    isolated one killed."""
     concurrent_calls: int = Field(default=16, ge=1)
     """Calls of `async` functions that run side by side."""
     processes: int = Field(default=2, ge=1)

@@ -101,14 +101,14 @@ class VllmConfig(Section):
     """vLLM as the sampling engine (`rollout.engine: vllm`)."""
 
     url: str | None = None
-    """A server's address, such as `http://127.0.0.1:8300`, started by `python -m groupwise.engines.vllm MODEL` in vLLM's environment. Null:
-    vLLM in the trainer's own process, which shares its device and its environment."""
+    """A server's address, such as `http://127.0.0.1:8300`, started by `python -m groupwise.engines.vllm MODEL`. Null: vLLM in the
+    trainer's own process."""
     shared_folder: str | None = None
     """A folder that trainer and server both see (the server's `--shared-folder`): weights go there in place of through the connection."""
     bucket_mib: int = Field(default=256, ge=1, le=2048)
     """Weights travel in parts of about so many MiB."""
     patience_s: float = Field(default=300.0, gt=0)
-    """How long a server may be silent or away, in seconds, before the run ends. One that comes back in time is sent the weights again."""
+    """Seconds that a server may be away before the run ends. One that comes back in time is sent the weights again."""
     gpu_memory_share: float = Field(default=0.3, gt=0, lt=1)
     """Without `url`: vLLM's share of the GPU, weights included."""
     cache_gib: float | None = Field(default=None, gt=0)
@@ -139,12 +139,11 @@ class RolloutConfig(Section):
     vllm: VllmConfig = VllmConfig()
     """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)
-    """Dynamic sampling (DAPO): replace groups whose completions all scored the same by those of further problems, at most this many
-    times a step. Every step then has more to learn from and takes longer; `groups/sampled` counts what it took."""
+    """Dynamic sampling (DAPO): replace groups without variance by those of further problems, at most this many times a step;
+    `groups/sampled` counts them."""
     ahead: int = Field(default=0, ge=0)
-    """Asynchronous rollouts: while one step is learnt from, the batch of the step so many steps later is sampled, by weights that are as
-    many steps old; `algorithm.stale_samples` corrects for that. Takes a copy of the weights for each. Worth it where sampling and
-    learning use different hardware, or leave each other room. 0 samples with the newest weights, then learns."""
+    """Asynchronous rollouts: sample the batch of the step so many steps later while one is learnt from, with a copy of the weights for
+    each; `algorithm.stale_samples` corrects for their age. It pays where sampling and learning use different hardware."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
 
@@ -169,13 +168,12 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm; null switches clipping off."""
     precision: Literal["masters", "masters-8bit", "stochastic", "pure"] = "masters"
-    """What the optimiser steps on where weights are not float32. `masters`: fp32 copies and moments, 18 bytes a weight with gradients.
-    `masters-8bit`: the same with 8-bit moments (package bitsandbytes), 12 bytes. `stochastic`: the bf16 weights themselves, rounded
-    stochastically so that small updates count on average, bf16 moments, 10 bytes. `pure`: bf16 throughout, 8 bytes, and most
-    updates at rates near 1e-6 are rounded away (`optimizer/updates_lost` shows the share)."""
+    """What the optimiser steps on where weights are not float32; bytes a weight with gradients. `masters`: fp32 copies and moments, 18.
+    `masters-8bit`: 8-bit moments (package bitsandbytes), 12. `stochastic`: the bf16 weights, rounded stochastically, 10. `pure`: bf16
+    throughout, 8; most updates at rates near 1e-6 are rounded away."""
     offload: bool = False
-    """Keep masters, moments and fp32 gradients in the machine's memory and step there: 16 bytes a weight less on the GPU, for a transfer of
-    gradients and weights at each update. Without effect on CPUs."""
+    """Keep masters, moments and fp32 gradients in the machine's memory and step there: 16 bytes a weight less on the GPU. Without
+    effect on CPUs."""
     decay: Literal["all", "matrices"] = "all"
     """What `weight_decay` acts on; `matrices` spares norms and biases."""
 
@@ -201,18 +199,15 @@ class TrainingConfig(Section):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one forward and backward pass. Only memory and speed depend on it: the gradient does not."""
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
-    """With several processes: what each holds. `none` is everything; with `fsdp2` (PyTorch's FSDP2) each holds a part of the weights,
-    the reference, masters, moments and gradients. `zero2` (DeepSpeed's ZeRO) divides masters, moments and gradients, `zero3` the weights
-    and the reference as well. With `model.lora`, `fsdp2` and `zero3` divide the frozen weights. `auto` is what the configuration of
-    `accelerate launch` asks for, else `none`. The result is the same up to rounding."""
+    """With several processes: what is divided. `none`: nothing. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference, masters,
+    moments, gradients; with `model.lora` the frozen weights. `zero2`: masters, moments, gradients. `auto` follows `accelerate launch`,
+    else `none`."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
-    """With several processes: how long one waits for the others, in seconds, before it takes them for lost. More than the longest
-    sampling of a step takes."""
+    """With several processes: seconds that one waits for the others. More than the longest sampling of a step."""
     offload_reference: bool = False
     """Keep the reference in the machine's memory and bring it to the GPU for its pass of each step. Without effect on CPUs."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads. By default as many as there are cores for this process, less those that other programs keep busy, which is looked at
-    twice a second; a number is kept whatever others do."""
+    """CPU threads. By default the cores of this process, less those that other programs keep busy, looked at twice a second."""
 
 
 class EvaluationConfig(Section):
@@ -248,23 +243,20 @@ class OutputConfig(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Write a checkpoint every so many steps; 0 writes only the final model."""
     checkpoint_in_background: bool = True
-    """Sample the next batch while a thread writes the state to the disk; learning waits for it. On a GPU it is written from a copy in the
-    machine's memory; where that is short the run waits for the disk instead."""
+    """Sample the next batch while a thread writes the state; learning waits for it."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints beyond this many are removed."""
     adapter_only: bool = False
-    """With `model.lora`: write the final model as the adapter alone, as checkpoints always are: megabytes instead of the whole
-    model. `groupwise merge` makes a whole model of one later."""
+    """With `model.lora`: write the final model as the adapter alone. `groupwise merge` makes a whole model of it later."""
     keep_best: bool = False
     """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)
     """Groups per step whose completions and scores are written to `completions.jsonl`."""
     log_tokens: int = Field(default=1, ge=0)
-    """Of these, groups whose tokens are written too, with the log-probability of each, for the report to show completions token by
-    token. About 13 bytes a token; 0 writes none."""
+    """Of these, groups whose tokens and log-probabilities are written too, for the report. About 13 bytes a token."""
     trackers: list[Literal["jsonl", "tensorboard", "wandb", "trackio"]] = Field(default=["jsonl"])
-    """Where each step's numbers go besides the terminal: `tensorboard` (into the run's folder), `wandb` (Weights & Biases), `trackio`.
-    The run's own files, `jsonl`, are always written, named or not. Each of the others is an extra: `pip install 'groupwise[wandb]'`."""
+    """Where each step's numbers go besides the terminal and the run's own files (`jsonl`). The others are extras: `pip install
+    'groupwise[wandb]'`."""
     project: str = Field(default="groupwise", min_length=1)
     """The project that the run belongs to in wandb and trackio; there the run has its folder's name."""
     offline: bool = False
