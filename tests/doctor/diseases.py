@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from groupwise.doctor import RULES, Finding, diagnose_prepared, diagnose_run
+from groupwise.doctor import Finding, diagnose_prepared, diagnose_run
 from groupwise.tracking.reading import read_run
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
@@ -86,6 +86,8 @@ def told(disease: Disease, clinic: Clinic, kept: Path) -> Found:
     begun = time.perf_counter()
     found = find(disease, clinic, kept)
     print(f"{time.perf_counter() - begun:6.1f} s  {disease.name}: {', '.join(found) or '-'}", file=sys.stderr, flush=True)
+    for rule in sorted(disease.rules & set(found)):
+        print(f"          {rule}: {found[rule].summary}", file=sys.stderr, flush=True)
     return found
 
 
@@ -94,16 +96,17 @@ def ailing(found: Found) -> list[str]:
 
 
 def table(found: Mapping[Disease, Found], command: str) -> str:
-    """A line for each rule: the runs on which it fired; where it did not, or was not silent on a healthy run, that too. And what else was
-    found in each run."""
+    """How many rules fired on the runs that were meant for them, and on which not; whether the healthy runs are silent; and what else
+    was found in each run. What each rule said is printed by ``told``."""
+    meant = {rule for disease in found for rule in disease.rules}
     healthy = {disease.name: one for disease, one in found.items() if not disease.rules}
-    lines = []
-    for rule in RULES:
-        meant = [(cause(disease), one) for disease, one in found.items() if rule.name in disease.rules]
-        fired = [name + ("" if rule.name in one else " (**nothing found**)") for name, one in meant]
-        false = [f"**also on {name}**" for name, one in healthy.items() if rule.name in one]
-        lines += [f"- `{rule.name}`: {'; '.join([*fired, *false])}"] if fired else []
-    return "\n".join([*lines, "", *also(found), f"All are silent on the healthy runs: {', '.join(healthy)}. {stamp(command)}"])
+    missed = [f"{rule} ({cause(disease)})" for disease, one in found.items() for rule in sorted(disease.rules - set(one))]
+    false = [f"{rule} ({name})" for name, one in healthy.items() for rule in one if rule in meant]
+    lines = [
+        f"{len(meant)} rules, {len(found) - len(healthy)} runs. Not found: {', '.join(missed) or 'none'}. "
+        f"Found on the healthy runs ({', '.join(healthy)}): {', '.join(false) or 'none'}."
+    ]
+    return "\n".join([*lines, "", *also(found), stamp(command)])
 
 
 def also(found: Mapping[Disease, Found]) -> list[str]:
