@@ -1,4 +1,8 @@
-"""Fixtures for every test: shared data, the embedded model, and tiny random models of the architectures that are trained."""
+"""Fixtures for every test: shared data, the embedded model, and tiny random models of the architectures that are trained.
+
+torch and transformers are imported where they are used: with pytest-xdist a process that runs no tests reads this file first, and all
+workers wait for it.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
 
-from groupwise.models.embedded import ensure_embedded_model
-from groupwise.threads import fix_threads
-
-# The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
-settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("certain")
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Sampling servers of the tests and their trainers know each other by it, and nothing is written into the user's own cache.
 os.environ.setdefault("GROUPWISE_VLLM_SECRET", "0f1e2d3c4b5a69788796a5b4c3d2e1f0")
@@ -51,12 +39,27 @@ TINY = {
     "pad_token_id": 2,
 }
 
-fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the tests run in other processes
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    from groupwise.threads import fix_threads
+
+    # The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
+    settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("certain")
+    fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
 
 
 def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """A random fp32 model in eval mode in which no parameter is neutral: biases are not 0 and norms are not 1, so that leaving
     one out shows."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -78,30 +81,40 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def qwen_tokenizer(shared_data: Path) -> Any:
     """Qwen2.5-Instruct's real tokenizer. Shared by the whole session: do not change it."""
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(shared_data / "qwen2.5-tokenizer")
 
 
 @pytest.fixture(scope="session")
 def embedded_model_folder() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder; fetched and converted on first use, then cached."""
+    from groupwise.models.embedded import ensure_embedded_model
+
     return ensure_embedded_model()
 
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., PreTrainedModel]:
     """``tiny_llama(seed=0, **config)``: a random Llama with untied embeddings; equal seeds give equal weights."""
+    from transformers import LlamaConfig
+
     return lambda seed=0, **config: tiny_model(LlamaConfig(**{**TINY, "tie_word_embeddings": False, **config}), seed)
 
 
 @pytest.fixture
 def tiny_qwen2() -> Callable[..., PreTrainedModel]:
     """``tiny_qwen2(seed=0, **config)``: a random Qwen2 (biases on q, k, v) with tied embeddings."""
+    from transformers import Qwen2Config
+
     return lambda seed=0, **config: tiny_model(Qwen2Config(**{**TINY, "tie_word_embeddings": True, **config}), seed)
 
 
 @pytest.fixture
 def tiny_qwen3() -> Callable[..., PreTrainedModel]:
     """``tiny_qwen3(seed=0, **config)``: a random Qwen3 (normed q and k; heads wider than their share of the width)."""
+    from transformers import Qwen3Config
+
     return lambda seed=0, **config: tiny_model(
         Qwen3Config(**{**TINY, "head_dim": 32, "tie_word_embeddings": False, **config}), seed
     )
@@ -110,6 +123,8 @@ def tiny_qwen3() -> Callable[..., PreTrainedModel]:
 @pytest.fixture
 def tiny_mistral() -> Callable[..., PreTrainedModel]:
     """``tiny_mistral(seed=0, **config)``: a random Mistral (no sliding window; heads narrower than their share of the width)."""
+    from transformers import MistralConfig
+
     return lambda seed=0, **config: tiny_model(
         MistralConfig(**{**TINY, "head_dim": 8, "sliding_window": None, "tie_word_embeddings": False, **config}), seed
     )
