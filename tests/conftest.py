@@ -45,12 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # the tests run in other processes
     import torch
     from hypothesis import HealthCheck, settings
+    from transformers import PretrainedConfig
 
     from groupwise.threads import fix_threads
 
     # The same cases each time, and none too slow: whether the suite passes must not depend on luck, nor on how busy the machine is.
     settings.register_profile("certain", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("certain")
+    # transformers writes each configuration out for a log line that is not shown: a tenth of a tiny run's time.
+    PretrainedConfig.__repr__ = object.__repr__
     fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
 
 

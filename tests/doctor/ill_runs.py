@@ -33,7 +33,9 @@ class Disease:
     before: bool = False
     """Told before the run, which is not made."""
     quick: bool = False
-    """Part of the fast suite."""
+    """Part of the fast suite, with all that is looked at."""
+    long: bool = False
+    """Left to `make soak`: that its rules fire, made-up runs show (test_run_rules.py)."""
 
     @property
     def small(self) -> bool:
@@ -67,7 +69,7 @@ def steps(count: int, **more: Any) -> dict[str, Any]:
 def ill(name: str, rules: str, /, **given: Any) -> Disease:
     """``ill(name, "rule rule", section={...}, model="pupil")``: ``model`` and ``data`` are of the clinic, ``model_`` and ``data_``
     sections of settings. Sections with what only the clinic knows are given as ``change`` instead."""
-    own = {key: given.pop(key) for key in ("model", "data", "defect", "before", "quick", "change") if key in given}
+    own = {key: given.pop(key) for key in ("model", "data", "defect", "before", "quick", "long", "change") if key in given}
     sections = {key.removesuffix("_"): value for key, value in given.items()}
     return Disease(name, frozenset(rules.split()), **{"change": lambda clinic: sections, **own})
 
@@ -104,7 +106,7 @@ REWARDS = (
         rollout={"max_completion_tokens": 24}, optimizer={"learning_rate": 1e-2}),
     ill("problems that are solved already", "reward-saturated", model="pupil", data="sevens", training=steps(22),
         warm_start={"steps": 60, "learning_rate": 5e-3}, rollout={**FORM, "temperature": 0.5}, rewards=functions("correctness"),
-        optimizer=GENTLE),
+        optimizer=GENTLE, long=True),
     ill("a clip below all scores", "reward-clipped", rewards=functions({"function": "many", "clip": [0, 1]}), training=steps(12)),
     ill("a reward that is never earned", "no-variance", rewards=functions("correctness"), training=steps(12), quick=True),
     ill("a reward function that says 0", "reward-constant", rewards=functions("letters", "zero"), training=steps(12), quick=True),
@@ -121,7 +123,8 @@ REWARDS = (
         rewards=functions({"function": "correctness", "weight": 0.1}, {"function": "long", "weight": 3}),
         optimizer={"learning_rate": 1e-5}),
     ill("a reward that pays for a letter", "reward-hacking", model="pupil", data="sevens", rollout=FORM, training=steps(30),
-        rewards=functions("sibilants"), optimizer={"learning_rate": 1e-3}, evaluation={"problems": 20, "every": 10, "at_start": True}),
+        rewards=functions("sibilants"), optimizer={"learning_rate": 1e-3}, evaluation={"problems": 20, "every": 10, "at_start": True},
+        long=True),
     ill("digits are paid for", "reward-hacking", model="schooled", rewards=functions("figures"), training=steps(24),
         optimizer={"learning_rate": 4e-5}),
     ill("problems far too hard", "format-without-answer no-variance", model="schooled_a_little", training=steps(30),
@@ -140,7 +143,7 @@ WRITING = (
         warm_start={"steps": 12}, training=steps(12), rollout={"max_completion_tokens": 64}),
     ill("the same, tiny", "goes-on never-stops", data="sevens", defect=no_end_token, training=steps(12), optimizer=GENTLE,
         warm_start={"steps": 120, "learning_rate": 1e-2}, rollout={**FORM, "max_completion_tokens": 80}, model="start",
-        rewards=functions("correctness", "format")),
+        rewards=functions("correctness", "format"), long=True),
     ill("a tokenizer that names the wrong end, once more", "talks-on", model="schooled_endless", training=steps(6),
         rollout={"max_completion_tokens": 64}),
     ill("length is paid, once more", "length-creep", model="schooled", training=steps(24), rollout={"max_completion_tokens": 96},
@@ -148,7 +151,7 @@ WRITING = (
     ill("a limit too short for what is written", "truncated", model="chatty", rollout={"max_completion_tokens": 5}, training=steps(12),
         rewards=functions("letters"), optimizer={"learning_rate": 1e-5}),
     ill("length is paid", "length-creep stops-stopping", model="chatty", rollout={"max_completion_tokens": 32}, training=steps(40),
-        rewards=functions("long"), optimizer={"learning_rate": 1e-3}),
+        rewards=functions("long"), optimizer={"learning_rate": 1e-3}, long=True),
     ill("judged by problems that are trained on", "leakage-seen", change=leaking),
 )  # fmt: skip
 

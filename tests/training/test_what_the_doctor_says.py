@@ -31,7 +31,13 @@ def test_a_run_made_ill_is_told_what_it_has(disease, clinic, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "disease", [one for one in DISEASES if not (one.quick or one.before or one.small)], ids=lambda one: one.name
+    "disease",
+    [
+        pytest.param(one, marks=pytest.mark.soak if one.long else ())
+        for one in DISEASES
+        if not (one.quick or one.before or one.small)
+    ],
+    ids=lambda one: one.name,
 )
 def test_a_run_made_ill_in_other_ways_is_told_what_it_has(disease, clinic, tmp_path):
     assert disease.rules <= set(find(disease, clinic, tmp_path))
