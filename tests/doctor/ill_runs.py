@@ -87,7 +87,7 @@ HEALTHY = (
     ill(
         "taught, stays right", "", model="pupil", data="sevens", training=steps(24), rollout=FORM, optimizer=GENTLE,
         rewards=functions("correctness", "format"), algorithm={"beta": 0.04},
-        evaluation={"problems": 40, "every": 8, "at_start": True}, warm_start={"steps": 30, "learning_rate": 5e-3}, quick=True,
+        evaluation={"problems": 40, "every": 8, "at_start": True}, warm_start={"steps": 45, "learning_rate": 5e-3}, quick=True,
     ),
     ill("quickstart, shortened", "", model="schooled"),
 )  # fmt: skip

@@ -108,10 +108,11 @@ def test_text_of_a_model_cannot_act_on_the_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_recipe_is_fit_to_run(embedded_model_folder):
-    result = doctor("quickstart")
+    few = "data.arithmetic.problems=600"
+    result = doctor("quickstart", few)
     assert result.exit_code == 0, result.stdout
     assert "No problem found" in result.stdout
-    ill = doctor("quickstart", "rewards.functions=[boxed_format]")
+    ill = doctor("quickstart", few, "rewards.functions=[boxed_format]")
     assert ill.exit_code == 1
     assert "does not tell right from wrong" in ill.stdout
 

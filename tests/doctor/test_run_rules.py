@@ -154,9 +154,14 @@ def test_the_rule_fires_and_says_where(rule, tmp_path):
     assert json.loads(json.dumps(finding.to_json()))["remedy"]
 
 
+@pytest.fixture(scope="module")
+def of_the_healthy(tmp_path_factory):
+    return findings_of(tmp_path_factory.mktemp("healthy") / "run")
+
+
 @pytest.mark.parametrize("rule", sorted(set(DISEASES) - {"loss-zero-at-start"}))
-def test_no_rule_fires_on_a_healthy_run(rule, tmp_path):
-    assert rule not in findings_of(tmp_path / "run")
+def test_no_rule_fires_on_a_healthy_run(rule, of_the_healthy):
+    assert rule not in of_the_healthy
 
 
 HEALTHY = {
