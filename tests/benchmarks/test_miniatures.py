@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import gpu, sampling, scaling, step
 from benchmarks.gpu_worker import ROLES, prepare
+from benchmarks.workers import Worker
+from tests.warm import python
 
 KEYS = {"name", "ratio", "ours", "theirs", "unit", "versions"}
 
@@ -19,6 +21,8 @@ KEYS = {"name", "ratio", "ours", "theirs", "unit", "versions"}
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """``run(module, arguments ...)``: its JSON line, which the output file must repeat."""
+
+    monkeypatch.setitem(Worker.__init__.__kwdefaults__, "python", python())  # how long they import is not measured
 
     def call(module: Any, *arguments: str) -> dict[str, Any]:
         output = tmp_path / "result.json"

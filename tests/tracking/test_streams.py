@@ -12,6 +12,7 @@ from rich.console import Console
 
 from groupwise.streams import lasting_output
 from groupwise.tracking import ConsoleTracker, Trackers
+from tests.warm import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +115,7 @@ def test_the_launcher_hands_a_hangup_on():
         f"import sys\nfrom groupwise.distributed.launch import launch\nsys.exit(launch([sys.executable, '-c', {program!r}], 2))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen([python(), "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
             process.send_signal(signal.SIGHUP)
