@@ -144,17 +144,16 @@ def _demo() -> str:
 
 def _overview() -> str:
     rows = [
-        "| set-up | `groupwise plan` | fits | peak of, GiB | largest part | a step, s | prompts an hour | an epoch, hours |",
-        "|---|---|---|---|---|---|---|---|",
+        "| set-up | `groupwise plan` | peak of, GiB | a step, s | an epoch, hours |",
+        "|---|---|---|---|---|",
     ]
     for setup in SETUPS:
         plan = made(setup.words)
         name = f"[{setup.title}](#{_anchor(setup.title)})" if setup.whole else setup.title
         epoch = "-" if plan.epoch_hours is None else f"{plan.epoch_hours:,.1f}"
         rows.append(
-            f"| {name} | `{setup.words}` | {'yes' if plan.fits else '**no**'} | "
-            f"{plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f} | "
-            f"{plan.peak.cause.name} | {plan.cost.step_s:.1f} | {plan.prompts_per_hour:,.0f} | {epoch} |"
+            f"| {name} | `{setup.words}` | {plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f}"
+            f"{'' if plan.fits else ' (**does not fit**)'} | {plan.cost.step_s:.1f} | {epoch} |"
         )
     return "\n".join([*rows, ""])
 

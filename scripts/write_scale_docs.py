@@ -12,7 +12,7 @@ __all__ = ["PAGE", "render"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "scale.md"
 SIZES = ("7B", "14B", "32B", "72B")
-GPUS = (8, 32, 128, 512)
+GPUS = (8, 64, 512)
 CARD = HARDWARE["h100"]
 GIB = 2**30
 
