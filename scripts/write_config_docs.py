@@ -54,11 +54,13 @@ def _about(section: str) -> str:
 
 
 def _row(doc: FieldDoc) -> str:
-    kind = doc.type.replace(" or null", "") if doc.default is None else doc.type
+    """What a setting may be is left out where its default says so."""
     default = "required" if doc.default == "(required)" else f"`{shown(doc.default)}`"
-    return (
-        f"- `{doc.leaf}` ({_outside_code(kind.replace('whole number', 'integer'))}; {default}): {_outside_code(doc.description)}"
-    )
+    kind = doc.type.replace("whole number", "integer")
+    if doc.default is None:
+        kind = kind.replace(" or null", "")
+    plain = kind in ("text", "true or false", "mapping", "settings")
+    return f"- `{doc.leaf}` ({'' if plain else _outside_code(kind) + '; '}{default}): {_outside_code(doc.description)}"
 
 
 def _outside_code(text: str) -> str:
