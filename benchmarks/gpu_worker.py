@@ -54,7 +54,7 @@ def _learning(settings: dict[str, Any]) -> Action:
     config = Config.model_validate(
         {
             "model": {"gradient_checkpointing": settings["gradient_checkpointing"]},
-            "algorithm": {"beta": 0.0},
+            "algorithm": {"kl": None},
             "optimizer": {"learning_rate": 1e-6, "precision": settings["precision"]},
             "training": {"micro_batch_tokens": settings["micro_batch_tokens"]},
         }

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "4 x 4 x 96, one pass": _SMALL,
     "the same, 1,024 tokens a pass": (*_SMALL, "training.micro_batch_tokens=1024"),
     "the same, recomputed": (*_SMALL, "model.gradient_checkpointing=true"),
-    "the same, with a reference": (*_SMALL, "algorithm.beta=0.04"),
+    "the same, with a reference": (*_SMALL, "algorithm.kl.beta=0.04"),
     "the same, fp32": (*_SMALL, "model.dtype=float32"),
     "the same, stochastic rounding": (*_SMALL, "optimizer.precision=stochastic"),
     "the same, LoRA": (*_SMALL, "model.lora={rank: 16, alpha: 32}"),
@@ -51,7 +51,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "8 x 8 x 64, 2,048 tokens a pass": ("rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048"),
     "the same, 8-bit moments": (*_SMALL, "optimizer.precision=masters-8bit"),
     "8 x 8 x 64, 8-bit moments and a reference, 2,048 tokens a pass": (
-        "rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048", "optimizer.precision=masters-8bit", "algorithm.beta=0.04",
+        "rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048", "optimizer.precision=masters-8bit",
+        "algorithm.kl.beta=0.04",
     ),
     "8 x 8 x 64, LoRA on a base of 4 bits, 2,048 tokens a pass": (
         "rollout.max_completion_tokens=64", "training.micro_batch_tokens=2048", "model.lora={rank: 16, alpha: 32}",
@@ -64,11 +65,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "4 x 4 x 96, LoRA on a base of 4 bits, sampled by the module": (
         *_SMALL, "model.lora={rank: 16, alpha: 32}", "model.quantization=4bit", "rollout.engine=transformers",
     ),
-    "the same, PPO with a critic of its own": (*_SMALL, "algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0"),
+    "the same, PPO with a critic of its own": (*_SMALL, "algorithm.preset=ppo", "algorithm.value.critic=copy", "algorithm.kl=null"),
     "the same, two processes": _SMALL,
     "the same, sampled a step ahead": (*_SMALL, "rollout.ahead=1"),
     "the same, two processes, FSDP2": (*_SMALL, "training.sharding=fsdp2"),
-    "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.beta=0.04"),
+    "the same, two processes, FSDP2 and a reference": (*_SMALL, "training.sharding=fsdp2", "algorithm.kl.beta=0.04"),
     "the same, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "4 x 4 x 96, two processes, FSDP2 and LoRA": (*_SMALL, "training.sharding=fsdp2", "model.lora={rank: 16, alpha: 32}"),
     "8 x 16 x 40, LoRA of rank 32": (

@@ -99,7 +99,7 @@ def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> dict[st
     """Median seconds and the arithmetic, of sampling and of one update without a reference."""
     shape = llama_shape(point.width, point.layers, vocabulary)
     policy = random_policy(shape, args.device)
-    config = Config.model_validate({"algorithm": {"beta": 0.0}, "optimizer": {"learning_rate": 1e-12}})
+    config = Config.model_validate({"algorithm": {"kl": None}, "optimizer": {"learning_rate": 1e-12}})
     scorer = make_scorer(policy, config.model)
     engine = make_engine(policy, config.rollout, scorer)
     learner = Learner(scorer, config)

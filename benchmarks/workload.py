@@ -72,7 +72,11 @@ def step_config(model: str, *, groups: int = 4, completions: int = 8, max_tokens
                 "max_completion_tokens": max_tokens,
                 "temperature": 1.0,
             },
-            "algorithm": {"preset": "grpo", "beta": 0.04, "updates_per_batch": 1, "skip_zero_variance": False},  # as TRL does
+            "algorithm": {
+                "preset": "grpo",
+                "kl": {"beta": 0.04, "skip_zero_variance": False},
+                "updates_per_batch": 1,
+            },  # as TRL does
             "optimizer": {"learning_rate": 1e-12},
         }
     )

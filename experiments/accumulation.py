@@ -37,7 +37,7 @@ def gradient(policy: ToyPolicy, batch: Batch, cut: str) -> Tensor:
     """The gradient of ``batch``, flattened, when it is cut in four as ``CUTS`` names it."""
     for parameter in policy.parameters:
         parameter.grad = None
-    chosen, size, names = objective(aggregation=CUTS[cut]), len(batch.lengths_N) // PARTS, list(CUTS)
+    chosen, size, names = objective(loss={"aggregation": CUTS[cut]}), len(batch.lengths_N) // PARTS, list(CUTS)
     for start in range(0, len(batch.lengths_N), size):
         part = batch.part(start, start + size, GROUP // PARTS if cut == names[3] else None)
         own = cut in names[1:3]
@@ -49,7 +49,7 @@ def whole(policy: ToyPolicy, batch: Batch, aggregation: str) -> Tensor:
     """The gradient of ``batch`` at once."""
     for parameter in policy.parameters:
         parameter.grad = None
-    backward(policy, batch, objective(aggregation=aggregation))
+    backward(policy, batch, objective(loss={"aggregation": aggregation}))
     return _flat(policy)
 
 

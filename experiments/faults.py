@@ -28,7 +28,7 @@ VARIANTS = {
     "mu-3": ("algorithm.updates_per_batch=3",),
     "groups-of-2": ("rollout.completions_per_prompt=2", "rollout.prompts_per_step=16"),
     "24-tokens": ("rollout.max_completion_tokens=24", "evaluation.max_completion_tokens=48"),
-    "beta-0.04": ("algorithm.beta=0.04",),
+    "beta-0.04": ("algorithm.kl.beta=0.04",),
 }
 """Settings by the name of the run; all sample the same number of completions."""
 

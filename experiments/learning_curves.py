@@ -22,7 +22,7 @@ __all__ = ["COMPARISON", "presets"]
 
 
 def presets(names: Sequence[str]) -> list[Variant]:
-    """The named presets, or all, each with its own KL weight: the recipe's ``beta`` would otherwise win over the preset's."""
+    """The named presets, or all, each with its own KL: the recipe's ``kl`` would otherwise win over the preset's."""
     unknown = sorted(set(names) - set(PRESETS))
     if unknown:
         raise SystemExit(f"there is no preset {unknown[0]!r}: choose among {', '.join(PRESETS)}")
@@ -30,8 +30,8 @@ def presets(names: Sequence[str]) -> list[Variant]:
 
 
 def _variant(name: str) -> Variant:
-    beta = AlgorithmConfig(preset=name).beta  # type: ignore[arg-type]
-    return Variant(name, (f"algorithm.preset={name}", f"algorithm.beta={beta}"))
+    kl = AlgorithmConfig(preset=name).kl  # type: ignore[arg-type]
+    return Variant(name, (f"algorithm.preset={name}", "algorithm.kl=null" if kl is None else f"algorithm.kl.beta={kl.beta}"))
 
 
 COMPARISON = Comparison(

@@ -32,7 +32,7 @@ def train(beta: float, *, steps: int, seed: int, rate: float = 0.03) -> dict[str
     for _ in range(steps):
         batch = policy.sample(problems=16, group=8)
         adam.zero_grad()
-        found = backward(policy, batch, objective(beta=beta), reference=reference)
+        found = backward(policy, batch, objective(kl={"beta": beta} if beta else None), reference=reference)
         adam.step()
         curves["reward"].append(float(batch.rewards_N.mean()))
         curves["loss"].append(found["loss"])

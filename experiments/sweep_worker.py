@@ -42,7 +42,7 @@ def carry_out(settings: Mapping[str, Any]) -> None:
         {
             "model": {"name": settings["model"], "dtype": settings["dtype"], "device": "cpu"},
             "rollout": {"max_completion_tokens": settings["max_tokens"]},
-            "algorithm": {"beta": 0.0},
+            "algorithm": {"kl": None},
             "optimizer": {"learning_rate": 1e-12},  # so small that no weight becomes another number
         }
     )

@@ -107,7 +107,7 @@ def objective(**choices: object) -> Objective:
     """GRPO without KL, or what ``choices`` (settings of ``algorithm``) make of it."""
     from groupwise.config.schema import AlgorithmConfig
 
-    return Objective.from_config(AlgorithmConfig(**{"beta": 0.0, **choices}))  # type: ignore[arg-type]
+    return Objective.from_config(AlgorithmConfig(**{"kl": None, **choices}))  # type: ignore[arg-type]
 
 
 def backward(

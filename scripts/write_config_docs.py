@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from groupwise.config import Config, FieldDoc, explain
+from groupwise.config import FieldDoc, explain
+from groupwise.config.fields import kinds_of, sections
 from groupwise.config.problems import shown
 
 __all__ = ["PAGE", "render"]
@@ -44,13 +44,18 @@ def _section(doc: FieldDoc) -> str:
 
 def _about(section: str) -> str:
     """The section class's own sentence; empty for one inside a list, which has no place of its own in ``Config``."""
-    model: Any = Config
-    for name in section.split("."):
-        field = model.model_fields.get(name)
-        model = field.annotation if field else None
-        if not hasattr(model, "model_fields"):
-            return "Entries of the list; a name alone stands for `{function: NAME}`.\n" if section == "rewards.functions" else ""
-    return " ".join((model.__doc__ or "").split()) + "\n"
+    if section == "rewards.functions":
+        return "Entries of the list; a name alone stands for `{function: NAME}`.\n"
+    models = sections().get(section, ())
+    if len(models) == 1:
+        return " ".join((models[0].__doc__ or "").split()) + "\n"
+    types = [
+        f"- `{', '.join(kinds_of(model)) or 'FILE.py:FUNCTION'}`: {' '.join((model.__doc__ or '').split())}" for model in models
+    ]
+    words = (
+        "Comes in types, each with the settings that act in it; a setting of some of them alone is listed with their names.\n\n"
+    )
+    return words + "\n".join(types) + "\n" if types else ""
 
 
 def _row(doc: FieldDoc) -> str:
@@ -60,7 +65,13 @@ def _row(doc: FieldDoc) -> str:
     if doc.default is None:
         kind = kind.replace(" or null", "")
     plain = kind in ("text", "true or false", "mapping", "settings")
-    return f"- `{doc.leaf}` ({'' if plain else _outside_code(kind) + '; '}{default}): {_outside_code(doc.description)}"
+    return (
+        f"- `{doc.leaf}`{_types(doc)} ({'' if plain else _outside_code(kind) + '; '}{default}): {_outside_code(doc.description)}"
+    )
+
+
+def _types(doc: FieldDoc) -> str:
+    return f" of {', '.join(doc.of)}" if doc.of else ""
 
 
 def _outside_code(text: str) -> str:

@@ -80,7 +80,7 @@ def _setup(size: str, settings: dict[str, dict[str, object]]) -> Setup:
             "max_completion_tokens": 1024,
             "max_concurrent_sequences": 64,
         },
-        "algorithm": {"beta": 0.001},
+        "algorithm": {"kl": {"beta": 0.001}},
         "training": {"micro_batch_tokens": 8192},
         "data": {"holdout": 0},
     }

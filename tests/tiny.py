@@ -81,7 +81,7 @@ def tiny_config(model: Path, data: Path, /, **sections: dict[str, Any]) -> Confi
         "prompt": {"system": "none"},
         "rewards": {"functions": [{"function": "letters"}]},
         "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 8},
-        "algorithm": {"beta": 0.0},
+        "algorithm": {"kl": None},
         "optimizer": {"learning_rate": 1e-3},
         "training": {"steps": 2},
         "evaluation": {"problems": 4, "modes": ["sampled"], "at_start": False},

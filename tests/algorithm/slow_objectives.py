@@ -228,7 +228,11 @@ SLOW = {
 }
 VARIANTS = {
     "reinforce++ with baseline": (
-        {"preset": "reinforce++", "baseline": "group_mean", "scale": "centred_std", "kl_placement": "loss", "kl_estimator": "k2"},
+        {
+            "preset": "reinforce++",
+            "advantage": {"baseline": "group_mean", "scale": "centred_std"},
+            "kl": {"placement": "loss", "estimator": "k2"},
+        },
         reinforce_pp_baseline,
     ),
 }

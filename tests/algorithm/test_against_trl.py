@@ -178,22 +178,22 @@ def ours(
 
 SAME = {
     "grpo": ({"loss_type": "grpo", "beta": 0.04}, {"preset": "grpo"}),
-    "grpo without KL": ({"loss_type": "grpo", "beta": 0.0}, {"preset": "grpo", "beta": 0.0}),
+    "grpo without KL": ({"loss_type": "grpo", "beta": 0.0}, {"preset": "grpo", "kl": None}),
     "grpo, corrected KL": (
         {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": True},
-        {"preset": "grpo", "kl_correction": True},
+        {"preset": "grpo", "kl": {"importance_weighted": True}},
     ),
     "bnpo": ({"loss_type": "bnpo"}, {"preset": "bnpo"}),
-    "bnpo with KL": ({"loss_type": "bnpo", "beta": 0.1}, {"preset": "bnpo", "beta": 0.1}),
+    "bnpo with KL": ({"loss_type": "bnpo", "beta": 0.1}, {"preset": "bnpo", "kl": {"beta": 0.1}}),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"preset": "dr_grpo"}),
-    "dr_grpo with KL": ({"loss_type": "dr_grpo", "beta": 0.1}, {"preset": "dr_grpo", "beta": 0.1}),
+    "dr_grpo with KL": ({"loss_type": "dr_grpo", "beta": 0.1}, {"preset": "dr_grpo", "kl": {"beta": 0.1}}),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"preset": "dapo"}),
-    "dapo with KL": ({"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1}, {"preset": "dapo", "beta": 0.1}),
+    "dapo with KL": ({"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1}, {"preset": "dapo", "kl": {"beta": 0.1}}),
     # TRL's epsilon_high is the largest weight itself here, ours is how far it is above 1, as everywhere else
     "cispo": ({"loss_type": "cispo", "epsilon_high": 5.0}, {"preset": "cispo"}),
     "cispo with KL": (
         {"loss_type": "cispo", "epsilon_high": 2.0, "beta": 0.1},
-        {"preset": "cispo", "epsilon_high": 1.0, "beta": 0.1},
+        {"preset": "cispo", "loss": {"epsilon_high": 1.0}, "kl": {"beta": 0.1}},
     ),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
@@ -201,7 +201,7 @@ SAME = {
     ),
     "gspo with KL": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.1},
-        {"preset": "gspo", "beta": 0.1},
+        {"preset": "gspo", "kl": {"beta": 0.1}},
     ),
     "gspo, corrected KL": (
         {
@@ -212,22 +212,22 @@ SAME = {
             "beta": 0.1,
             "use_bias_correction_kl": True,
         },
-        {"preset": "gspo", "beta": 0.1, "kl_correction": True},
+        {"preset": "gspo", "kl": {"beta": 0.1, "importance_weighted": True}},
     ),
     "luspo": (  # LUSPO is a point of the grid: a ratio per completion, its tokens added up
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"ratio_level": "sequence", "aggregation": "sequence_sum", "beta": 0.0},
+        {"loss": {"ratio": "sequence", "aggregation": "sequence_sum"}, "kl": None},
     ),
     "sequence ratio, fixed denominator": (
         {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
-        {"preset": "dr_grpo", "ratio_level": "sequence"},
+        {"preset": "dr_grpo", "loss": {"ratio": "sequence"}},
     ),
-    "two-sided delta": ({"loss_type": "grpo", "delta": 1.5, "beta": 0.04}, {"preset": "grpo", "delta": 1.5}),
+    "two-sided delta": ({"loss_type": "grpo", "delta": 1.5, "beta": 0.04}, {"preset": "grpo", "loss": {"dual_clip": 1.5}}),
     "two-sided delta, token mean": (
         {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.3},
-        {"preset": "dapo", "delta": 1.3},
+        {"preset": "dapo", "loss": {"dual_clip": 1.3}},
     ),
-    "two-sided delta is the dual clip": ({"loss_type": "grpo", "delta": 1.5}, {"dual_clip": 1.5, "beta": 0.0}),
+    "two-sided delta is the dual clip": ({"loss_type": "grpo", "delta": 1.5}, {"loss": {"dual_clip": 1.5}, "kl": None}),
 }
 DRIFT = {"gspo": 1e-3, "gspo with KL": 1e-3, "gspo, corrected KL": 1e-3, "cispo": 1.5}
 
@@ -302,7 +302,7 @@ def test_the_correction_for_another_sampler_is_trls(make, monkeypatch):
         padded = torch.zeros_like(g.old)
         padded[g.mask.bool()] = factor_T
         expected, expected_gradient = theirs(trainer, g, monkeypatch, importance_sampling_ratio=padded)
-        loss, gradient = ours({"preset": "dapo", "beta": 0.1}, g, factor_T=factor_T)
+        loss, gradient = ours({"preset": "dapo", "kl": {"beta": 0.1}}, g, factor_T=factor_T)
         assert loss == pytest.approx(expected, rel=1e-10)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
@@ -373,7 +373,7 @@ def test_cispo_here_also_has_a_lower_bound(make, monkeypatch):
     g = given(3, drift=1.5)
     expected, _ = theirs(make(loss_type="cispo", epsilon=0.2, epsilon_high=5.0), g, monkeypatch)
     assert ours({"preset": "cispo"}, g)[0] == pytest.approx(expected, rel=1e-10)
-    assert abs(ours({"preset": "cispo", "epsilon": 0.2}, g)[0] - expected) > 1e-3
+    assert abs(ours({"preset": "cispo", "loss": {"epsilon": 0.2}}, g)[0] - expected) > 1e-3
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -384,7 +384,7 @@ def test_a_ratio_that_overflows_there_is_finite_here(level, make, monkeypatch):
     g.old, g.reference, g.advantages = g.old.float(), g.reference.float(), g.advantages.float()
     expected, _ = theirs(make(loss_type="grpo", importance_sampling_level=level), g, monkeypatch)
     assert not torch.tensor(expected).isfinite()
-    loss, gradient = ours({"beta": 0.0, "ratio_level": level}, g)
+    loss, gradient = ours({"kl": None, "loss": {"ratio": level}}, g)
     assert torch.tensor(loss).isfinite()
     assert gradient.isfinite().all()
 
@@ -400,7 +400,7 @@ def test_rloo_has_the_same_gradient_on_policy_and_another_loss_value(make, monke
     old_N = (g.old * g.mask).sum(1)
     loss = trainer._compute_loss(trainer.model, inputs_for(g, old_logps=old_N))
     loss.backward()
-    value, gradient = ours({"preset": "rloo", "beta": 0.0}, g)
+    value, gradient = ours({"preset": "rloo", "kl": None}, g)
     torch.testing.assert_close(gradient, g.flat(leaf.grad), rtol=1e-9, atol=1e-12)
     assert abs(value - loss.item()) > 1e-2
 

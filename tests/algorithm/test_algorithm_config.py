@@ -17,62 +17,109 @@ from groupwise.algorithm.advantages import BASELINES, SCALES
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.kl import ESTIMATORS
 from groupwise.algorithm.ratio import RATIOS
-from groupwise.algorithm.surrogate import SURROGATES
+from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
+from groupwise.config.advantage import GroupAdvantage, ValueConfig
+from groupwise.config.algorithm import KLConfig
+from groupwise.config.loss import LOSS_TYPES, CispoLoss, ClipLoss, LossSection
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig, Config
+
+FORMER_ROWS = {
+    "grpo": {},
+    "dr_grpo": {"scale": "none", "aggregation": "fixed", "beta": 0.0},
+    "dapo": {"bounds": ClipBounds(0.2, 0.28), "aggregation": "token_mean", "beta": 0.0},
+    "gspo": {"ratio_level": "sequence", "bounds": ClipBounds(3e-4, 4e-4), "beta": 0.0},
+    "cispo": {"surrogate": "cispo", "bounds": ClipBounds(1.0, 4.0), "aggregation": "token_mean", "beta": 0.0},
+    "rloo": {
+        "baseline": "leave_one_out", "scale": "none", "surrogate": "reinforce", "aggregation": "sequence_sum", "kl_estimator": "k1",
+        "kl_placement": "reward", "beta": 0.03,
+    },
+    "reinforce++": {
+        "baseline": "batch_mean", "scale": "batch_std", "aggregation": "token_mean", "kl_estimator": "k1",
+        "kl_placement": "token_reward", "beta": 0.01,
+    },
+    "bnpo": {"aggregation": "token_mean", "beta": 0.0},
+    "ppo": {
+        "baseline": "value", "scale": "batch_std", "aggregation": "token_mean", "kl_estimator": "k1", "kl_placement": "token_reward",
+        "beta": 0.02, "gamma": 1.0, "gae_lambda": 0.95, "value_clip": 0.2,
+    },
+}  # fmt: skip
+"""What each preset's flat row of version 0.1 made of the objective, beside GRPO's."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_does_what_its_flat_row_did(name):
+    config = AlgorithmConfig(preset=name)
+    assert Objective.from_config(config) == Objective(**FORMER_ROWS[name])
+    assert (config.updates_per_batch, config.mask_truncated, config.correction, config.entropy) == (1, False, None, None)
+    assert config.value == (ValueConfig(clip=0.2, loss_weight=0.1) if name == "ppo" else None)
+    rest = KLConfig(reference_updates=1, reference_every=None, reference_mixing=1.0, skip_zero_variance=True, target=None)
+    assert config.kl is None or config.kl == rest.model_copy(
+        update={n: getattr(config.kl, n) for n in ("beta", "estimator", "placement")}
+    )
 
 
 def test_every_row_is_a_valid_config():
     assert set(get_args(AlgorithmConfig.model_fields["preset"].annotation)) == set(PRESETS)
     for name, row in PRESETS.items():
-        explicit = AlgorithmConfig(preset=name, **row.values)  # validated, as values out of the table are not
         followed = AlgorithmConfig(preset=name)
-        assert explicit == followed.model_copy(update={})
-        assert {f: getattr(followed, f) for f in row.values} == dict(row.values)
+        assert AlgorithmConfig(preset=name, **row.values) == followed
+        for path, value in row.settings.items():
+            found = followed
+            for part in path.split("."):
+                found = getattr(found, part)
+            assert found == value
+        assert followed.model_fields_set == {"preset"}
 
 
 def test_defaults_are_grpos():
-    assert dict(PRESETS["grpo"].values).items() <= {n: f.default for n, f in AlgorithmConfig.model_fields.items()}.items()
+    assert AlgorithmConfig(preset="grpo") == AlgorithmConfig() == Config().algorithm
+    assert AlgorithmConfig().loss == ClipLoss()
+    assert AlgorithmConfig().advantage == GroupAdvantage()
+    assert AlgorithmConfig().kl == KLConfig()
+
+
+def choices(section, name):
+    return set(get_args(section.model_fields[name].annotation))
 
 
 def test_every_choice_has_its_function():
-    tables = {
-        "baseline": {**BASELINES, "value": None},  # of the learned value, not of rewards: values.value_advantages
-        "scale": SCALES,
-        "ratio_level": RATIOS.keys() - {"whole_sequence", "product"},  # groupwise.trl's alone
-        "surrogate": SURROGATES,
-        "aggregation": AGGREGATIONS,
-        "kl_estimator": ESTIMATORS,
-    }
-    for name, table in tables.items():
-        assert set(get_args(AlgorithmConfig.model_fields[name].annotation)) == set(table)
+    assert choices(GroupAdvantage, "baseline") == set(BASELINES)
+    assert choices(GroupAdvantage, "scale") == set(SCALES)
+    own = {"whole_sequence", "product"}  # groupwise.trl's, and VESPO's
+    assert choices(ClipLoss, "ratio") == choices(CispoLoss, "ratio") == RATIOS.keys() - own
+    assert set(SURROGATES) == {"clip", "cispo", "reinforce"} < set(LOSS_TYPES)
+    assert choices(LossSection, "aggregation") == set(AGGREGATIONS)
+    assert choices(KLConfig, "estimator") == set(ESTIMATORS)
 
 
 def test_explicit_keys_win_and_stay_explicit():
-    config = AlgorithmConfig(preset="dapo", epsilon_high=0.5, scale="none")
-    assert (config.epsilon_high, config.scale, config.aggregation) == (0.5, "none", "token_mean")
-    assert config.model_fields_set == {"preset", "epsilon_high", "scale"}
+    config = AlgorithmConfig(preset="dapo", loss={"epsilon_high": 0.5}, advantage={"scale": "none"})
+    assert (config.loss.epsilon_high, config.advantage.scale, config.loss.aggregation) == (0.5, "none", "token_mean")
+    assert config.model_fields_set == {"preset", "loss", "advantage"}
+    assert config.loss.model_fields_set == {"epsilon_high"}
     config.preset = "gspo"
-    assert (config.epsilon, config.epsilon_high, config.scale, config.ratio_level) == (3e-4, 0.5, "none", "sequence")
+    assert config.loss == ClipLoss(ratio="sequence", epsilon=3e-4, epsilon_high=0.5)
+    assert config.advantage.scale == "none"
     config.preset = "grpo"
-    assert (config.epsilon, config.ratio_level) == (0.2, "token")
+    assert (config.loss.epsilon, config.loss.ratio) == (0.2, "token")
 
 
 def test_nothing_of_a_former_preset_stays_behind():
     config = AlgorithmConfig(preset="dapo")
     config.preset = "grpo"
-    assert config.epsilon_high is None
+    assert config.loss.epsilon_high is None
     assert config == AlgorithmConfig()
 
 
 def test_an_explicit_default_wins_over_the_preset():
-    assert AlgorithmConfig(preset="dapo", beta=0.04).beta == 0.04
-    assert AlgorithmConfig(preset="dapo", epsilon_high=None).epsilon_high is None
+    assert AlgorithmConfig(preset="dapo", kl={"beta": 0.04}).beta == 0.04
+    assert AlgorithmConfig(preset="dapo", loss={"epsilon_high": None}).loss.epsilon_high is None
 
 
 def test_a_resolved_config_reads_back_the_same():
     for name in PRESETS:
-        config = Config(algorithm={"preset": name, "epsilon": 0.11})
+        config = Config(algorithm={"preset": name, "advantage": {"epsilon": 0.11}})
         again = Config.model_validate(config.model_dump())
         assert Objective.from_config(again.algorithm) == Objective.from_config(config.algorithm)
 
@@ -80,26 +127,26 @@ def test_a_resolved_config_reads_back_the_same():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"epsilon": 0}, "greater than 0"),
-        ({"epsilon": -0.1}, "greater than 0"),
-        ({"epsilon_high": 0}, "greater than 0"),
-        ({"beta": -1}, "greater than or equal to 0"),
-        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"loss": {"epsilon": 0}}, "greater than 0"),
+        ({"loss": {"epsilon": -0.1}}, "greater than 0"),
+        ({"loss": {"epsilon_high": 0}}, "greater than 0"),
+        ({"kl": {"beta": -1}}, "greater than 0"),
+        ({"kl": {"beta": 0}}, "write algorithm.kl=null for none"),
+        ({"loss": {"dual_clip": 1.0}}, "greater than 1"),
         ({"preset": "ppg"}, "grpo"),
-        ({"delta": 1.1}, "above the upper clip bound 1.2"),
-        ({"preset": "dapo", "dual_clip": 1.25}, "above the upper clip bound 1.28"),
-        ({"dual_clip": 3, "delta": 4}, "set only one"),
-        ({"preset": "cispo", "delta": 8}, "has no effect"),
-        ({"baseline": "none"}, "divided by about 0; set baseline to 'group_mean'"),
-        ({"preset": "ppo", "scale": "group_std"}, "divided by about 0"),
-        ({"baseline": "none", "scale": "batch_std"}, "divided by about 0; set baseline to 'batch_mean'"),
-        ({"baseline": "none", "scale": "centred_std"}, "divided by about 0; set baseline to 'batch_mean'"),
-        ({"preset": "ppo", "scale": "centred_std"}, "use 'batch_std', which does the same there"),
-        ({"kl_placement": "token_reward"}, "the KL would be divided by about 0"),
+        ({"loss": {"dual_clip": 1.1}}, "above the upper clip bound 1.2"),
+        ({"preset": "dapo", "loss": {"dual_clip": 1.25}}, "above the upper clip bound 1.28"),
+        ({"delta": 4}, "algorithm.delta has moved: write algorithm.loss.dual_clip, which is the same cap"),
+        ({"preset": "cispo", "loss": {"dual_clip": 8}}, "not permitted"),
+        ({"advantage": {"baseline": "none"}}, "divided by about 0; set baseline to 'group_mean'"),
+        ({"preset": "ppo", "advantage": {"scale": "group_std"}}, "not permitted"),
+        ({"advantage": {"baseline": "none", "scale": "batch_std"}}, "divided by about 0; set baseline to 'batch_mean'"),
+        ({"advantage": {"baseline": "none", "scale": "centred_std"}}, "divided by about 0; set baseline to 'batch_mean'"),
+        ({"kl": {"placement": "token_reward"}}, "the KL would be divided by about 0"),
         ({"preset": "rloo", "updates_per_batch": 2}, "after the first update the batch is off-policy"),
-        ({"preset": "ppo", "gamma": 0}, "greater than 0"),
-        ({"gae_lambda": 1.5}, "less than or equal to 1"),
-        ({"value_clip": 0}, "greater than 0"),
+        ({"preset": "ppo", "advantage": {"gamma": 0}}, "greater than 0"),
+        ({"preset": "ppo", "advantage": {"lam": 1.5}}, "less than or equal to 1"),
+        ({"preset": "ppo", "value": {"clip": 0}}, "greater than 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, sentence: str):
@@ -107,12 +154,23 @@ def test_bad_settings_are_refused(settings: dict, sentence: str):
         AlgorithmConfig(**settings)
 
 
-CHOICES = ("baseline", "scale", "ratio_level", "surrogate", "aggregation", "kl_estimator", "kl_placement")
-
-
-def every_combination() -> Iterator[dict[str, str]]:
-    options = [get_args(AlgorithmConfig.model_fields[name].annotation) for name in CHOICES]
-    return (dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*options))
+def every_combination() -> Iterator[dict[str, dict[str, object]]]:
+    options = lambda section, name: get_args(section.model_fields[name].annotation)  # noqa: E731
+    advantages = [
+        *({"baseline": b, "scale": s} for b in options(GroupAdvantage, "baseline") for s in options(GroupAdvantage, "scale")),
+        *({"type": "gae", "whiten": whiten} for whiten in (True, False)),
+    ]  # fmt: skip
+    losses = [
+        *({"type": kind, "ratio": r, "epsilon": 0.2, "epsilon_high": 0.3} for kind in ("clip", "cispo") for r in ("token", "sequence")),
+        *({"type": kind} for kind in ("reinforce", "sapo", "vespo")),
+    ]  # fmt: skip
+    kls = [
+        {"beta": 0.1, "estimator": e, "placement": p}
+        for e in options(KLConfig, "estimator")
+        for p in options(KLConfig, "placement")
+    ]
+    for advantage, loss, aggregation, kl in itertools.product(advantages, losses, options(LossSection, "aggregation"), kls):
+        yield {"advantage": advantage, "loss": loss | {"aggregation": aggregation}, "kl": kl}
 
 
 def test_every_combination_works_or_is_refused():
@@ -123,7 +181,7 @@ def test_every_combination_works_or_is_refused():
     worked = refused = 0
     for chosen in every_combination():
         try:
-            objective = Objective.from_config(AlgorithmConfig(**chosen, beta=0.1, epsilon_high=0.3))
+            objective = Objective.from_config(AlgorithmConfig(**chosen))
         except ValidationError:  # for what, the test above says
             refused += 1
             continue
@@ -144,9 +202,9 @@ def test_every_combination_works_or_is_refused():
         assert loss.isfinite()
         assert 0 < logprobs_T.grad.abs().max() < 50, chosen
         worked += 1
-    # per 72 choices of the rest: group_std for 3 baselines x 3 placements, and 2 x token_reward; batch_std for none x 3 placements;
-    # centred_std for none and value x 3 placements
-    assert (worked, refused) == (4320 - 20 * 72, 20 * 72)
+    # per 28 losses with their sums and 3 estimators: group_std for 2 baselines x 3 placements, and 2 x token_reward; batch_std and
+    # centred_std for none x 3 placements
+    assert (worked, refused) == ((18 * 3 - 14) * 84, 14 * 84)
 
 
 def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T) -> torch.Tensor:
@@ -169,9 +227,9 @@ def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequen
 
 
 def test_objective_takes_every_setting():
-    config = AlgorithmConfig(preset="rloo", surrogate="clip", epsilon=0.1, epsilon_high=0.3, delta=4.0, advantage_epsilon=1e-6)
-    objective = Objective.from_config(config)
-    assert (objective.bounds.low, objective.bounds.high, objective.bounds.delta, objective.bounds.dual) == (0.1, 0.3, 4.0, None)
+    loss = {"type": "clip", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}
+    objective = Objective.from_config(AlgorithmConfig(preset="rloo", loss=loss, advantage={"epsilon": 1e-6}))
+    assert (objective.bounds.low, objective.bounds.high, objective.bounds.dual) == (0.1, 0.3, 4.0)
     assert (objective.baseline, objective.scale, objective.aggregation) == ("leave_one_out", "none", "sequence_sum")
     assert (objective.kl_estimator, objective.kl_placement, objective.beta) == ("k1", "reward", 0.03)
     assert objective.advantage_epsilon == 1e-6

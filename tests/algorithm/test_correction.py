@@ -49,7 +49,7 @@ def test_one_policy_needs_no_correction_and_a_far_one_stays_finite():
 
 
 def test_the_factor_is_on_the_surrogate_and_not_on_the_kl():
-    objective = Objective.from_config(AlgorithmConfig(beta=0.1))
+    objective = Objective.from_config(AlgorithmConfig(kl={"beta": 0.1}))
     given = {
         "logprobs_T": OLD.clone().requires_grad_(),
         "reference_logprobs_T": SAMPLED,

@@ -184,8 +184,8 @@ def test_one_advantage_per_completion_equals_the_same_for_each_token(name: str):
 def test_at_ratio_one_the_gradient_is_reinforces(name: str):
     """pi = pi_old: d(-sum w A r)/d log pi = -w A, whatever the clip; with the KL weight at 0."""
     b = random_batch(5, 0.0)
-    config = AlgorithmConfig(preset=name, beta=0.0)
-    clipped, plain = Objective.from_config(config), Objective.from_config(config.model_copy(update={"surrogate": "reinforce"}))
+    config, unclipped = (AlgorithmConfig(preset=name, kl=None, **more) for more in ({}, {"loss": {"type": "reinforce"}}))
+    clipped, plain = Objective.from_config(config), Objective.from_config(unclipped)
     parts = [completions_of(b)]
     _, grads, _ = fast(clipped, b, parts)
     _, reinforce, _ = fast(plain, b, parts)

@@ -34,7 +34,7 @@ def test_without_a_critic_and_without_discount_every_token_has_the_outcome():
     nothing = [[np.zeros_like(v) for v in group] for group in b.values]
     advantages, returns = value_advantages(b.rewards, nothing, gamma=1.0, lam=1.0)
     assert advantages == returns == [[[r] * len(b.lp[g][i]) for i, r in enumerate(group)] for g, group in enumerate(b.rewards)]
-    plain = Objective.from_config(AlgorithmConfig(baseline="none", scale="none", beta=0)).advantages(b.rewards)
+    plain = Objective.from_config(AlgorithmConfig(advantage={"baseline": "none", "scale": "none"}, kl=None)).advantages(b.rewards)
     assert [[tokens[0] for tokens in group] for group in advantages] == plain
 
 

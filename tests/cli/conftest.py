@@ -53,7 +53,7 @@ def small(tiny_model, problems):
         "rollout.completions_per_prompt=2",
         "training.steps=2",
         "warm_start.steps=0",
-        "beta=0",
+        "algorithm.kl=null",
     ]
 
 

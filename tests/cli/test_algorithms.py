@@ -9,6 +9,7 @@ import pytest
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import formula
 from groupwise.config.presets import PRESETS
+from groupwise.config.problems import shown as written
 
 KEYS = ["name", "title", "paper", "url", "summary", "beyond", "settings", "choices", "formula"]
 CHOICES = ["baseline", "scale", "ratio", "surrogate", "clip_range", "aggregation", "kl"]
@@ -36,13 +37,9 @@ def test_the_json_of_one_preset_as_promised(groupwise):
         "summary": PRESETS["dapo"].summary,
         "beyond": PRESETS["dapo"].beyond,
         "settings": {
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "aggregation": "token_mean",
-            "beta": 0.0,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "clip", "epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean"},
+            "kl": None,
         },
         "choices": {
             "baseline": "group mean",
@@ -66,7 +63,7 @@ def test_the_json_of_one_preset_as_promised(groupwise):
 def test_one_preset_shows_its_formula_and_its_settings(groupwise, name):
     shown = groupwise("algorithms", name).stdout
     assert all(f"  {line}\n" in shown for line in formula(AlgorithmConfig(preset=name)))
-    assert all(f"algorithm.{setting}={value}" in shown for setting, value in PRESETS[name].values.items())
+    assert all(f"  algorithm.{setting}={written(value)}\n" in shown for setting, value in PRESETS[name].settings.items())
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
@@ -85,13 +82,28 @@ def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
         ({"preset": "reinforce++"}, "r_it  = reward_i - sum_(s >= t) 0.01 k1_is"),
         ({"preset": "gspo"}, "w     = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion"),
         ({"preset": "cispo"}, "L_it  = -clip(w, 0, 5) A log pi(o_it), with no gradient through the weight"),
-        ({"dual_clip": 3}, "L_it  = -min(w A, clip(w, 0.8, 1.2) A), and at most -3 A where A < 0"),
-        ({"delta": 4}, "L_it  = -min(min(w, 4) A, clip(w, 0.8, 1.2) A)"),
-        ({"kl_correction": True}, "L_it += 0.04 w k3_it"),
-        ({"preset": "ppo", "gamma": 0.9}, "A_it  = sum_(s >= t) 0.855^(s-t) delta_is, whitened: (A - mean) / (std + 0.0001)"),
-        ({"preset": "ppo", "gamma": 0.9}, "delta_it = r_it + 0.9 V_i,t+1 - V_it, V = 0 after the last token"),
-        ({"preset": "ppo", "value_clip": None}, "value = 0.1 x mean over tokens of (V - R)^2 / 2"),
-        ({"baseline": "none", "scale": "none", "aggregation": "sequence_sum"}, "A_i   = r_i"),
+        ({"loss": {"dual_clip": 3}}, "L_it  = -min(w A, clip(w, 0.8, 1.2) A), and at most -3 A where A < 0"),
+        ({"kl": {"importance_weighted": True}}, "L_it += 0.04 w k3_it"),
+        (
+            {"preset": "ppo", "advantage": {"gamma": 0.9}},
+            "A_it  = sum_(s >= t) 0.855^(s-t) delta_is, whitened: (A - mean) / (std + 0.0001)",
+        ),
+        ({"preset": "ppo", "advantage": {"gamma": 0.9}}, "delta_it = r_it + 0.9 V_i,t+1 - V_it, V = 0 after the last token"),
+        ({"preset": "ppo", "value": {"clip": None}}, "value = 0.1 x mean over tokens of (V - R)^2 / 2"),
+        ({"loss": {"type": "sapo"}}, "L_it  = -4 / tau sigmoid(tau (w - 1)) A, tau = 1 where A > 0, else 1.05"),
+        (
+            {"loss": {"type": "vespo"}},
+            "L_it  = -w^k exp(l (1 - w)) A log pi(o_it), with no gradient through the weight; k, l = 2, 3 where",
+        ),
+        ({"loss": {"type": "vespo"}}, "w     = pi(o_i) / pi_old(o_i), one for the whole completion"),
+        ({"loss": {"type": "dppo"}}, "L_it  = -m w A, with m = 0 where w A would grow and tv(pi, pi_old) > 0.15, else 1"),
+        (
+            {"loss": {"type": "gmpo"}},
+            "L_it  = -exp(1/|o_i| sum_t x_it) A, with x_it the smaller of log w and clip(log w, -0.4, 0.4)",
+        ),
+        ({"advantage": {"type": "maxrl"}}, "A_i   = (r_i - mean(rewards of the group)) / (mean(rewards of the group) + 0.0001)"),
+        ({"advantage": {"type": "gdpo"}}, "A_i   = (S_i - mean(S of the batch)) / (std(S of the batch) + 0.0001)"),
+        ({"advantage": {"baseline": "none", "scale": "none"}, "loss": {"aggregation": "sequence_sum"}}, "A_i   = r_i"),
     ],
 )
 def test_the_formula_follows_the_settings(settings, line):

@@ -80,7 +80,7 @@ def test_a_table_for_people(groupwise, small, nowhere):
 def test_a_recipe_s_schedule_and_services_do_not_stand_in_the_way(groupwise, small, nowhere):
     """Warm-up and outer iterations of a long run, a dashboard, checkpoints: none of it belongs to a trial."""
     long = [
-        "training.steps=1000", "warmup_steps=100", "algorithm.reference_updates=10", "beta=0.04", "evaluation.every=1",
+        "training.steps=1000", "warmup_steps=100", "algorithm.kl.reference_updates=10", "beta=0.04", "evaluation.every=1",
         "output.checkpoint_every=1", "output.trackers=[wandb]", "warm_start.steps=5",
     ]  # fmt: skip
     result = groupwise("bench", "quickstart", *small, *long, "--steps", "2", "--json")

@@ -160,7 +160,7 @@ def test_the_package_offers_what_it_says_and_nothing_is_missing():
         (["train", "quickstart", "--max_new_tokens", "9", "--dry-run"], "rollout.max_completion_tokens=9"),
         (["plan", "quickstart", "--temperature", "0.5"], "rollout.temperature=0.5"),
         (["eval", "some-model", "--problems", "20"], "evaluation.problems=20"),
-        (["doctor", "quickstart", "--beta"], "algorithm.beta=VALUE"),
+        (["doctor", "quickstart", "--beta"], "algorithm.kl.beta=VALUE"),
     ],
 )
 def test_a_setting_spelled_as_an_option_is_told_how_it_is_written(groupwise, monkeypatch, words, said):

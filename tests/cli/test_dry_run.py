@@ -133,8 +133,8 @@ def test_kernels_that_the_lean_decoder_never_calls_are_told(groupwise, small, no
     ("override", "said"),
     [
         ("rollout.completions_per_prompt=1", "must be at least 2"),
-        ("algorithm.epsilon=0", "must be greater than 0"),
-        ("algorithm.epsilon=-1", "must be greater than 0"),
+        ("algorithm.loss.epsilon=0", "must be greater than 0"),
+        ("algorithm.loss.epsilon=-1", "must be greater than 0"),
         ("rollout.completion_per_prompt=8", "did you mean rollout.completions_per_prompt?"),
         ("training.steps=ten", "must be a whole number"),
         ("data.source=nowhere.jsonl", "nowhere.jsonl"),

@@ -61,7 +61,7 @@ def test_a_dry_run_shows_it_without_its_weights(groupwise, small, file, judge, n
             ["form: dialogue"],
             "rewards.functions[0].model.form is 'dialogue', but must be one of auto, conversation, text, pair or as_",
         ),
-        (["dvice: cpu"], "rewards.functions[0].model.dvice is not a setting: did you mean rewards.functions[].model[].device?"),
+        (["dvice: cpu"], "rewards.functions[0].model.dvice is not a setting: did you mean rewards.functions[].model.device?"),
     ],
 )
 def test_mistakes_come_to_light_in_a_dry_run(groupwise, small, file, no_weights, settings, said):

@@ -18,7 +18,7 @@ FILES = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py"
 @pytest.fixture
 def overrides(small, problems):
     """Settings that make an example a run of a second; its rewards and its algorithm stay as they are."""
-    own = ("algorithm", "beta")
+    own = ("algorithm",)
     return [
         *(word for word in small if not word.startswith(own)),
         "prompt.system=none",

@@ -15,24 +15,38 @@ def test_every_setting_has_a_description_and_a_type_in_plain_words():
 
 
 def test_every_setting_is_listed_once_with_its_default():
-    docs = {doc.path: doc for doc in explain()}
+    docs = {(doc.path, doc.of): doc for doc in explain()}
     assert len(docs) == len(explain())
-    assert docs["rollout.completions_per_prompt"].type == "whole number >= 2"
-    assert docs["rollout.completions_per_prompt"].default == 8
-    assert docs["rewards.functions"].default == [{"function": "correctness"}, {"function": "format"}]
-    assert docs["rewards.functions[].model[].name"].default == "(required)"
-    assert docs["optimizer.max_grad_norm"].type == "number or null (> 0)"
-    assert docs["data.arithmetic.steps"].type == "whole number >= 1 and <= 4"
+    assert docs["rollout.completions_per_prompt", ()].type == "whole number >= 2"
+    assert docs["rollout.completions_per_prompt", ()].default == 8
+    assert docs["rewards.functions", ()].default == [{"function": "correctness"}, {"function": "format"}]
+    assert docs["rewards.functions[].model.name", ()].default == "(required)"
+    assert docs["optimizer.max_grad_norm", ()].type == "number or null (> 0)"
+    assert docs["data.arithmetic.steps", ()].type == "whole number >= 1 and <= 4"
 
 
 def test_every_listed_path_can_be_found_again_and_every_plain_one_can_be_set():
-    config = load_config(None)
+    everything = ["model.lora.rank=4", "preset=ppo", "kl.beta=0.1", "correction.level=token", "entropy.bonus=0.1"]
+    config = load_config(None, everything)
     for doc in explain():
         assert find_field(doc.path) is not None
+        *parents, leaf = doc.path.split(".")
         if "[]" not in doc.path:
-            value = config
-            for name in doc.path.split("."):
-                value = getattr(value, name)
+            section = config
+            for name in parents:
+                section = getattr(section, name)
+            assert hasattr(section, leaf) or (doc.of and section.type not in doc.of)
+
+
+def test_a_setting_of_some_types_alone_is_listed_with_them():
+    rows = {(doc.path, doc.of): doc.default for doc in explain() if doc.path.startswith("algorithm.loss.")}
+    assert rows["algorithm.loss.epsilon", ("clip",)] == 0.2
+    assert rows["algorithm.loss.epsilon", ("cispo",)] == 1.0
+    assert rows["algorithm.loss.aggregation", ()] == "sequence_mean"
+    assert ("algorithm.loss.ratio", ("clip", "cispo")) in rows
+    docs = {doc.name: doc for doc in explain() if doc.path.startswith("algorithm.loss.")}
+    assert docs["type"].type == "clip | cispo | reinforce | sapo | vespo | gmpo | dppo | FILE.py:FUNCTION"
+    assert docs["tau_positive (sapo)"].default == 1.0
 
 
 def test_the_words_of_other_trainers_point_at_settings_that_exist_and_are_none_themselves():
@@ -57,14 +71,13 @@ def test_prompts_that_leave_processes_waiting_are_named():
 
 def test_a_plain_config_and_one_without_beta_have_no_notes():
     assert notes(load_config(None)) == []
-    assert notes(load_config(None, ["beta=0"])) == []
+    assert notes(load_config(None, ["kl=null"])) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["beta=0", "reference_updates=3"], "algorithm.reference_updates=3 has no effect here: algorithm.beta is 0"),
-        (["algorithm.epsilon=0.1"], "algorithm.epsilon=0.1 has no effect here: with algorithm.updates_per_batch 1"),
+        (["algorithm.loss.epsilon=0.1"], "algorithm.loss.epsilon=0.1 has no effect here: with algorithm.updates_per_batch 1"),
         (
             ["rollout.top_p=0.9"],
             "rollout.top_p=0.9 cuts tokens out of the sampled distribution, while the loss scores the full one",
@@ -83,15 +96,14 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["evaluation.modes=[greedy]", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 has no effect here"),
         (["evaluation.every=500"], "evaluation.every=500 has no effect here: the run has only 100 steps"),
         (["keep_checkpoints=5"], "output.keep_checkpoints=5 has no effect here"),
-        (["kl_estimator=k1"], "algorithm.kl_estimator=k1 in the loss pulls nowhere"),
+        (["stale_samples=uncorrected"], "algorithm.stale_samples='uncorrected' has no effect here: rollout.ahead is 0"),
+        (["rollout.ahead=1", "stale_samples=behaviour", "correction.level=token"], "algorithm.correction has no effect here"),
+        (["kl.estimator=k1"], "algorithm.kl.estimator=k1 in the loss pulls nowhere"),
+        (["preset=ppo", "value.clip=0.5"], "algorithm.value.clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
         (
-            ["kl_correction=true", "algorithm.kl_placement=reward"],
-            "algorithm.kl_correction=true has no effect here: the KL is part",
+            ["rewards.normalise=std"],
+            "rewards.normalise='std' has no effect here: algorithm.advantage.scale is group_std, so the size",
         ),
-        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect here: algorithm.baseline is not value"),
-        (["preset=ppo", "value_clip=0.5"], "algorithm.value_clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
-        (["preset=rloo", "ratio_level=sequence"], "algorithm.ratio_level='sequence' has no effect here: algorithm.surrogate is"),
-        (["rewards.normalise=std"], "rewards.normalise='std' has no effect here: algorithm.scale is group_std, so the size"),
         (["rewards.processes=4"], "rewards.processes=4 has no effect here: no reward function has isolate"),
         (
             ["rewards.functions=[{function: accuracy, isolate: true}]", "rewards.timeout_s=null"],
@@ -106,14 +118,14 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
     assert found[0].endswith(".")
 
 
-@pytest.mark.parametrize("more", ["rewards.clip=[-1,1]", "preset=dr_grpo", "algorithm.kl_placement=reward"])
+@pytest.mark.parametrize("more", ["rewards.clip=[-1,1]", "preset=dr_grpo", "algorithm.kl.placement=reward"])
 def test_normalising_the_sum_is_not_reported_where_it_acts(more):
     assert not [note for note in notes(load_config(None, ["rewards.normalise=std", more])) if "rewards.normalise" in note]
 
 
 def test_clipping_is_not_reported_where_it_acts():
-    assert notes(load_config(None, ["algorithm.epsilon=0.1", "updates_per_batch=2"])) == []
+    assert notes(load_config(None, ["algorithm.loss.epsilon=0.1", "updates_per_batch=2"])) == []
 
 
 def test_a_default_that_was_only_written_out_is_not_reported():
-    assert notes(build_config({"algorithm": {"epsilon": 0.2}, "warm_start": {"examples_per_step": 16}})) == []
+    assert notes(build_config({"algorithm": {"loss": {"epsilon": 0.2}}, "warm_start": {"examples_per_step": 16}})) == []

@@ -53,7 +53,7 @@ def test_the_24_gb_recipe_is_the_write_up_s():
     config = load_config("gsm8k-1.5b-24gb")
     assert (config.rollout.prompts_per_step, config.rollout.completions_per_prompt) == (2, 8)
     assert (config.rollout.max_completion_tokens, config.algorithm.beta) == (256, 0.04)
-    assert (config.optimizer.learning_rate, config.algorithm.epsilon, config.optimizer.max_grad_norm) == (5e-6, 0.1, 0.1)
+    assert (config.optimizer.learning_rate, config.algorithm.loss.epsilon, config.optimizer.max_grad_norm) == (5e-6, 0.1, 0.1)
 
 
 def test_the_8_gpu_recipe_is_the_write_up_s():
@@ -93,7 +93,7 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
 @pytest.mark.parametrize(
     ("override", "section", "name", "value"),
     [
-        ("beta=0.1", "algorithm", "beta", 0.1),
+        ("stale_samples=behaviour", "algorithm", "stale_samples", "behaviour"),
         ("optimizer.learning_rate=1e-5", "optimizer", "learning_rate", 1e-5),
         ("max_grad_norm=null", "optimizer", "max_grad_norm", None),
         ("optimizer.betas=[0.8, 0.95]", "optimizer", "betas", (0.8, 0.95)),
@@ -141,12 +141,12 @@ def test_loading_never_changes_what_was_passed_in_or_the_schema_s_defaults():
     ("override", "said"),
     [
         ("rollout.completions_per_prompt=1", "rollout.completions_per_prompt is 1, but must be at least 2: "),
-        ("algorithm.epsilon=0", "algorithm.epsilon is 0, but must be greater than 0: "),
-        ("algorithm.epsilon=-0.2", "algorithm.epsilon is -0.2, but must be greater than 0: "),
+        ("algorithm.loss.epsilon=0", "algorithm.loss.epsilon is 0, but must be greater than 0: "),
+        ("algorithm.loss.epsilon=-0.2", "algorithm.loss.epsilon is -0.2, but must be greater than 0: "),
         ("rollout.top_p=1.5", "rollout.top_p is 1.5, but must be at most 1: "),
         ("training.steps=many", "training.steps is 'many', but must be a whole number: "),
         ("training.steps=1.5", "training.steps is 1.5, but must be a whole number: "),
-        ("algorithm.beta=high", "algorithm.beta is 'high', but must be a number: "),
+        ("algorithm.kl.beta=high", "algorithm.kl.beta is 'high', but must be a number: "),
         ("data.shuffle=perhaps", "data.shuffle is 'perhaps', but must be true or false: "),
         ("optimizer.schedule=cosin", "must be one of constant, linear or cosine (did you mean cosine?)"),
         ("evaluation.modes=[sampled, greddy]", "evaluation.modes[1] is 'greddy', but must be one of sampled or greedy"),
@@ -162,7 +162,7 @@ def test_loading_never_changes_what_was_passed_in_or_the_schema_s_defaults():
         ("rewards.functions=[{model: {name: judge, batch_tokens: 0}}]", "is 0, but must be at least 1"),
         ("rewards.functions=[{model: {revision: main}}]", "name is missing, but must be given"),
         ("training=fast", "training is 'fast', but must be a section of settings"),
-        ("algorithm.beta=.nan", "algorithm.beta is nan, but must be a finite number"),
+        ("algorithm.kl.beta=.nan", "algorithm.kl.beta is nan, but must be a finite number"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate is inf, but must be a finite number"),
         ("optimizer.warmup_steps=1000", "the peak rate would never be reached"),
         ("training.steps", "'training.steps' is not an override, which is written key=value"),
@@ -190,7 +190,7 @@ def test_several_mistakes_are_counted_and_unknown_keys_come_first(tmp_path):
     ("override", "meant"),
     [
         ("rollout.completion_per_prompt=4", "rollout.completions_per_prompt"),
-        ("rollout.beta=0.1", "algorithm.beta"),
+        ("rollout.beta=0.1", "algorithm.kl.beta"),
         ("completions_per_promt=4", "rollout.completions_per_prompt"),
         ("optimiser.learning_rate=1", "optimizer.learning_rate"),
         ("num_generations=4", "rollout.completions_per_prompt"),
@@ -288,10 +288,10 @@ def test_a_recipe_s_rewards_exist_and_fit_the_answers_it_asks_for(name):
     [
         ({"model": {"lora": {"rank": 0}}}, "model.lora.rank is 0, but must be at least 1: rank of the two factors"),
         ({"model": {"lora": {"ranck": 8}}}, "model.lora.ranck is not a setting: did you mean model.lora"),
-        ({"model": {"lora": 8}}, "model.lora is 8, but must be a mapping of settings"),
+        ({"model": {"lora": 8}}, "model.lora is 8, but must be a section of settings"),
         (
             {"rewards": {"functions": [{"model": {"name": "judge", "lable": "good"}}]}},
-            "rewards.functions[0].model.lable is not a setting: did you mean rewards.functions[].model[].label?",
+            "rewards.functions[0].model.lable is not a setting: did you mean rewards.functions[].model.label?",
         ),
     ],
 )
@@ -323,14 +323,23 @@ def test_a_key_with_line_breaks_stays_in_one_line():
 
 
 def test_settings_of_another_version_keep_what_this_one_knows():
-    settings = load_config("quickstart", ["optimizer.learning_rate=3e-6", "algorithm.scale=none"]).model_dump(mode="json")
+    settings = load_config("quickstart", ["optimizer.learning_rate=3e-6", "algorithm.advantage.scale=none"]).model_dump(
+        mode="json"
+    )
     settings["optimizer"]["master_weights"] = True
-    settings["algorithm"]["aggregation"] = "as_it_was"
+    settings["algorithm"]["loss"]["aggregation"] = "as_it_was"
+    settings["algorithm"]["beta"] = 0.1
     settings["rewards"]["functions"][0]["shade"] = "blue"
     settings["gone"] = {"everything": 1}
     config, left_out = build_known(settings)
-    assert sorted(left_out) == ["algorithm.aggregation", "gone", "optimizer.master_weights", "rewards.functions.0.shade"]
-    assert (config.optimizer.learning_rate, config.algorithm.scale) == (3e-6, "none")
+    assert sorted(left_out) == [
+        "algorithm.beta",
+        "algorithm.loss.aggregation",
+        "gone",
+        "optimizer.master_weights",
+        "rewards.functions.0.shade",
+    ]
+    assert (config.optimizer.learning_rate, config.algorithm.advantage.scale) == (3e-6, "none")
     assert len(config.rewards.functions) == len(settings["rewards"]["functions"])
 
 
@@ -422,8 +431,8 @@ def test_settings_from_python_that_contain_themselves_get_one_sentence():
 @pytest.mark.parametrize(
     ("unknown", "said"),
     [
-        ("algorithm.num_iterations", "algorithm.updates_per_batch or algorithm.reference_updates?"),
-        ("algorithm.kl_penalty", "algorithm.beta or algorithm.kl_estimator?"),
+        ("algorithm.num_iterations", "algorithm.updates_per_batch or algorithm.kl.reference_updates?"),
+        ("algorithm.kl_penalty", "algorithm.kl.beta or algorithm.kl.estimator?"),
         ("training.logging_steps", "is not a setting: every step is logged"),
         ("model.lora.bias", "is not a setting: an adapter here (model.lora) trains no biases"),
         ("training.gradient_accumulation_steps", "training.micro_batch_tokens? (a step's batch is"),

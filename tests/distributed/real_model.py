@@ -36,7 +36,7 @@ SECTIONS = {
     "training": {"steps": 5, "threads": 1},
     "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 12},
     "optimizer": {"learning_rate": 1e-6},
-    "algorithm": {"beta": 0.04},
+    "algorithm": {"kl": {"beta": 0.04}},
     "evaluation": {"problems": 2},
     "output": {"log_completions": 100},
 }

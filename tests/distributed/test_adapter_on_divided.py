@@ -31,7 +31,7 @@ SECTIONS = {
     "model": {"lora": {"rank": 4, "alpha": 8}},
     "training": {"steps": 5, "micro_batch_tokens": 60},  # so that one process makes more passes than the other
     "output": {"checkpoint_every": 3, "log_completions": 100},
-    "algorithm": {"beta": 0.04},
+    "algorithm": {"kl": {"beta": 0.04}},
     "optimizer": {"learning_rate": 1e-2},  # an update that does not reach the sampler shows in the next step's tokens
     "warm_start": {"steps": 2, "examples_per_step": 3},
 }

@@ -24,7 +24,7 @@ SECTIONS = {
         "micro_batch_tokens": 60,
     },  # so that one process makes more passes than the other
     "output": {"checkpoint_every": 3, "log_completions": 100},
-    "algorithm": {"beta": 0.04},
+    "algorithm": {"kl": {"beta": 0.04}},
     "warm_start": {"steps": 2, "examples_per_step": 3},
 }
 

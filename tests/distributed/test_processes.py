@@ -17,7 +17,7 @@ from tests.distributed.run_ranks import letters, note_first_gradient
 from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two
 from tests.warm import python
 
-STEPS = {"training": {"steps": 5}, "output": {"checkpoint_every": 3, "log_completions": 100}, "algorithm": {"beta": 0.04}}
+STEPS = {"training": {"steps": 5}, "output": {"checkpoint_every": 3, "log_completions": 100}, "algorithm": {"kl": {"beta": 0.04}}}
 
 
 @pytest.fixture(scope="module")

@@ -13,24 +13,25 @@ from groupwise.rewards.load import reward_scope
 
 CLOCKS = ("time", "speed", "memory")
 VARIANTS = {
-    "grpo": {"algorithm": {"beta": 0.04}},
+    "grpo": {"algorithm": {"kl": {"beta": 0.04}}},
     "several updates, a steered leash": {
-        "algorithm": {"beta": 0.04, "updates_per_batch": 2, "kl_target": 0.01, "kl_gain": 0.5, "epsilon": 1e-4},
+        "algorithm": {"kl": {"beta": 0.04, "target": 0.01, "gain": 0.5}, "updates_per_batch": 2, "loss": {"epsilon": 1e-4}},
         "training": {"steps": 3, "micro_batch_tokens": 60},
     },
-    "statistics of the whole batch": {"algorithm": {"baseline": "batch_mean", "scale": "batch_std", "aggregation": "token_mean"}},
-    "kl in the reward": {"algorithm": {"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}},
+    "statistics of the whole batch": {
+        "algorithm": {"advantage": {"baseline": "batch_mean", "scale": "batch_std"}, "loss": {"aggregation": "token_mean"}}
+    },
+    "kl in the reward": {"algorithm": {"kl": {"beta": 0.1, "placement": "reward", "estimator": "k1"}}},
     "kl in each token's reward": {
-        "algorithm": {"beta": 0.1, "kl_placement": "token_reward", "kl_estimator": "k1", "baseline": "batch_mean",
-                      "scale": "batch_std"}
+        "algorithm": {"kl": {"beta": 0.1, "placement": "token_reward", "estimator": "k1"},
+                      "advantage": {"baseline": "batch_mean", "scale": "batch_std"}}
     },
     "a learned value": {
-        "algorithm": {"baseline": "value", "scale": "batch_std", "beta": 0.0, "value_learning_rate": 1e-2,
-                      "updates_per_batch": 2}
+        "algorithm": {"advantage": {"type": "gae"}, "kl": None, "value": {"learning_rate": 1e-2}, "updates_per_batch": 2}
     },
-    "tokens of the most entropy, a bonus": {"algorithm": {"top_entropy_share": 0.3, "entropy_bonus": 0.01}},
+    "tokens of the most entropy, a bonus": {"algorithm": {"entropy": {"top_share": 0.3, "bonus": 0.01}}},
     "the sampler's correction, cut completions masked": {
-        "algorithm": {"sampler_correction": "token", "mask_truncated": True},
+        "algorithm": {"correction": {"level": "token"}, "mask_truncated": True},
         "rollout": {"prompts_per_step": 3, "completions_per_prompt": 6, "max_completion_tokens": 40},
     },
     "a warm start": {"warm_start": {"steps": 2, "examples_per_step": 5}},

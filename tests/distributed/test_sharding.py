@@ -55,7 +55,7 @@ def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment,
         ({"optimizer": {"precision": "masters-8bit"}}, "llama", "masters-8bit"),
         ({"optimizer": {"offload": True}}, "llama", "optimizer.offload"),
         ({"training": {"offload_reference": True}}, "llama", "training.offload_reference"),
-        ({"algorithm": {"baseline": "value", "scale": "batch_std", "critic": "copy"}}, "llama", "algorithm.critic=copy"),
+        ({"algorithm": {"advantage": {"type": "gae"}, "value": {"critic": "copy"}}}, "llama", "algorithm.value.critic=copy"),
     ],
 )
 def test_what_fsdp2_does_not_go_with_is_refused_in_a_sentence(small_config, sections, kind, said):
@@ -81,7 +81,7 @@ def test_mistral_is_divided_but_for_the_first_with_their_sliding_windows(small_c
     [
         {},
         {"optimizer": {"precision": "pure"}},
-        {"algorithm": {"baseline": "value", "scale": "batch_std"}},
+        {"algorithm": {"advantage": {"type": "gae"}}},
         {"model": {"lora": {"rank": 4}}},
         {"model": {"lora": {"rank": 4}}, "optimizer": {"offload": True}},
     ],

@@ -16,7 +16,7 @@ from groupwise.errors import TrainingError
 from groupwise.models.decoder import Decoder
 
 SECTIONS = {
-    "algorithm": {"beta": 0.04, "updates_per_batch": 2, "top_entropy_share": 0.5},
+    "algorithm": {"kl": {"beta": 0.04}, "updates_per_batch": 2, "entropy": {"top_share": 0.5}},
     "warm_start": {"steps": 2, "examples_per_step": 6},
 }
 

@@ -19,7 +19,7 @@ from tests.distributed.two_processes import assert_same_bits, assert_same_run, l
 
 SECTIONS = {
     "output": {"checkpoint_every": 3, "log_completions": 100},
-    "algorithm": {"beta": 0.04},
+    "algorithm": {"kl": {"beta": 0.04}},
     "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "decay": "matrices", "max_grad_norm": 0.5},
     "warm_start": {"steps": 2, "examples_per_step": 3},
 }
@@ -146,7 +146,7 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch):
         ({"optimizer": {"offload": True}}, "optimizer.offload"),
         ({"model": {"dtype": "float16"}}, "model.dtype=float16"),
         ({"model": {"lora": {"rank": 4}, "quantization": "8bit"}}, "model.quantization=8bit"),
-        ({"algorithm": {"baseline": "value", "scale": "none"}}, "algorithm.baseline=value"),
+        ({"algorithm": {"advantage": {"type": "gae", "whiten": False}}}, "algorithm.advantage.type=gae"),
         ({"rollout": {"engine": "transformers"}}, "rollout.engine=transformers"),
     ],
 )

@@ -54,7 +54,7 @@ def settings_of(disease: Disease, clinic: Clinic) -> Config:
 
 SMALL = (
     "training.steps=20", "rollout.prompts_per_step=4", "evaluation.problems=80", "evaluation.modes=[sampled]", "evaluation.show=0",
-    "algorithm.beta=0.01", "training.threads=1", "warm_start.steps=0", "evaluation.at_start=true",
+    "algorithm.kl.beta=0.01", "training.threads=1", "warm_start.steps=0", "evaluation.at_start=true",
 )  # fmt: skip
 
 
@@ -81,12 +81,12 @@ PURE = {"precision": "pure"}
 
 HEALTHY = (
     ill(
-        "random, learns small letters", "", model="chatty", training=steps(24), algorithm={"beta": 0.01}, optimizer={"learning_rate": 1e-5},
-        rollout={"max_completion_tokens": 48}, quick=True,
+        "random, learns small letters", "", model="chatty", training=steps(24), algorithm={"kl": {"beta": 0.01}},
+        optimizer={"learning_rate": 1e-5}, rollout={"max_completion_tokens": 48}, quick=True,
     ),
     ill(
         "taught, stays right", "", model="pupil", data="sevens", training=steps(24), rollout=FORM, optimizer=GENTLE,
-        rewards=functions("correctness", "format"), algorithm={"beta": 0.04},
+        rewards=functions("correctness", "format"), algorithm={"kl": {"beta": 0.04}},
         evaluation={"problems": 40, "every": 8, "at_start": True}, warm_start={"steps": 45, "learning_rate": 5e-3}, quick=True,
     ),
     ill("quickstart, shortened", "", model="schooled"),
@@ -133,7 +133,7 @@ REWARDS = (
 )  # fmt: skip
 
 WRITING = (
-    ill("steps far too large", "mode-collapse kl-above-band rate-too-high", algorithm={"beta": 0.01}, training=steps(24),
+    ill("steps far too large", "mode-collapse kl-above-band rate-too-high", algorithm={"kl": {"beta": 0.01}}, training=steps(24),
         optimizer={"learning_rate": 3e-2}, quick=True),
     ill("steps too large, nothing to gain", "entropy-collapse", rewards=functions("one_letter"), training=steps(40),
         optimizer={"learning_rate": 1e-2}),
@@ -156,14 +156,15 @@ WRITING = (
 )  # fmt: skip
 
 UPDATES = (
-    ill("a KL penalty far too strong", "kl-below-band", algorithm={"beta": 50.0}, training=steps(32), optimizer={"learning_rate": 1e-5}),
-    ill("a KL of the wrong sign", "kl-negative", algorithm={"beta": 1e-4}, training=steps(6), defect=wrong_sign),
+    ill("a KL penalty far too strong", "kl-below-band", algorithm={"kl": {"beta": 50.0}}, training=steps(32),
+        optimizer={"learning_rate": 1e-5}),
+    ill("a KL of the wrong sign", "kl-negative", algorithm={"kl": {"beta": 1e-4}}, training=steps(6), defect=wrong_sign),
     ill("four updates a batch at a rate of 0.03", "ratio-off", algorithm={"updates_per_batch": 4}, training=steps(12),
         optimizer={"learning_rate": 3e-2}, quick=True),
     ill("bfloat16 weights and nothing else, at 1e-6", "rate-too-low updates-lost", model="pupil", data="sevens", rollout=FORM,
         training=steps(8), rewards=functions("correctness", "format"), optimizer=PURE | {"learning_rate": 1e-6},
         model_={"dtype": "bfloat16"}),
-    ill("the same at 1e-14", "no-movement rate-too-low updates-lost", algorithm={"beta": 0.04}, training=steps(12), quick=True,
+    ill("the same at 1e-14", "no-movement rate-too-low updates-lost", algorithm={"kl": {"beta": 0.04}}, training=steps(12), quick=True,
         optimizer=PURE | {"learning_rate": 1e-14}, model_={"dtype": "bfloat16"}),
     ill("a rate of 1e18", "not-finite", optimizer={"learning_rate": 1e18, "max_grad_norm": None}, training=steps(5), quick=True),
     ill("one batch with a reward a thousandfold", "gradient-spikes", rewards=functions("spiking"), training=steps(20),
@@ -171,17 +172,17 @@ UPDATES = (
     ill("the same, with a learned value", "loss-spikes", rewards=functions("spiking"), training=steps(20),
         algorithm={"preset": "ppo"}),
     ill("a value that learns too slowly", "value-biased", rewards=functions("rich"), training=steps(24),
-        algorithm={"preset": "ppo", "value_learning_rate": 1e-7}),
+        algorithm={"preset": "ppo", "value": {"learning_rate": 1e-7}}),
     ill("a value that learns far too fast", "value-harmful", training=steps(24),
-        algorithm={"preset": "ppo", "value_learning_rate": 3.0}),
+        algorithm={"preset": "ppo", "value": {"learning_rate": 3.0}}),
     ill("a KL target that cannot be held", "kl-target-missed", training=steps(30), optimizer={"learning_rate": 1e-2},
-        algorithm={"beta": 0.01, "kl_target": 1e-6, "kl_gain": 3.0}),
+        algorithm={"kl": {"beta": 0.01, "target": 1e-6, "gain": 3.0}}),
     ill("refilling among problems that are too hard", "refills-exhausted no-variance", rewards=functions("correctness"),
         training=steps(12), rollout={"refill_rounds": 2}),
     ill("the engine samples at another temperature", "sampler-mismatch", model="pupil", data="sevens", rollout=FORM, training=steps(6),
         rewards=functions("sibilants"), defect=another_temperature),
     ill("the same, with a correction", "correction-at-its-cap", model="pupil", data="sevens", rollout=FORM, training=steps(6),
-        rewards=functions("sibilants"), algorithm={"sampler_correction": "token", "sampler_correction_cap": 1.05},
+        rewards=functions("sibilants"), algorithm={"correction": {"level": "token", "cap": 1.05}},
         defect=another_temperature),
     ill("samples four steps old at a high rate", "samples-too-old", training=steps(16), rollout={"ahead": 4},
         optimizer={"learning_rate": 2e-2}),

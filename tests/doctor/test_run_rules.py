@@ -71,9 +71,9 @@ DISEASES = {
         without=["optimizer/grad_norm", "policy/loss"], accuracy=lambda p: 0.0,
     ),
     "mode-collapse": Story(write=one_answer_late),
-    "kl-above-band": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.4 * p}),
-    "kl-below-band": Story(overrides=["algorithm.beta=0.04"], accuracy=lambda p: 0.3, metrics=held_still),
-    "kl-negative": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": -0.02 if step == 30 else 0.07}),
+    "kl-above-band": Story(overrides=["algorithm.kl.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.4 * p}),
+    "kl-below-band": Story(overrides=["algorithm.kl.beta=0.04"], accuracy=lambda p: 0.3, metrics=held_still),
+    "kl-negative": Story(overrides=["algorithm.kl.beta=0.04"], metrics=lambda step, p: {"policy/kl": -0.02 if step == 30 else 0.07}),
     "ratio-off": Story(metrics=lambda step, p: {"policy/ratio_deviation": 0.2}),
     "entropy-collapse": Story(accuracy=lambda p: 0.3, metrics=lambda step, p: {"policy/entropy": 0.5 * math.exp(-8 * p)}),
     "never-stops": Story(
@@ -106,14 +106,14 @@ DISEASES = {
     "length-creep": Story(accuracy=lambda p: 0.4, metrics=lambda step, p: {"completions/tokens_mean": 30 + 30 * p}),
     "not-finite": Story(metrics=one_bad_step),
     "gradient-spikes": Story(metrics=lambda step, p: {"optimizer/grad_norm": 60.0} if step == 41 else {}),
-    "no-movement": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.0}),
+    "no-movement": Story(overrides=["algorithm.kl.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.0}),
     "sampler-mismatch": Story(metrics=lambda step, p: {"policy/sampler_mismatch": 0.4}),
     "sampler-stale": Story(version=lambda step: 0),
     "leakage-seen": Story(held_out_prompts=lambda i: f"<user>  {i + 1} + 1 = ?"),
     "loss-zero-at-start": Story(),
     "loss-spikes": Story(metrics=lambda step, p: {"policy/loss": 3.0} if step == 41 else {}),
     "correction-at-its-cap": Story(
-        overrides=["algorithm.sampler_correction=token"],
+        overrides=["algorithm.correction.level=token"],
         metrics=lambda step, p: {"policy/correction_cut": 0.2 if 20 < step < 35 else 0.0, "policy/correction": 0.9},
     ),
     "samples-too-old": Story(
@@ -123,7 +123,7 @@ DISEASES = {
     "value-harmful": Story(metrics=lambda step, p: {**CRITIC, "value/explained_variance": 0.3 - p}),
     "value-biased": Story(metrics=lambda step, p: {**CRITIC, "value/error": 1.5}),
     "kl-target-missed": Story(
-        overrides=["algorithm.beta=0.04", "algorithm.kl_target=0.03"],
+        overrides=["algorithm.kl.beta=0.04", "algorithm.kl.target=0.03"],
         metrics=lambda step, p: {"policy/kl": 0.09, "policy/beta": 0.04 * 1.15**step},
     ),
     "refills-exhausted": Story(
@@ -166,7 +166,7 @@ def test_no_rule_fires_on_a_healthy_run(rule, of_the_healthy):
 
 HEALTHY = {
     "as the quickstart": Story(),
-    "with a reference, in the band": Story(overrides=["algorithm.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.08 * p}),
+    "with a reference, in the band": Story(overrides=["algorithm.kl.beta=0.04"], metrics=lambda step, p: {"policy/kl": 0.08 * p}),
     "with several updates": Story(
         overrides=["algorithm.updates_per_batch=4"], metrics=lambda step, p: {"policy/ratio_deviation": 0.3, "policy/clip_share": 0.05}
     ),
@@ -174,14 +174,14 @@ HEALTHY = {
         metrics=lambda step, p: {**CRITIC, "value/explained_variance": -0.5 + 1.2 * min(1, 3 * p), "value/loss": 0.5 - 0.3 * p}
     ),
     "with an adaptive KL": Story(
-        overrides=["algorithm.beta=0.04", "algorithm.kl_target=0.06"],
+        overrides=["algorithm.kl.beta=0.04", "algorithm.kl.target=0.06"],
         metrics=lambda step, p: {"policy/kl": 0.07 * min(1, 3 * p), "policy/beta": 0.04 * (1 + p)},
     ),
     "with refills": Story(
         overrides=["rollout.refill_rounds=3"], metrics=lambda step, p: {"groups/zero_variance": 0.05, "groups/sampled": 14.0}
     ),
     "with a correction for the sampler": Story(
-        overrides=["algorithm.sampler_correction=token"],
+        overrides=["algorithm.correction.level=token"],
         metrics=lambda step, p: {"policy/correction_cut": 0.001, "policy/correction": 0.999},
     ),
     "with shaped rewards": Story(

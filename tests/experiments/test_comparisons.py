@@ -59,7 +59,7 @@ def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_chang
     assert not list(work.glob("*.run")), "models of finished runs are not kept"
 
     carried_out.clear()
-    again = call([Variant("grpo", ("algorithm.preset=grpo",)), Variant("rloo", ("algorithm.preset=rloo", "algorithm.beta=0"))])
+    again = call([Variant("grpo", ("algorithm.preset=grpo",)), Variant("rloo", ("algorithm.preset=rloo", "algorithm.kl=null"))])
     assert carried_out == ["rloo-0"]
     assert again["runs"]["grpo"] == numbers["runs"]["grpo"]
 
@@ -101,7 +101,7 @@ def test_every_preset_keeps_its_own_beta_in_the_recipe():
     for variant in presets([]):
         config = load_config("quickstart", list(variant.settings))
         assert config.algorithm.preset == variant.name
-        assert config.algorithm.beta == PRESETS[variant.name].values.get("beta", config.algorithm.beta)
+        assert config.algorithm.beta == (PRESETS[variant.name].values["kl"] or {"beta": 0.0})["beta"]
 
 
 def test_every_fault_has_the_budget_of_the_recipe_and_differs_from_it():

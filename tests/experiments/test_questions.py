@@ -134,7 +134,9 @@ def test_updates_of_1e_6_are_lost_in_bf16_and_kept_in_masters():
 
 def test_a_masked_stop_token_has_no_gradient_of_its_own(batch):
     policy, found = batch
-    only_stops = objective(baseline="none", scale="none", surrogate="reinforce", aggregation="sequence_sum")
+    only_stops = objective(
+        advantage={"baseline": "none", "scale": "none"}, loss={"type": "reinforce", "aggregation": "sequence_sum"}
+    )
     gradients = []
     for train_stop in (True, False):
         policy.bias.grad = None

@@ -51,7 +51,7 @@ def group_of(completions: tuple[Completion, ...]) -> Group:
 def settings(**algorithm: Any) -> Config:
     return Config(
         model={"dtype": "float32"},  # type: ignore[arg-type]
-        algorithm={"beta": 0.0, **algorithm},  # type: ignore[arg-type]
+        algorithm={"kl": None, **algorithm},  # type: ignore[arg-type]
         optimizer={"learning_rate": 2e-2},  # type: ignore[arg-type]
     )
 
@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_peft_s_own_module_and_the_base_stays(tiny_qwen2
 def test_the_reference_is_the_model_without_its_adapter(tiny_llama):
     model = tiny_llama()
     plain = copy.deepcopy(model)
-    policy, config = adapted(model), settings(beta=0.1)
+    policy, config = adapted(model), settings(kl={"beta": 0.1})
     learner, sampler = Learner(make_scorer(policy, config.model), config), make_engine(policy, config.rollout)
     group = group_of(sample(sampler))
     _, first = learner.learn([group])

@@ -82,7 +82,7 @@ def scored(scorer: Any, completion: tuple[int, ...] = COMPLETION) -> torch.Tenso
 def settings(**algorithm: Any) -> Config:
     return Config(
         model={"dtype": "float32"},  # type: ignore[arg-type]
-        algorithm={"beta": 0.0, **algorithm},  # type: ignore[arg-type]
+        algorithm={"kl": None, **algorithm},  # type: ignore[arg-type]
         optimizer={"learning_rate": 2e-2},  # type: ignore[arg-type]
     )
 
@@ -156,7 +156,7 @@ def test_logprobs_and_gradients_are_those_of_peft_s_own_module(request, tmp_path
 @pytest.mark.parametrize("engine", ["builtin", "transformers"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_an_update_reaches_the_sampler_and_the_reference_is_the_base_without_it(tiny_llama, tmp_path, kind, engine, dropout):
-    policy, config = adapted(in_few_bits(tiny_llama(), kind, tmp_path), dropout=dropout), settings(beta=0.1)
+    policy, config = adapted(in_few_bits(tiny_llama(), kind, tmp_path), dropout=dropout), settings(kl={"beta": 0.1})
     config.rollout.engine = engine  # type: ignore[assignment]
     with torch.no_grad():
         at_first = slow(policy.model)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from groupwise.config import build_config, load_config
+from groupwise.config.schema import KLConfig
 from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import link_bytes_per_s, step_cost
@@ -18,13 +19,13 @@ def test_operations_are_those_of_a_hand_count():
     """One prompt of 3, two completions of 2 tokens: 3 + 2 rows, 4 predictions, 6 pairs in the prompt and 3 + 1 in each completion."""
     shape = ModelShape(8, 16, 2, 2, 1, 4, 10, True)
     rollout = {"prompts_per_step": 1, "completions_per_prompt": 2, "max_completion_tokens": 2}
-    setup = Setup(build_config({"rollout": rollout, "algorithm": {"beta": 0.0}}), shape, "cpu", prompt_tokens=3)
+    setup = Setup(build_config({"rollout": rollout, "algorithm": {"kl": None}}), shape, "cpu", prompt_tokens=3)
     matrices = 8 * (2 + 2) * 4 + 8 * 8 + 3 * 8 * 16
     forward = 2 * 2 * matrices * 5 + 2 * 8 * 10 * 4 + 4 * 14 * 2 * 8
     cost = step_cost(setup, HARDWARE["cpu"])
     assert cost.sampling_flops == forward
     assert cost.learning_flops == 3 * forward
-    again = setup.changed(model__gradient_checkpointing=True, algorithm__beta=0.1, algorithm__updates_per_batch=2)
+    again = setup.changed(model__gradient_checkpointing=True, algorithm__kl=KLConfig(beta=0.1), algorithm__updates_per_batch=2)
     assert step_cost(again, HARDWARE["cpu"]).learning_flops == 2 * 4 * forward + forward
 
 

@@ -296,10 +296,10 @@ def test_gradients_are_exchanged_in_runs_of_the_size_that_the_world_makes():
 
 
 def test_a_critic_of_its_own_counts_as_the_model_that_it_is():
-    settings = ["algorithm.preset=ppo", "algorithm.beta=0", "model.name=Qwen/Qwen2.5-7B"]
+    settings = ["algorithm.preset=ppo", "algorithm.kl=null", "model.name=Qwen/Qwen2.5-7B"]
 
     def found(critic):
-        made = make_plan(load_config(None, [*settings, f"algorithm.critic={critic}"]), HARDWARE["h200"])
+        made = make_plan(load_config(None, [*settings, f"algorithm.value.critic={critic}"]), HARDWARE["h200"])
         names = ("critic's weights", "critic's optimiser", "critic's gradients")
         return [item(made.phases, "optimiser step", name) for name in names], made
 

@@ -38,10 +38,10 @@ def drawn(rng):
     size = rng.choice(["0.5B", "1.5B", "3B", "7B", "14B", "32B"])
     overrides = [f"model.name=Qwen/Qwen2.5-{size}", f"rollout.max_completion_tokens={rng.choice([64, 512, 2048])}"]
     overrides += rng.choice(
-        [[], ["rollout.ahead=1", "training.sharding=none"], ["model.gradient_checkpointing=true"], ["algorithm.beta=0"]]
+        [[], ["rollout.ahead=1", "training.sharding=none"], ["model.gradient_checkpointing=true"], ["algorithm.kl=null"]]
     )
     if rng.random() < 0.2:
-        overrides += ["algorithm.preset=ppo", "algorithm.critic=copy", "algorithm.beta=0", "training.sharding=none"]
+        overrides += ["algorithm.preset=ppo", "algorithm.value.critic=copy", "algorithm.kl=null", "training.sharding=none"]
     if rng.random() < 0.15:
         overrides += ["rollout.engine=vllm", "training.sharding=none"]
     return recipe, overrides, HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
@@ -68,14 +68,14 @@ def combinations(setup):
     adapters = [{}] if setup.adapted else [{}, {"model__lora": lora}]
     bits = [{}, {"model__quantization": "8bit"}, {"model__quantization": "4bit"}]
     several = {"rollout__max_concurrent_sequences": 1, "training__micro_batch_tokens": 256, "model__gradient_checkpointing": True}
-    for adapter, few, beta, precision, away, engine in itertools.product(
-        adapters, bits, (setup.config.algorithm.beta, 0.0), ("masters", "stochastic"), (False, True), ("auto", "transformers")
+    for adapter, few, kl, precision, away, engine in itertools.product(
+        adapters, bits, (setup.config.algorithm.kl, None), ("masters", "stochastic"), (False, True), ("auto", "transformers")
     ):
         adapted = bool(adapter) or setup.adapted
         if (few and not adapted) or (away and (adapted or precision != "masters")):
             continue  # not possible, or of no use: an adapter's optimiser is small
         rest = {
-            "algorithm__beta": beta, "optimizer__precision": precision, "optimizer__offload": away,
+            "algorithm__kl": kl, "optimizer__precision": precision, "optimizer__offload": away,
             "training__offload_reference": away, "rollout__engine": engine, "training__sharding": "none",
         }  # fmt: skip
         yield {**several, **adapter, **few, **rest}

@@ -227,10 +227,12 @@ def test_distributions_cover_all_steps_in_order(tmp_path):
 
 
 def test_settings_that_differ_are_found_and_equal_ones_are_not(tmp_path):
-    folders = [write_run(tmp_path / f"run-{beta}", Story(steps=3, overrides=[f"algorithm.beta={beta}"])) for beta in (0.0, 0.1)]
+    folders = [
+        write_run(tmp_path / f"run-{beta}", Story(steps=3, overrides=[f"algorithm.kl.beta={beta}"])) for beta in (0.05, 0.1)
+    ]
     data, _, _ = parts(write_report(folders, tmp_path / "both.html").path)
     rows = {row["path"]: row["values"] for row in data["settings_differences"]}
-    assert rows == {"algorithm.beta": ["0.0", "0.1"]}
+    assert rows == {"algorithm.kl.beta": ["0.05", "0.1"]}
     assert differences([{"a": "1"}, {}]) == [{"path": "a", "values": ["1", None]}]
     assert flat({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}]}) == {"a.b.c": "1", "l": '[1, {"x": 2}]'}
 
@@ -248,15 +250,15 @@ def test_the_question_is_what_differs_between_prompts_whatever_the_template(tmp_
 
 
 def test_settings_that_are_not_the_defaults_are_named(tmp_path):
-    overrides = ["algorithm.epsilon=0.3", "training.threads=1"]
+    overrides = ["algorithm.loss.epsilon=0.3", "training.threads=1"]
     run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
-    assert {"algorithm.epsilon", "training.threads", "training.steps"} <= set(run["chosen"])
+    assert {"algorithm.loss.epsilon", "training.threads", "training.steps"} <= set(run["chosen"])
     assert set(run["chosen"]) < set(run["settings"])
-    assert "algorithm.scale" not in run["chosen"], "it is what every run has"
+    assert "algorithm.advantage.scale" not in run["chosen"], "it is what every run has"
 
 
 def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):
-    overrides = ["rewards.functions.0.weight=3", "algorithm.scale=none"]
+    overrides = ["rewards.functions.0.weight=3", "algorithm.advantage.scale=none"]
     run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
     assert run["weights"] == {"correctness": 3.0, "format": 1.0}
     assert (run["advantage"]["baseline"], run["advantage"]["scale"], run["advantage"]["completions"]) == (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from groupwise.config.fields import sections
 from groupwise.config.schema import Config
 from groupwise.planner import KNOWN_SHAPES
 
@@ -29,7 +30,9 @@ CHOSEN: dict[str, st.SearchStrategy[Any]] = {
     "data.arithmetic.problems": st.integers(1, 40),
     "rollout.max_completion_tokens": st.integers(1, 300),
     "evaluation.max_completion_tokens": st.one_of(st.none(), st.integers(1, 300)),
-    "algorithm.critic": st.sampled_from(["shared", "copy", "TINY"]),
+    "algorithm.advantage.settings": st.just({}),
+    "algorithm.loss.settings": st.just({}),
+    "algorithm.value.critic": st.sampled_from(["shared", "copy", "TINY"]),
     "model.device": st.sampled_from(["auto", "cpu", "cuda:1", "tpu"]),
     "output.trackers": st.lists(st.sampled_from(["jsonl", "tensorboard"]), max_size=2),
     "rollout.prompts_per_step": st.integers(1, 64),
@@ -68,9 +71,9 @@ def _function() -> st.SearchStrategy[dict[str, Any]]:
 def _leaves(section: type[BaseModel], path: str = "") -> list[tuple[str, FieldInfo]]:
     found = []
     for name, info in section.model_fields.items():
-        inner = next((t for t in _options(info.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None)
-        if inner is not None:
-            found += _leaves(inner, f"{path}{name}.")
+        classes = sections().get(f"{path}{name}", ())
+        if len(classes) == 1:
+            found += _leaves(classes[0], f"{path}{name}.")
         else:
             found.append((f"{path}{name}", info))
     return found
@@ -83,7 +86,15 @@ def _options(kind: Any) -> tuple[Any, ...]:
 def _value(path: str, info: FieldInfo) -> st.SearchStrategy[Any]:
     if path in CHOSEN:
         return CHOSEN[path]
+    if path in sections():
+        return st.one_of([_of_type(path, kind) for kind in sections()[path]])
     return st.one_of([_of(kind, info) for kind in _options(info.annotation)])
+
+
+def _of_type(path: str, kind: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
+    """A section that comes in several types, as one of them."""
+    fields = {name: _value(f"{path}.{name}", info) for name, info in kind.model_fields.items()}
+    return st.fixed_dictionaries({"type": fields.pop("type")}, optional=fields)
 
 
 def _of(kind: Any, info: FieldInfo) -> st.SearchStrategy[Any]:

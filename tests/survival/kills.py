@@ -35,22 +35,22 @@ from tests.tiny import tiny_config, write_sums, write_tiny_llama
 __all__ = ["KINDS", "Tally", "differences", "kill_and_compare", "main"]
 
 STEPS = 8
-MU = {"updates_per_batch": 3, "epsilon": 0.01}
+MU = {"updates_per_batch": 3, "loss": {"epsilon": 0.01}}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
     "no checkpoint but when stopped": {"algorithm": MU, "output": {"checkpoint_every": 0}},
     "bf16 weights, fp32 masters": {"model": {"dtype": "bfloat16"}},
     "mu 3": {"algorithm": MU},
     "mu 3, micro-batches": {"algorithm": MU, "training": {"micro_batch_tokens": 60}},
-    "renewed reference": {"algorithm": {"beta": 0.1, "reference_updates": 3}},
+    "renewed reference": {"algorithm": {"kl": {"beta": 0.1, "reference_updates": 3}}},
     "moving-average reference": {
-        "algorithm": {"beta": 0.1, "reference_every": 2, "reference_mixing": 0.3},
+        "algorithm": {"kl": {"beta": 0.1, "reference_every": 2, "reference_mixing": 0.3}},
         "output": {"checkpoint_every": 3},
     },
-    "adaptive KL, mu 2": {"algorithm": {"beta": 0.1, "kl_target": 0.01, "updates_per_batch": 2}},
-    "lora": {"model": {"lora": {"rank": 2, "alpha": 4}}, "algorithm": {"beta": 0.1, **MU}},
+    "adaptive KL, mu 2": {"algorithm": {"kl": {"beta": 0.1, "target": 0.01}, "updates_per_batch": 2}},
+    "lora": {"model": {"lora": {"rank": 2, "alpha": 4}}, "algorithm": {"kl": {"beta": 0.1}, **MU}},
     "lora with dropout": {"model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}},
-    "ppo, mu 3": {"algorithm": {"preset": "ppo", "beta": 0.05, **MU}},
+    "ppo, mu 3": {"algorithm": {"preset": "ppo", "kl": {"beta": 0.05}, **MU}},
     "dynamic sampling": {"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
     "a step ahead": {"rollout": {"ahead": 1}},
     "two steps ahead, mu 2, running statistics": {
@@ -68,15 +68,18 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "rollouts ahead, mu 3": {"rollout": {"ahead": 2}, "algorithm": MU},
     "two processes": {},
     "two processes, weights divided (fsdp2)": {"training": {"sharding": "fsdp2"}},
-    "two processes, mu 3, micro-batches": {"algorithm": {"beta": 0.1, **MU}, "training": {"micro_batch_tokens": 60}},
-    "two processes, lora with dropout": {"model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}}, "algorithm": {"beta": 0.1}},
+    "two processes, mu 3, micro-batches": {"algorithm": {"kl": {"beta": 0.1}, **MU}, "training": {"micro_batch_tokens": 60}},
+    "two processes, lora with dropout": {
+        "model": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}},
+        "algorithm": {"kl": {"beta": 0.1}},
+    },
     "two processes, renewed reference, epochs": {
         "data": {"limit": 11, "holdout": 4},
-        "algorithm": {"beta": 0.1, "reference_updates": 3},
+        "algorithm": {"kl": {"beta": 0.1, "reference_updates": 3}},
     },
     "warm start, evaluations": {
         "warm_start": {"steps": 3, "examples_per_step": 4},
-        "algorithm": {"beta": 0.1},
+        "algorithm": {"kl": {"beta": 0.1}},
         "evaluation": {"at_start": True, "every": 3},
         "output": {"checkpoint_every": 3},
     },

@@ -71,7 +71,8 @@ def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tm
 def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, quiet, tmp_path, monkeypatch):
     """The later updates are measured by what the weights said before the first: that is resumed with, also in other micro-batches."""
     sections = {
-        "training": {"steps": 4}, "algorithm": {"beta": 0.1, "updates_per_batch": 4, "epsilon": 0.01, "top_entropy_share": 0.5},
+        "training": {"steps": 4},
+        "algorithm": {"kl": {"beta": 0.1}, "updates_per_batch": 4, "loss": {"epsilon": 0.01}, "entropy": {"top_share": 0.5}},
     }  # fmt: skip
     whole = go(small_config(**sections), letters, quiet, tmp_path / "whole").folder
     update, updates = Learner.step, []
@@ -126,7 +127,8 @@ def test_a_signal_between_two_passes_is_told_at_once_and_does_not_wait_for_the_o
 def test_an_abandoned_step_does_not_renew_the_reference_twice(small_config, letters, quiet, tmp_path):
     """It is renewed before the step; a moving average that moves twice is another one."""
     config = small_config(
-        training={"steps": 4}, algorithm={"beta": 0.5, "reference_every": 1, "reference_mixing": 0.3, "updates_per_batch": 2}
+        training={"steps": 4},
+        algorithm={"kl": {"beta": 0.5, "reference_every": 1, "reference_mixing": 0.3}, "updates_per_batch": 2},
     )
     whole = go(config, letters, quiet, tmp_path / "whole").folder
     calls = []

@@ -19,7 +19,7 @@ END = 2
 def config_of(**sections):
     """A fp32 config on the CPU; ``config_of(algorithm={...}, optimizer={...})``."""
     sections.setdefault("model", {}).setdefault("dtype", "float32")
-    sections.setdefault("algorithm", {}).setdefault("beta", 0.0)
+    sections.setdefault("algorithm", {}).setdefault("kl", None)
     return Config(**sections)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_of_an_adapter_in_two_parts_is_the_run_in_one(small_config, letters, quiet, tmp_path, dtype, tiny_folder):
     config = small_config(
-        model={"lora": {"rank": 4, "alpha": 8}}, algorithm={"beta": 0.1, "updates_per_batch": 2}, training={"steps": 3},
+        model={"lora": {"rank": 4, "alpha": 8}}, algorithm={"kl": {"beta": 0.1}, "updates_per_batch": 2}, training={"steps": 3},
         output={"checkpoint_every": 1, "keep_checkpoints": 3}, optimizer={"learning_rate": 1e-2},
     )  # fmt: skip
     config.model.dtype = dtype
@@ -34,7 +34,7 @@ def test_a_run_of_an_adapter_in_two_parts_is_the_run_in_one(small_config, letter
 
 def test_a_reference_that_would_be_renewed_is_refused(small_config):
     with pytest.raises((ConfigError, ValueError), match="reference_updates"):
-        small_config(model={"lora": {}}, algorithm={"beta": 0.1, "reference_updates": 2})
+        small_config(model={"lora": {}}, algorithm={"kl": {"beta": 0.1, "reference_updates": 2}})
 
 
 def test_decay_of_matrices_spares_vectors():

@@ -23,7 +23,7 @@ def go(small_config, letters, quiet, tmp_path):
             pytest.importorskip("bitsandbytes")
         output = {"checkpoint_every": 1, "keep_checkpoints": 9, **more.pop("output", {})}
         config = small_config(
-            model={"lora": {"rank": 2, "alpha": 4}, "quantization": kind}, training={"steps": 3}, algorithm={"beta": 0.05},
+            model={"lora": {"rank": 2, "alpha": 4}, "quantization": kind}, training={"steps": 3}, algorithm={"kl": {"beta": 0.05}},
             optimizer={"learning_rate": 1e-2}, output=output,
         )  # fmt: skip
         return train(config, rewards=letters, console=quiet, run_folder=tmp_path / name, **more).folder

@@ -86,7 +86,11 @@ def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config
     "sections",
     [
         {"rollout": {"ahead": 1}},
-        {"rollout": {"ahead": 3}, "algorithm": {"updates_per_batch": 2, "beta": 0.1}, "rewards": {"normalise": "mean_std"}},
+        {
+            "rollout": {"ahead": 3},
+            "algorithm": {"updates_per_batch": 2, "kl": {"beta": 0.1}},
+            "rewards": {"normalise": "mean_std"},
+        },
         {"rollout": {"ahead": 2, "engine": "transformers"}},
         {"rollout": {"ahead": 1, "refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
         {"rollout": {"ahead": 2}, "model": {"lora": {"rank": 2, "alpha": 4}}, "evaluation": {"every": 2}},
@@ -315,4 +319,4 @@ def test_a_longer_run_is_another_run(go):
 
 def test_a_ratio_to_the_sampler_wants_a_ratio():
     with pytest.raises(ConfigError, match="which has no ratio to the sampler: set stale_samples to decoupled"):
-        load_config(None, ["rollout.ahead=1", "algorithm.stale_samples=behaviour", "algorithm.surrogate=reinforce"])
+        load_config(None, ["rollout.ahead=1", "algorithm.stale_samples=behaviour", "algorithm.loss.type=reinforce"])

@@ -25,18 +25,14 @@ from groupwise.training.critic import Critic
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 EVERYTHING = {
-    "mask_truncated": {"mask_truncated": True, "aggregation": "token_mean"},
-    "entropy": {"entropy_bonus": 0.1},
-    "top_entropy": {"top_entropy_share": 0.3},
-    "correction": {"sampler_correction": "token", "sampler_correction_cap": 1.05},
-    "correction_of_completions": {
-        "sampler_correction": "sequence",
-        "sampler_correction_mode": "mask",
-        "sampler_correction_cap": 1.2,
-    },
-    "value": {"preset": "ppo", "value_trains_trunk": True},
+    "mask_truncated": {"mask_truncated": True, "loss": {"aggregation": "token_mean"}},
+    "entropy": {"entropy": {"bonus": 0.1}},
+    "top_entropy": {"entropy": {"top_share": 0.3}},
+    "correction": {"correction": {"level": "token", "cap": 1.05}},
+    "correction_of_completions": {"correction": {"level": "sequence", "mode": "mask", "cap": 1.2}},
+    "value": {"preset": "ppo", "value": {"trains_trunk": True}},
     "value_masked": {"preset": "ppo", "mask_truncated": True},
-    "steered": {"beta": 0.2, "kl_target": 0.05, "skip_zero_variance": False},
+    "steered": {"kl": {"beta": 0.2, "target": 0.05, "skip_zero_variance": False}},
 }
 
 
@@ -100,7 +96,7 @@ def test_each_of_them_changes_the_gradient(name, tiny_llama):
     """Or a test of invariance would pass for a setting that does nothing."""
     model = tiny_llama(seed=3)
     groups = perturbed(make_groups(copy.deepcopy(model).double(), REWARDS))
-    plain = {key: EVERYTHING[name][key] for key in ("preset", "beta", "aggregation") if key in EVERYTHING[name]}
+    plain = {key: EVERYTHING[name][key] for key in ("preset", "kl", "loss") if key in EVERYTHING[name]}
     if name.startswith("value"):
         plain = {"preset": "reinforce++"}
     with_it, _ = one_gradient(model, groups, config_of(algorithm=dict(EVERYTHING[name])))
@@ -112,7 +108,9 @@ def test_truncated_completions_leave_the_loss_and_its_count_of_tokens(tiny_llama
     model = tiny_llama(seed=3)
     groups = make_groups(copy.deepcopy(model).double(), REWARDS)
     assert {c.stopped for g in groups for c in g.completions} == {True, False}
-    gradient, _ = one_gradient(model, groups, config_of(algorithm={"mask_truncated": True, "aggregation": "token_mean"}))
+    gradient, _ = one_gradient(
+        model, groups, config_of(algorithm={"mask_truncated": True, "loss": {"aggregation": "token_mean"}})
+    )
     before, loss = copy.deepcopy(model).double(), 0.0
     tokens = sum(len(c.token_ids) for _, c, _ in each(groups) if c.stopped)
     for prompt, completion, advantage in each(groups):  # advantages are the whole group's
@@ -131,14 +129,13 @@ def test_a_batch_that_was_cut_off_whole_teaches_nothing(tiny_llama):
     assert learner.updates == 0
 
 
-@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_entropy_bonus_is_the_slow_loop_s(temperature, skip, tiny_qwen2):
+def test_the_entropy_bonus_is_the_slow_loop_s(temperature, tiny_qwen2):
     """Of all completions: a group that scored the same throughout is where exploration is to be kept alive."""
     model = tiny_qwen2(seed=3)
     before = copy.deepcopy(model).double()
     groups = make_groups(before, REWARDS, temperature=temperature)
-    config = config_of(algorithm={"entropy_bonus": 0.3, "skip_zero_variance": skip}, rollout={"temperature": temperature})
+    config = config_of(algorithm={"entropy": {"bonus": 0.3}}, rollout={"temperature": temperature})
     gradient, metrics = one_gradient(model, groups, config)
     loss, entropies = 0.0, []
     for prompt, completion, advantage in each(groups):
@@ -152,7 +149,7 @@ def test_the_entropy_bonus_is_the_slow_loop_s(temperature, skip, tiny_qwen2):
 
 
 def test_the_entropy_bonus_acts_where_no_group_varies(tiny_llama):
-    learner, _ = learner_of(tiny_llama(), config_of(algorithm={"entropy_bonus": 0.3}))
+    learner, _ = learner_of(tiny_llama(), config_of(algorithm={"entropy": {"bonus": 0.3}}))
     _, before = learner_of(tiny_llama(), config_of())
     _, metrics = learner.learn(make_groups(before, [[1.0, 1.0], [0.0, 0.0]]))
     assert metrics["optimizer/grad_norm"].value > 0
@@ -164,16 +161,14 @@ def test_the_floor_is_held_against_the_policy_s_entropy_whatever_the_sampler_say
     """What a nucleus leaves out looks like entropy that was lost; policy/entropy is the number that the floor is set by."""
     model = tiny_llama(seed=3)
     groups = make_groups(copy.deepcopy(model).double(), REWARDS)
-    _, metrics = one_gradient(model, groups, config_of(algorithm={"skip_zero_variance": False, "beta": 0.1}))
+    _, metrics = one_gradient(model, groups, config_of(algorithm={"kl": {"skip_zero_variance": False, "beta": 0.1}}))
     shown = metrics["policy/entropy"].value
     sampled = [
         replace(g, completions=tuple(replace(c, logprobs=tuple(x / 2 for x in c.logprobs)) for c in g.completions))
         for g in groups
     ]
     for floor, acts in ((shown + 0.01, True), (shown - 0.01, False)):
-        config = config_of(
-            algorithm={"entropy_bonus": 0.3, "entropy_floor": floor, "sampler_correction": "none"}, rollout=sampler
-        )
+        config = config_of(algorithm={"entropy": {"bonus": 0.3, "floor": floor}, "correction": None}, rollout=sampler)
         _, metrics = one_gradient(model, sampled, config)
         assert metrics["policy/entropy_bonus"].value == (0.3 if acts else 0)
         assert metrics["policy/entropy"].value == pytest.approx(shown, abs=1e-5)
@@ -186,20 +181,19 @@ def test_above_its_floor_there_is_no_entropy_bonus(tiny_llama):
     shown = [-x for g in groups for c in g.completions for x in c.logprobs]
     shown = sum(shown) / len(shown)
     for floor, acts in ((shown + 0.01, True), (shown - 0.01, False)):
-        gradient, metrics = one_gradient(model, groups, config_of(algorithm={"entropy_bonus": 0.3, "entropy_floor": floor}))
-        reference, _ = one_gradient(model, groups, config_of(algorithm={"entropy_bonus": 0.3} if acts else {}))
+        gradient, metrics = one_gradient(model, groups, config_of(algorithm={"entropy": {"bonus": 0.3, "floor": floor}}))
+        reference, _ = one_gradient(model, groups, config_of(algorithm={"entropy": {"bonus": 0.3}} if acts else {}))
         assert distance(gradient, reference) == 0
         assert metrics["policy/entropy_bonus"].value == (0.3 if acts else 0)
         assert ("policy/full_entropy" in metrics) is acts
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_only_the_tokens_of_most_entropy_are_learnt(skip, tiny_llama):
+def test_only_the_tokens_of_most_entropy_are_learnt(tiny_llama):
     """A share of the whole batch's tokens, those of groups without variance among them."""
     model = tiny_llama(seed=3)
     before = copy.deepcopy(model).double()
     groups = make_groups(before, REWARDS)
-    gradient, metrics = one_gradient(model, groups, config_of(algorithm={"top_entropy_share": 0.4, "skip_zero_variance": skip}))
+    gradient, metrics = one_gradient(model, groups, config_of(algorithm={"entropy": {"top_share": 0.4}}))
     rows = [slow_logits(before, prompt, c.token_ids) for prompt, c, _ in each(groups)]
     entropies = [-(scores.exp() * scores).sum(-1).detach() for scores in rows]
     flat = torch.cat(entropies).sort(descending=True).values
@@ -218,7 +212,7 @@ def test_the_correction_for_the_sampler_is_the_slow_loop_s(level, mode, tiny_lla
     model = tiny_llama(seed=3)
     before = copy.deepcopy(model).double()
     groups = perturbed(make_groups(before, [REWARDS[0], REWARDS[2]]))
-    settings = {"sampler_correction": level, "sampler_correction_mode": mode, "sampler_correction_cap": 1.1}
+    settings = {"correction": {"level": level, "mode": mode, "cap": 1.1}}
     gradient, metrics = one_gradient(model, groups, config_of(algorithm=settings))
     loss, weights = 0.0, []
     for prompt, completion, advantage in each(groups):
@@ -234,7 +228,7 @@ def test_the_correction_for_the_sampler_is_the_slow_loop_s(level, mode, tiny_lla
 
 
 def test_the_correction_is_that_of_the_first_update_throughout(tiny_llama):
-    settings = {"sampler_correction": "token", "updates_per_batch": 2, "epsilon": 5.0}
+    settings = {"correction": {"level": "token"}, "updates_per_batch": 2, "loss": {"epsilon": 5.0}}
     learner, before = learner_of(
         tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 1e-4, "max_grad_norm": None})
     )
@@ -256,7 +250,7 @@ def test_the_correction_is_that_of_the_first_update_throughout(tiny_llama):
 
 
 def test_beta_is_steered_by_the_kl_of_each_batch(tiny_llama):
-    settings = {"beta": 0.2, "kl_target": 0.05, "kl_gain": 0.5}
+    settings = {"kl": {"beta": 0.2, "target": 0.05, "gain": 0.5}}
     learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 3e-3}))
     groups = make_groups(before, REWARDS)
     beta, seen = 0.2, []
@@ -271,7 +265,7 @@ def test_beta_is_steered_by_the_kl_of_each_batch(tiny_llama):
 
 
 def test_a_moving_average_of_the_policy_is_kept_in_fp32(tiny_llama):
-    settings = {"beta": 0.1, "reference_every": 1, "reference_mixing": 1e-3}
+    settings = {"kl": {"beta": 0.1, "reference_every": 1, "reference_mixing": 1e-3}}
     config = config_of(algorithm=settings, model={"dtype": "bfloat16"}, optimizer={"learning_rate": 1e-2})
     learner, before = learner_of(tiny_llama().to(torch.bfloat16), config)
     average = {name: p.detach().float().clone() for name, p in learner.scorer.named_parameters()}
@@ -299,7 +293,12 @@ def slow_gae(rewards, values, gamma, lam):
 
 def test_ppo_s_policy_gradient_is_the_slow_loop_s(tiny_llama):
     """A value that is not 0, a KL in the tokens' rewards, gamma and lambda below 1, and no whitening."""
-    settings = {"preset": "ppo", "scale": "none", "gamma": 0.9, "gae_lambda": 0.8, "beta": 0.1, "value_trains_trunk": False}
+    settings = {
+        "preset": "ppo",
+        "advantage": {"whiten": False, "gamma": 0.9, "lam": 0.8},
+        "kl": {"beta": 0.1},
+        "value": {"trains_trunk": False},
+    }
     config = config_of(algorithm=settings, optimizer={"learning_rate": 1e-2, "max_grad_norm": None})
     learner, before = learner_of(tiny_llama(seed=3), config)
     other = copy.deepcopy(before)
@@ -331,10 +330,8 @@ def test_ppo_s_policy_gradient_is_the_slow_loop_s(tiny_llama):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_value_s_own_gradient_is_the_slow_loop_s_in_head_and_trunk(clip, tiny_llama):
-    settings = {
-        "preset": "ppo", "scale": "none", "gamma": 1.0, "gae_lambda": 1.0, "beta": 0.0, "value_trains_trunk": True,
-        "value_loss_weight": 0.5, "value_clip": clip,
-    }  # fmt: skip
+    value = {"trains_trunk": True, "loss_weight": 0.5, "clip": clip}
+    settings = {"preset": "ppo", "advantage": {"whiten": False, "gamma": 1.0, "lam": 1.0}, "kl": None, "value": value}
     learner, before = learner_of(tiny_llama(seed=3), config_of(algorithm=settings))
     with torch.no_grad():
         learner.critic.weight.copy_(torch.linspace(-0.5, 0.5, len(learner.critic.weight)))
@@ -361,17 +358,17 @@ def test_the_value_s_own_gradient_is_the_slow_loop_s_in_head_and_trunk(clip, tin
 def test_without_a_critic_s_opinion_ppo_is_the_outcome_return(tiny_llama):
     """lambda = gamma = 1 and a value of 0: every token's advantage is its completion's reward."""
     model = tiny_llama(seed=3)
-    settings = {"preset": "ppo", "scale": "none", "gamma": 1.0, "gae_lambda": 1.0, "beta": 0.0}
+    settings = {"preset": "ppo", "advantage": {"whiten": False, "gamma": 1.0, "lam": 1.0}, "kl": None}
     before = copy.deepcopy(model).double()
     groups = make_groups(before, REWARDS)
     ppo, _ = one_gradient(model, groups, config_of(algorithm=settings))
-    plain = {"baseline": "none", "scale": "none", "aggregation": "token_mean", "beta": 0.0}
+    plain = {"advantage": {"baseline": "none", "scale": "none"}, "loss": {"aggregation": "token_mean"}, "kl": None}
     outcome, _ = one_gradient(model, groups, config_of(algorithm=plain))
     assert distance(ppo, outcome) < 1e-6
 
 
 def test_the_value_learns_what_is_coming(tiny_llama):
-    settings = {"preset": "ppo", "beta": 0.0, "value_learning_rate": 0.1}
+    settings = {"preset": "ppo", "kl": None, "value": {"learning_rate": 0.1}}
     config = config_of(algorithm=settings, optimizer={"learning_rate": 1e-9})
     learner, before = learner_of(tiny_llama(seed=3), config)
     groups = make_groups(before, REWARDS)
@@ -383,12 +380,14 @@ def test_the_value_learns_what_is_coming(tiny_llama):
 
 @pytest.mark.parametrize("reaches", [True, False])
 def test_the_value_reaches_the_trunk_only_where_it_may(reaches, tiny_llama):
-    settings = {"preset": "ppo", "beta": 0.0, "value_trains_trunk": reaches, "value_loss_weight": 5.0}
+    settings = {"preset": "ppo", "kl": None, "value": {"trains_trunk": reaches, "loss_weight": 5.0}}
     learner, before = learner_of(tiny_llama(seed=3), config_of(algorithm=settings))
     with torch.no_grad():
         learner.critic.weight.fill_(0.1)
     groups = [replace(g, rewards=tuple(0.0 for _ in g.rewards)) for g in make_groups(before, REWARDS)]
-    light, _ = learner_of(tiny_llama(seed=3), config_of(algorithm={**settings, "value_loss_weight": 1e-9}))
+    light, _ = learner_of(
+        tiny_llama(seed=3), config_of(algorithm={**settings, "value": {**settings["value"], "loss_weight": 1e-9}})
+    )
     with torch.no_grad():
         light.critic.weight.fill_(0.1)
     gradients = []
@@ -415,9 +414,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_critic_alone():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"entropy_floor": 0.2}, "entropy_bonus"),
-        ({"kl_target": 0.1, "beta": 0.0}, "beta"),
-        ({"reference_mixing": 0.5}, "reference_every"),
+        ({"entropy": {"floor": 0.2}}, "set bonus"),
+        ({"kl": {"gain": 0.5}}, "kl.target"),
+        ({"kl": {"reference_mixing": 0.5}}, "reference_every"),
     ],
 )
 def test_a_setting_whose_companion_is_missing_is_refused(settings, word):

@@ -11,7 +11,7 @@ from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, lo
 from groupwise.training.loop import train
 from groupwise.training.start import start
 
-ALGORITHM = {"beta": 0.1, "updates_per_batch": 2, "reference_updates": 2, "epsilon": 0.01}
+ALGORITHM = {"kl": {"beta": 0.1, "reference_updates": 2}, "updates_per_batch": 2, "loss": {"epsilon": 0.01}}
 TIMES = ("time", "speed", "memory")
 
 
@@ -59,11 +59,11 @@ def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters,
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"preset": "ppo", "beta": 0.1, "updates_per_batch": 2},
-        {"preset": "ppo", "critic": "copy", "critic_learning_rate": 1e-3, "updates_per_batch": 2},
-        {"beta": 0.1, "kl_target": 0.02, "kl_gain": 0.5},
-        {"beta": 0.1, "reference_every": 1, "reference_mixing": 0.3},
-        {"entropy_bonus": 0.01, "entropy_floor": 5.0, "top_entropy_share": 0.5, "sampler_correction": "token"},
+        {"preset": "ppo", "kl": {"beta": 0.1}, "updates_per_batch": 2},
+        {"preset": "ppo", "value": {"critic": "copy", "critic_learning_rate": 1e-3}, "updates_per_batch": 2},
+        {"kl": {"beta": 0.1, "target": 0.02, "gain": 0.5}},
+        {"kl": {"beta": 0.1, "reference_every": 1, "reference_mixing": 0.3}},
+        {"entropy": {"bonus": 0.01, "floor": 5.0, "top_share": 0.5}, "correction": {"level": "token"}},
     ],
     ids=["critic", "critic of its own", "steered leash", "moving reference", "stateless"],
 )

@@ -78,7 +78,7 @@ def test_at_ratio_one_the_gradient_is_reinforce_s(model):
 
 def test_later_updates_measure_ratio_clip_and_kl_from_the_policy_that_sampled(tiny_qwen2):
     """mu = 3 with a rate so high that the clip bites, and a KL to the reference: all of eq. 3 and 4 at once."""
-    settings = {"updates_per_batch": 3, "beta": 0.3, "epsilon": 0.05, "skip_zero_variance": False}
+    settings = {"updates_per_batch": 3, "kl": {"beta": 0.3, "skip_zero_variance": False}, "loss": {"epsilon": 0.05}}
     config = config_of(algorithm=settings, optimizer={"learning_rate": 3e-3, "max_grad_norm": None})
     learner, before = learner_of(tiny_qwen2(), config)
     groups = make_groups(before, REWARDS)
@@ -133,14 +133,14 @@ def shifted(group):
     return replace(group, completions=completions)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.2])
+@pytest.mark.parametrize("kl", [None, {"beta": 0.2}])
 @pytest.mark.parametrize("budget", [1, 17, 40, 100])
-def test_the_token_budget_changes_nothing(tiny_qwen2, budget, beta):
+def test_the_token_budget_changes_nothing(tiny_qwen2, budget, kl):
     """A budget of 1 puts every completion into a pass of its own, and 17 and 40 cut groups in the middle."""
     model = tiny_qwen2(seed=1)
     groups = make_groups(copy.deepcopy(model).double(), REWARDS)
-    whole = gradient_of(model, groups, config_of(algorithm={"beta": beta}))
-    cut = gradient_of(model, groups, config_of(algorithm={"beta": beta}, training={"micro_batch_tokens": budget}))
+    whole = gradient_of(model, groups, config_of(algorithm={"kl": kl}))
+    cut = gradient_of(model, groups, config_of(algorithm={"kl": kl}, training={"micro_batch_tokens": budget}))
     assert distance(cut, whole) < 1e-6
 
 
@@ -149,7 +149,9 @@ def test_nor_does_it_under_other_aggregations(tiny_llama, aggregation):
     model = tiny_llama(seed=1)
     groups = make_groups(copy.deepcopy(model).double(), REWARDS)
     whole, cut = (
-        gradient_of(model, groups, config_of(algorithm={"aggregation": aggregation}, training={"micro_batch_tokens": budget}))
+        gradient_of(
+            model, groups, config_of(algorithm={"loss": {"aggregation": aggregation}}, training={"micro_batch_tokens": budget})
+        )
         for budget in (8192, 20)
     )
     assert distance(cut, whole) < 1e-6
@@ -182,7 +184,7 @@ def test_groups_without_variance_count_in_the_denominator_and_are_not_computed(t
 
 def test_groups_without_variance_feel_the_leash_if_they_are_not_skipped(tiny_llama):
     """Their advantages are 0, but eq. 3 sums the KL over every completion: with skipping off none is left out."""
-    config = config_of(algorithm={"beta": 0.5, "skip_zero_variance": False}, optimizer={"learning_rate": 3e-3})
+    config = config_of(algorithm={"kl": {"beta": 0.5, "skip_zero_variance": False}}, optimizer={"learning_rate": 3e-3})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, REWARDS)
     learner.learn(groups)
@@ -195,7 +197,7 @@ def test_groups_without_variance_feel_the_leash_if_they_are_not_skipped(tiny_lla
 
 def test_groups_without_variance_are_skipped_with_a_reference_too(tiny_llama):
     """By default their compute is saved, and their completions still count in the denominator."""
-    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.5}))
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"kl": {"beta": 0.5}}))
     groups = make_groups(before, REWARDS)
     _, metrics = learner.learn(groups)
     varied = [group for group in groups if group.has_variance]
@@ -205,7 +207,7 @@ def test_groups_without_variance_are_skipped_with_a_reference_too(tiny_llama):
 
 def test_a_batch_baseline_teaches_from_groups_without_variance(tiny_llama):
     """Under a baseline over the batch, a group that scored the same throughout still scored better or worse than others."""
-    config = config_of(algorithm={"baseline": "batch_mean", "scale": "none"})
+    config = config_of(algorithm={"advantage": {"baseline": "batch_mean", "scale": "none"}})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, [[1.0, 1.0], [0.0, 0.0]])
     seen = watch_gradients(learner)
@@ -245,7 +247,7 @@ def test_shares_of_a_batch_add_up_to_the_whole(tiny_llama):
 
 def test_a_share_whose_turn_comes_later_is_measured_from_the_policy_that_sampled(tiny_llama):
     """Two optimiser steps on the halves of one batch, at a rate so high that the second one's clip bites."""
-    config = config_of(algorithm={"epsilon": 0.02}, optimizer={"max_grad_norm": None})
+    config = config_of(algorithm={"loss": {"epsilon": 0.02}}, optimizer={"max_grad_norm": None})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, REWARDS)
     halves = [[(g, m) for g in range(3) for m in members] for members in ((0, 1), (2, 3))]
@@ -294,7 +296,7 @@ def test_the_stop_token_is_trained_though_it_is_the_padding(tiny_llama):
 def test_the_learning_rate_follows_the_schedule_and_the_last_is_logged(tiny_llama):
     config = Config(
         model={"dtype": "float32"},
-        algorithm={"beta": 0.0, "updates_per_batch": 2},
+        algorithm={"kl": None, "updates_per_batch": 2},
         training={"steps": 3},
         optimizer={"learning_rate": 6e-4, "schedule": "linear"},
     )

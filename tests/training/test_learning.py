@@ -38,11 +38,11 @@ def mean(steps, name):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"beta": 0.0},
-        {"beta": 0.02, "updates_per_batch": 2},
+        {"kl": None},
+        {"kl": {"beta": 0.02}, "updates_per_batch": 2},
         {"preset": "rloo"},
-        {"preset": "ppo", "beta": 0.0, "value_learning_rate": 1e-2, "updates_per_batch": 2},
-        {"beta": 0.0, "entropy_bonus": 1e-3, "mask_truncated": False, "sampler_correction": "token"},
+        {"preset": "ppo", "kl": None, "value": {"learning_rate": 1e-2}, "updates_per_batch": 2},
+        {"kl": None, "entropy": {"bonus": 1e-3}, "mask_truncated": False, "correction": {"level": "token"}},
     ],
     ids=["grpo", "two updates and a leash", "rloo", "ppo", "with an entropy bonus and a correction"],
 )
@@ -75,8 +75,6 @@ def every_letter(completions, **columns):
 
 
 def test_steps_teach_what_they_are_paid_for(small_config, quiet, tmp_path):
-    seen = run(
-        small_config, quiet, tmp_path / "run", every_letter, 25, algorithm={"beta": 0.0}, optimizer={"learning_rate": 1e-2}
-    )
+    seen = run(small_config, quiet, tmp_path / "run", every_letter, 25, algorithm={"kl": None}, optimizer={"learning_rate": 1e-2})
     assert mean(seen[:3], "steps/reward_goal") < 0.2
     assert mean(seen[-5:], "steps/reward_goal") > 0.8

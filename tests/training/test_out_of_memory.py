@@ -59,9 +59,9 @@ def learn(model, groups, config, room=None, in_backward=False):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {}, {"beta": 0.1}, {"updates_per_batch": 3, "beta": 0.05},
-        {"preset": "ppo", "updates_per_batch": 2, "sampler_correction": "token", "top_entropy_share": 0.5},
-        {"preset": "ppo", "critic": "copy", "updates_per_batch": 2},
+        {}, {"kl": {"beta": 0.1}}, {"updates_per_batch": 3, "kl": {"beta": 0.05}},
+        {"preset": "ppo", "updates_per_batch": 2, "correction": {"level": "token"}, "entropy": {"top_share": 0.5}},
+        {"preset": "ppo", "value": {"critic": "copy"}, "updates_per_batch": 2},
         {"preset": "rloo", "mask_truncated": True},
     ],
     ids=["plain", "reference", "three updates", "critic, corrected", "critic of its own", "KL of what is masked"],

@@ -79,7 +79,7 @@ def test_the_gradient_is_the_slow_loop_s(tiny_llama, rewards):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dapo"}, {"preset": "rloo", "beta": 0.0}]
+    "algorithm", [{}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dapo"}, {"preset": "rloo", "kl": None}]
 )
 def test_one_step_at_the_last_token_is_outcome_supervision(tiny_llama, algorithm):
     model = tiny_llama(seed=3)
@@ -112,7 +112,7 @@ def test_a_learned_value_sums_steps_up_as_rewards_of_tokens(tiny_llama):
     """With gamma = lambda = 1 the returns are the rewards still to come, whatever the value says."""
     model = tiny_llama(seed=3)
     groups = with_steps(make_groups(copy.deepcopy(model).double(), [[1.0, 0.0, 2.0, 0.5]]), weight=2.0)
-    settings = {"preset": "ppo", "beta": 0.0, "gamma": 1.0, "gae_lambda": 1.0}
+    settings = {"preset": "ppo", "kl": None, "advantage": {"gamma": 1.0, "lam": 1.0}}
     learner, _ = learner_of(model, config_of(algorithm=settings))
     kept, accumulate = [], learner.accumulate
     learner.accumulate = lambda micro_batches, **rest: kept.extend(micro_batches) or accumulate(micro_batches, **rest)
@@ -128,11 +128,11 @@ def test_the_kl_in_token_rewards_and_steps_add_up(tiny_llama):
     model = tiny_llama(seed=3)
     groups = with_steps(make_groups(copy.deepcopy(model).double(), [[1.0, 0.0, 2.0, 0.5], [0.0, 0.0, 1.0, 0.0]]))
     bare = [replace(group, process={}, outcome_rewards=None) for group in groups]
-    settings = {"preset": "reinforce++", "beta": 0.05}
+    settings = {"preset": "reinforce++", "kl": {"beta": 0.05}}
     both, advantages, _ = gradient(model, groups, **settings)
     outcome, without, _ = gradient(model, bare, **settings)
     flat = [replace(group, rewards=(0.0,) * 4, outcome_rewards=(0.0,) * 4) for group in groups]
-    steps, only, _ = gradient(model, flat, **{**settings, "beta": 0.0})
+    steps, only, _ = gradient(model, flat, **{**settings, "kl": None})
     summed = {name: outcome[name] + steps[name] for name in both}
     assert distance(both, summed) < 1e-5
     for a, b, c in zip(advantages, without, only, strict=True):

@@ -16,7 +16,7 @@ def rows_of(folder):
 
 @pytest.mark.parametrize("preset", ["grpo", "reinforce++", "ppo"])
 def test_the_first_groups_have_tokens_and_their_own_advantages_where_they_differ(preset, small_config, letters, quiet, tmp_path):
-    config = small_config(algorithm={"preset": preset, "beta": 0.05}, output={"log_tokens": 1})
+    config = small_config(algorithm={"preset": preset, "kl": {"beta": 0.05}}, output={"log_tokens": 1})
     reports = []
     folder = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", on_step=reports.append).folder
     rows = [row for row in rows_of(folder) if row["step"] == 2]

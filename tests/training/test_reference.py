@@ -23,7 +23,7 @@ def same(one, other):
 
 def test_beta_0_copies_nothing(tiny_llama, monkeypatch):
     monkeypatch.setattr("groupwise.training.reference.make_reference", lambda scorer: pytest.fail("a reference was made"))
-    learner, before = learner_of(tiny_llama(), config_of(algorithm={"beta": 0.0}))
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"kl": None}))
     assert learner.reference is None
     learner.renew_reference()
     _, metrics = learner.learn(make_groups(before, REWARDS))
@@ -32,7 +32,7 @@ def test_beta_0_copies_nothing(tiny_llama, monkeypatch):
 
 
 def test_the_reference_stays_while_the_policy_moves_and_is_renewed_exactly(tiny_qwen2):
-    learner, before = learner_of(tiny_qwen2(), config_of(algorithm={"beta": 0.1}, optimizer={"learning_rate": 1e-3}))
+    learner, before = learner_of(tiny_qwen2(), config_of(algorithm={"kl": {"beta": 0.1}}, optimizer={"learning_rate": 1e-3}))
     groups = make_groups(before, REWARDS)
     start = weights_of(learner.scorer)
     assert same(weights_of(learner.reference), start)
@@ -51,7 +51,7 @@ def test_the_reference_stays_while_the_policy_moves_and_is_renewed_exactly(tiny_
 
 
 def test_the_kl_metric_is_the_mean_of_k3_over_tokens(tiny_llama):
-    settings = {"beta": 0.1, "skip_zero_variance": False}
+    settings = {"kl": {"beta": 0.1, "skip_zero_variance": False}}
     learner, before = learner_of(tiny_llama(), config_of(algorithm=settings, optimizer={"learning_rate": 3e-3}))
     groups = make_groups(before, REWARDS)
     learner.learn(groups)
@@ -70,7 +70,7 @@ def test_the_kl_metric_is_the_mean_of_k3_over_tokens(tiny_llama):
 def test_the_reference_is_renewed_at_the_start_of_each_outer_iteration(outer, steps, due):
     """Steps from 0; the first iteration begins with the reference that was just made."""
     renewed = []
-    config = config_of(algorithm={"beta": 0.1, "reference_updates": outer}, training={"steps": steps})
+    config = config_of(algorithm={"kl": {"beta": 0.1, "reference_updates": outer}}, training={"steps": steps})
     learner, writer = SimpleNamespace(renew_reference=renewed.append), SimpleNamespace(finish=lambda: None)
     run = SimpleNamespace(config=config, learner=learner, writer=writer)
     for step in range(steps):
@@ -109,7 +109,7 @@ def slow_k1(policy, reference, groups):
 @pytest.mark.parametrize("budget", [8192, 25])
 def test_rloo_takes_the_kl_off_the_reward_and_judges_by_the_others(tiny_llama, budget):
     """arXiv 2402.14740: R = r - beta log(policy / reference), less the mean of the others' R; tokens summed, completions averaged."""
-    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "rloo", "beta": 0.3}, REWARDS)
+    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "rloo", "kl": {"beta": 0.3}}, REWARDS)
     learner.config.training.micro_batch_tokens = budget
     seen = watch_gradients(learner)
     advantages, _ = learner.learn(groups)
@@ -128,7 +128,7 @@ def test_rloo_takes_the_kl_off_the_reward_and_judges_by_the_others(tiny_llama, b
 @pytest.mark.parametrize("budget", [8192, 25])
 def test_reinforce_plus_plus_gives_every_token_the_kl_still_to_come(tiny_llama, budget):
     """arXiv 2501.03262: A_t = r - beta sum_{i >= t} KL_i, normalised over all tokens of the batch, which weigh the same."""
-    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "reinforce++", "beta": 0.3}, REWARDS)
+    learner, policy, reference, groups = off_reference(tiny_llama(), {"preset": "reinforce++", "kl": {"beta": 0.3}}, REWARDS)
     learner.config.training.micro_batch_tokens = budget
     seen = watch_gradients(learner)
     advantages, _ = learner.learn(groups)
@@ -151,12 +151,12 @@ def test_reinforce_plus_plus_gives_every_token_the_kl_still_to_come(tiny_llama, 
 
 def test_kl_in_the_reward_is_measured_from_the_policy_that_sampled(tiny_llama):
     """The penalty uses the sampling logprobs, so what the sampler recorded shows in the advantages."""
-    learner, _, _, groups = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
+    learner, _, _, groups = off_reference(tiny_llama(), {"preset": "rloo", "kl": {"beta": 1.0}}, [[1.0, 0.0]])
     (group,) = groups
     first, other = group.completions
     raised = replace(first, logprobs=tuple(x + 0.5 / len(first.logprobs) for x in first.logprobs))
     plain, _ = learner.learn([group])
-    learner, _, _, _ = off_reference(tiny_llama(), {"preset": "rloo", "beta": 1.0}, [[1.0, 0.0]])
+    learner, _, _, _ = off_reference(tiny_llama(), {"preset": "rloo", "kl": {"beta": 1.0}}, [[1.0, 0.0]])
     changed, _ = learner.learn([replace(group, completions=(raised, other))])
     assert changed[0][0] == pytest.approx(plain[0][0] - 0.5, abs=1e-4)
 
@@ -170,7 +170,7 @@ def test_kl_in_the_reward_is_the_policy_s_whatever_the_sampler_says(tiny_llama, 
     """A sampler that cuts its distribution, has other weights or other numbers puts none of that into the KL."""
     found = []
     for rollout, off in (({}, 0.0), (SAMPLERS[sampler], 0.4)):
-        config = config_of(algorithm={"preset": preset, "beta": 0.3}, rollout=rollout)
+        config = config_of(algorithm={"preset": preset, "kl": {"beta": 0.3}}, rollout=rollout)
         learner, policy = learner_of(tiny_llama(), config)
         nudge(learner.reference)
         groups = [
@@ -189,7 +189,7 @@ def test_nucleus_sampling_from_the_reference_itself_costs_no_kl(tiny_llama, pres
     """Policy and reference are one, so the KL is 0 however the nucleus renormalised: advantages are those without any KL."""
     advantages = []
     for beta in (0.0, 1.0):
-        config = config_of(algorithm={"preset": preset, "beta": beta}, rollout={"top_p": 0.9})
+        config = config_of(algorithm={"preset": preset, "kl": {"beta": beta} if beta else None}, rollout={"top_p": 0.9})
         learner, policy = learner_of(tiny_llama(), config)
         groups = []
         for group in make_groups(policy, [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]):
@@ -213,7 +213,9 @@ def test_nucleus_sampling_from_the_reference_itself_costs_no_kl(tiny_llama, pres
 def test_truncated_completions_pay_their_kl_in_the_baseline(tiny_llama, preset, budget):
     """Left out of the loss, they still count in the mean of their group, or of the batch: with the reward that all others have too."""
     learner, policy, reference, groups = off_reference(
-        tiny_llama(), {"preset": preset, "beta": 0.3, "mask_truncated": True}, [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.5]]
+        tiny_llama(),
+        {"preset": preset, "kl": {"beta": 0.3}, "mask_truncated": True},
+        [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.5]],
     )
     learner.config.training.micro_batch_tokens = budget
     assert {c.stopped for g in groups for c in g.completions} == {True, False}
@@ -250,7 +252,7 @@ def test_truncated_completions_pay_their_kl_in_the_baseline(tiny_llama, preset, 
 def test_a_parked_reference_says_the_same_and_is_renewed_where_it_lies(request, tiny_llama, family, mixing):
     """Here the machine's memory is the device's too, so what is held is the swapping of weights, not the transfer."""
     model = tiny_llama(seed=3, mlp_bias=True) if family == "module" else request.getfixturevalue(family)(seed=3)
-    learner, _ = learner_of(model, config_of(algorithm={"beta": 0.1}))
+    learner, _ = learner_of(model, config_of(algorithm={"kl": {"beta": 0.1}}))
     plain, parked = Reference(learner.scorer, mixing), Reference(learner.scorer, mixing, offload=True)
     own = {id(p) for _, p in parked.scorer.named_parameters()}
     assert all(p.numel() == 0 for p in parked.scorer.module.parameters() if id(p) not in own), "no view holds on to the device"

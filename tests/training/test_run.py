@@ -188,7 +188,7 @@ def test_a_step_without_any_group_is_survived(go):
     def never(completions, **columns):
         raise ValueError("no")
 
-    sections = {"rewards": {"functions": [{"function": "never"}], "on_error": "skip"}, "algorithm": {"beta": 0.1}}
+    sections = {"rewards": {"functions": [{"function": "never"}], "on_error": "skip"}, "algorithm": {"kl": {"beta": 0.1}}}
     result = go(functions={"never": never}, **sections)
     rows = lines_of(result.folder / "metrics.jsonl")
     assert [row["groups/failed"] for row in rows] == [3, 3]
@@ -236,7 +236,7 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
     plain = go("plain", model={"dtype": "float16"}, rollout={"ahead": 1}).folder  # whose loss is scaled
     full = go(
         "full",
-        algorithm={"beta": 0.1, "updates_per_batch": 2},
+        algorithm={"kl": {"beta": 0.1}, "updates_per_batch": 2},
         rewards={
             "functions": [
                 {"function": "correctness"}, {"function": "format", "isolate": True},
@@ -252,8 +252,8 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
     beyond = go(
         "beyond",
         algorithm={
-            "preset": "ppo", "critic": "copy", "beta": 0.1, "kl_target": 0.1, "entropy_bonus": 1e-3, "top_entropy_share": 0.5,
-            "sampler_correction": "token", "updates_per_batch": 2,
+            "preset": "ppo", "value": {"critic": "copy"}, "kl": {"beta": 0.1, "target": 0.1}, "updates_per_batch": 2,
+            "entropy": {"bonus": 1e-3, "top_share": 0.5}, "correction": {"level": "token"},
         },
         rollout={"refill_rounds": 1},
     ).folder  # fmt: skip
@@ -338,7 +338,8 @@ def test_the_reported_numbers_are_those_of_the_groups(go):
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo"])
 def test_every_preset_runs(go, preset):
     rows = lines_of(
-        go(algorithm={"preset": preset, "beta": 0.05} if preset == "grpo" else {"preset": preset}).folder / "metrics.jsonl"
+        go(algorithm={"preset": preset, "kl": {"beta": 0.05}} if preset == "grpo" else {"preset": preset}).folder
+        / "metrics.jsonl"
     )
     assert rows[-1]["progress/policy_version"] == 2
     assert rows[-1]["optimizer/grad_norm"] > 0

@@ -22,7 +22,12 @@ from groupwise.training.setup import prepare
 from tests.tiny import write_tiny_llama, write_tiny_qwen2
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
-OWN = {"preset": "ppo", "critic": "copy", "scale": "none", "gamma": 1.0, "gae_lambda": 1.0, "beta": 0.0, "value_loss_weight": 0.5}
+VALUE = {"critic": "copy", "loss_weight": 0.5}
+OWN = {"preset": "ppo", "value": VALUE, "advantage": {"whiten": False, "gamma": 1.0, "lam": 1.0}, "kl": None}
+
+
+def own_critic(**value):
+    return {**OWN, "value": {**VALUE, **value}}
 
 
 def with_own_critic(model, budget=10_000, **algorithm):
@@ -52,7 +57,7 @@ def watch_critic(learner):
     step = optimizer.step
 
     def watched(rate):
-        assert rate == learner.config.algorithm.critic_learning_rate
+        assert rate == learner.config.algorithm.value.critic_learning_rate
         seen.append((by_module_name(learner.critic.trunk), learner.critic.weight.grad.clone()))
         return step(rate)
 
@@ -158,9 +163,7 @@ def _ready(learner, groups):
 
 
 def test_its_value_comes_to_explain_the_returns(tiny_llama):
-    config = config_of(
-        algorithm={**OWN, "critic_learning_rate": 3e-3, "value_learning_rate": 1e-2}, optimizer={"learning_rate": 1e-9}
-    )
+    config = config_of(algorithm=own_critic(critic_learning_rate=3e-3, learning_rate=1e-2), optimizer={"learning_rate": 1e-9})
     learner, before = learner_of(tiny_llama(seed=3), config)
     groups = make_groups(before, REWARDS)
     explained = [learner.learn(groups)[1]["value/explained_variance"].value for _ in range(60)]
@@ -169,7 +172,7 @@ def test_its_value_comes_to_explain_the_returns(tiny_llama):
 
 
 def test_with_masters_a_checkpoint_holds_them_and_not_the_rounded_weights_too(tiny_llama):
-    settings = {"algorithm": dict(OWN, critic_learning_rate=1e-3), "model": {"dtype": "bfloat16"}}
+    settings = {"algorithm": own_critic(critic_learning_rate=1e-3), "model": {"dtype": "bfloat16"}}
     learners = [learner_of(tiny_llama(seed=3).bfloat16(), config_of(**settings)) for _ in range(2)]
     (one, before), (other, _) = learners
     for _ in range(2):
@@ -186,7 +189,7 @@ def test_with_masters_a_checkpoint_holds_them_and_not_the_rounded_weights_too(ti
 
 def test_a_state_of_the_other_kind_is_refused(tiny_llama):
     own, _ = learner_of(tiny_llama(seed=3), config_of(algorithm=OWN))
-    shared, _ = learner_of(tiny_llama(seed=3), config_of(algorithm={**OWN, "critic": "shared"}))
+    shared, _ = learner_of(tiny_llama(seed=3), config_of(algorithm=own_critic(critic="shared")))
     for one, other in ((own, shared), (shared, own)):
         with pytest.raises(ValueError, match="critic of its own"):
             one.critic.load_state(other.critic.state())
@@ -198,7 +201,7 @@ def test_a_miniature_run(kind, lora, small_config, letters, quiet, tmp_path):
     if lora:
         pytest.importorskip("peft")
     critic = "copy" if kind == "copy" else str(write_tiny_qwen2(tmp_path / "critic", max_position_embeddings=256))
-    algorithm = {"preset": "ppo", "critic": critic, "updates_per_batch": 2, "beta": 0.01}
+    algorithm = {"preset": "ppo", "value": {"critic": critic}, "updates_per_batch": 2, "kl": {"beta": 0.01}}
     model = {"lora": lora} if lora else {}
     config = small_config(algorithm=algorithm, model=model, output={"checkpoint_every": 1})
     folder = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run").folder
@@ -208,10 +211,10 @@ def test_a_miniature_run(kind, lora, small_config, letters, quiet, tmp_path):
 
 def test_what_is_refused_before_any_weights_are_read(small_config, letters, tiny_folder, tmp_path):
     with pytest.raises(ModelError, match="nowhere"):
-        prepare(small_config(algorithm={"preset": "ppo", "critic": str(tmp_path / "nowhere")}), letters)
+        prepare(small_config(algorithm={"preset": "ppo", "value": {"critic": str(tmp_path / "nowhere")}}), letters)
     short = write_tiny_llama(tmp_path / "short", max_position_embeddings=16)
     with pytest.raises(ConfigError, match=r"context of 16 tokens.*data.max_prompt_tokens to 8"):
-        prepare(small_config(algorithm={"preset": "ppo", "critic": str(short)}), letters)
+        prepare(small_config(algorithm={"preset": "ppo", "value": {"critic": str(short)}}), letters)
     other = write_tiny_llama(tmp_path / "other")
     from transformers import AutoTokenizer
 
@@ -219,5 +222,7 @@ def test_what_is_refused_before_any_weights_are_read(small_config, letters, tiny
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(other)
     with pytest.raises(ConfigError, match="reads the very tokens"):
-        prepare(small_config(model={"name": str(other)}, algorithm={"preset": "ppo", "critic": str(tiny_folder)}), letters)
-    prepare(small_config(algorithm={"preset": "ppo", "critic": str(tiny_folder)}), letters)
+        prepare(
+            small_config(model={"name": str(other)}, algorithm={"preset": "ppo", "value": {"critic": str(tiny_folder)}}), letters
+        )
+    prepare(small_config(algorithm={"preset": "ppo", "value": {"critic": str(tiny_folder)}}), letters)

@@ -65,7 +65,9 @@ def slow_stale_loss(model, before, groups, kind):
 
 
 def config_for(kind, **algorithm):
-    settings = {"stale_samples": kind, "sampler_correction_cap": CAP, "epsilon": EPSILON, **algorithm}
+    settings = {"stale_samples": kind, "loss": {"epsilon": EPSILON}, **algorithm}
+    if kind == "decoupled":
+        settings["correction"] = {"cap": CAP}
     return config_of(rollout={"ahead": 1}, algorithm=settings, optimizer={"learning_rate": 1e-2})
 
 

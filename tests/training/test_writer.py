@@ -24,7 +24,7 @@ def manifests(folder):
 @pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 2, "alpha": 4}}])
 def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, letters, quiet, tmp_path, monkeypatch, model):
     """The first checkpoint is held up until the second batch has been sampled; learning from that waits for it."""
-    sections = {"model": model, "training": {"steps": 3}, "algorithm": {"beta": 0.1, "updates_per_batch": 2}}
+    sections = {"model": model, "training": {"steps": 3}, "algorithm": {"kl": {"beta": 0.1}, "updates_per_batch": 2}}
     sampled, write, learn = threading.Event(), checkpoints._write, Run.learn
 
     def late(aside, snapshot):
@@ -57,7 +57,7 @@ def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, l
 
 
 def test_on_a_cpu_a_checkpoint_beside_the_run_takes_no_memory(small_config, letters, quiet, tmp_path):
-    run = start(small_config(algorithm={"beta": 0.1}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run = start(small_config(algorithm={"kl": {"beta": 0.1}}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
     run.begin_learning()
     snapshot = checkpoints.take_snapshot(0, run.policy, run.learner)
     copied = snapshot.copied(run.policy.tokenizer)

@@ -7,6 +7,8 @@ Axes: N completions in the micro-batch (whole ones), T their sampled tokens, fla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,11 @@ from groupwise.algorithm.kl import k3, kl_per_token
 from groupwise.algorithm.process import Steps, process_advantages
 from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean
-from groupwise.algorithm.surrogate import SURROGATES, ClipBounds, Surrogate
+from groupwise.algorithm.surrogate import SURROGATES, ClipBounds, Surrogate, sapo, vespo
 from groupwise.algorithm.values import PerToken, value_advantages
-from groupwise.config.schema import AlgorithmConfig
+from groupwise.config.advantage import AdvantageSection, GaeAdvantage, GroupAdvantage
+from groupwise.config.algorithm import AlgorithmConfig, KLConfig
+from groupwise.config.loss import CispoLoss, ClipLoss, LossSection, ReinforceLoss, SapoLoss, VespoLoss
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
 __all__ = ["Objective", "policy_loss"]
@@ -49,26 +53,16 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
+        kl = config.kl or KLConfig()
         return cls(
-            baseline=config.baseline,
-            scale=config.scale,
-            advantage_epsilon=config.advantage_epsilon,
-            ratio_level=config.ratio_level,
-            surrogate=config.surrogate,
-            bounds=ClipBounds(
-                low=config.epsilon,
-                high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-                dual=config.dual_clip,
-                delta=config.delta,
-            ),
-            aggregation=config.aggregation,
-            kl_estimator=config.kl_estimator,
-            kl_placement=config.kl_placement,
+            **_advantage_choices(config.advantage),
+            **_loss_choices(config.loss),
+            aggregation=config.loss.aggregation,
+            kl_estimator=kl.estimator,
+            kl_placement=kl.placement,
             beta=config.beta,
-            kl_correction=config.kl_correction,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            value_clip=config.value_clip,
+            kl_correction=kl.importance_weighted,
+            value_clip=None if config.value is None else config.value.clip,
         )
 
     @property
@@ -130,6 +124,30 @@ class Objective:
     def value_weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts) -> Tensor:
         """Weights of the value's loss: the mean over all tokens of the batch, whichever way the policy's loss is aggregated."""
         return token_weights(lengths_N, sequence_T, "token_mean", counts)
+
+
+def _advantage_choices(advantage: AdvantageSection) -> dict[str, Any]:
+    if isinstance(advantage, GroupAdvantage):
+        return {"baseline": advantage.baseline, "scale": advantage.scale, "advantage_epsilon": advantage.epsilon}
+    if isinstance(advantage, GaeAdvantage):
+        scale = "batch_std" if advantage.whiten else "none"
+        learned = {"gamma": advantage.gamma, "gae_lambda": advantage.lam}
+        return {"baseline": "value", "scale": scale, "advantage_epsilon": advantage.epsilon, **learned}
+    raise NotImplementedError(f"algorithm.advantage.type={advantage.type}")
+
+
+def _loss_choices(loss: LossSection) -> dict[str, Any]:
+    if isinstance(loss, ClipLoss | CispoLoss):
+        bounds = ClipBounds(loss.epsilon, loss.high, loss.dual_clip if isinstance(loss, ClipLoss) else None)
+        return {"surrogate": loss.type, "ratio_level": loss.ratio, "bounds": bounds}
+    if isinstance(loss, ReinforceLoss):
+        return {"surrogate": "reinforce"}
+    if isinstance(loss, SapoLoss):
+        return {"surrogate": partial(sapo, positive=loss.tau_positive, negative=loss.tau_negative)}
+    if isinstance(loss, VespoLoss):
+        by_sign = {"positive": (loss.k_positive, loss.lambda_positive), "negative": (loss.k_negative, loss.lambda_negative)}
+        return {"surrogate": partial(vespo, **by_sign), "ratio_level": "product"}
+    raise NotImplementedError(f"algorithm.loss.type={loss.type}")
 
 
 def policy_loss(

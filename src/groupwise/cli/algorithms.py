@@ -11,6 +11,7 @@ from groupwise.cli.options import AsJson
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import formula, in_words
 from groupwise.config.presets import PRESETS
+from groupwise.config.problems import shown as shown_value
 from groupwise.errors import ConfigError
 
 __all__ = ["algorithms"]
@@ -22,7 +23,7 @@ def algorithms(
 ) -> None:
     """List the published methods (algorithm.preset), or show one with its formula.
 
-    A preset is a row of choices; any of them can be set by itself, as in algorithm.scale=none.
+    A preset is a row of choices; any of them can be set by itself, as in algorithm.advantage.scale=none.
 
     \b
     Examples:
@@ -42,7 +43,7 @@ def algorithms(
     if name is not None:
         _show(name)
         return
-    made = table(["preset", "arXiv", "baseline, scale", "ratio, surrogate, clip range", "aggregation", "KL"], map(_row, PRESETS))
+    made = table(["preset", "arXiv", "baseline, scale", "ratio, loss, clip range", "aggregation", "KL"], map(_row, PRESETS))
     for column in (made.columns[0], made.columns[1], made.columns[4]):
         column.no_wrap = True  # these are for copying
     console().print(made)
@@ -81,8 +82,8 @@ def _show(name: str) -> None:
     for line in shown["formula"]:
         out.print(harmless(f"  {line}"), soft_wrap=True)
     out.print()
-    for setting, value in shown["settings"].items():
-        out.print(harmless(f"  algorithm.{setting}={value}", "cyan"))
+    for setting, value in PRESETS[name].settings.items():
+        out.print(harmless(f"  algorithm.{setting}={shown_value(value)}", "cyan"))
     if shown["beyond"]:
         out.print()
         out.print(harmless(shown["beyond"]), soft_wrap=False)

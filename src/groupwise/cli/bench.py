@@ -52,14 +52,15 @@ def bench(
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
 
-    fetch_model(load_config(source, overrides or ()))
+    config = load_config(source, overrides or ())
+    fetch_model(config)
     start_processes(num_processes)
     from groupwise.cli.plan import plan_of
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
     from groupwise.training.trial import run_trial, trial_settings
 
-    settings = [*(overrides or ()), *trial_settings(steps, as_written, whole)]
+    settings = [*(overrides or ()), *trial_settings(steps, as_written, whole, config.algorithm.needs_reference)]
     found = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
     if not is_first_process():
         return

@@ -63,7 +63,7 @@ def config(
         if (parent := doc.path.rpartition(".")[0]) != section:
             out.print(harmless(f"\n{parent}", "bold") if section is not None else harmless(parent, "bold"))
             section = parent
-        out.print(harmless(f"  {doc.leaf}", "cyan") + harmless(f"  {doc.type}, default {_default(doc.default)}", "dim"))
+        out.print(harmless(f"  {doc.name}", "cyan") + harmless(f"  {doc.type}, default {_default(doc.default)}", "dim"))
         out.print(harmless(f"    {doc.description}"), soft_wrap=False)
 
 

@@ -47,11 +47,11 @@ def _against_adapters(config: Config, way: str) -> list[tuple[str | bool, str]]:
 
 def _against_fsdp2(config: Config) -> list[tuple[str | bool, str]]:
     """What FSDP2 alone does not go with, or False where the settings have none of it; and a remedy."""
-    critic, precision = config.algorithm.critic, config.optimizer.precision
+    value, precision = config.algorithm.value, config.optimizer.precision
     return [
         (config.model.lora is None and precision == "masters-8bit" and "optimizer.precision=masters-8bit",
          "use masters, which are divided, or training.sharding=none"),
-        (config.algorithm.baseline == "value" and critic != "shared" and f"algorithm.critic={critic}",
+        (value is not None and value.critic != "shared" and f"algorithm.value.critic={value.critic}",
          "use a shared one, or training.sharding=none"),
     ]  # fmt: skip
 
@@ -63,5 +63,5 @@ def _against_zero(config: Config) -> list[tuple[str | bool, str]]:
         (config.model.dtype == "float16" and "model.dtype=float16", "use bfloat16"),
         (config.model.lora is None and precision != "masters" and f"optimizer.precision={precision}",
          "DeepSpeed steps on fp32 masters, divided among the processes: use masters, or training.sharding=none"),
-        (config.algorithm.baseline == "value" and "algorithm.baseline=value", "use training.sharding=fsdp2 or none"),
+        (config.algorithm.needs_values and "algorithm.advantage.type=gae", "use training.sharding=fsdp2 or none"),
     ]  # fmt: skip

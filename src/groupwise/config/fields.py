@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,7 +15,9 @@ from pydantic_core import PydanticUndefined
 
 from groupwise.config.schema import Config
 
-__all__ = ["ITEM", "REMARKS", "FieldDoc", "explain", "field_paths", "find_field", "schema_path", "sections", "suggest"]
+__all__ = [
+    "ITEM", "REMARKS", "FieldDoc", "explain", "field_paths", "find_field", "kinds_of", "schema_path", "sections", "suggest", "without_tags",
+]  # fmt: skip
 
 ITEM = "[]"
 """Stands for "any entry" in the path of a setting inside a list: ``rewards.functions[].weight``."""
@@ -33,15 +35,38 @@ OTHER_WORDS: dict[str, str | tuple[str, ...]] = {
     "max_prompt_length": "data.max_prompt_tokens",
     "max_length": ("rollout.max_completion_tokens", "data.max_prompt_tokens"),
     "mu": "algorithm.updates_per_batch",
-    "num_iterations": ("algorithm.updates_per_batch", "algorithm.reference_updates"),  # TRL's mu, and the outer loop of the paper
+    "num_iterations": (
+        "algorithm.updates_per_batch",
+        "algorithm.kl.reference_updates",
+    ),  # TRL's mu, and the outer loop of the paper
     "ppo_epochs": "algorithm.updates_per_batch",
     "gradient_accumulation_steps": "training.micro_batch_tokens",
-    "sync_ref_model": "algorithm.reference_updates",
-    "clip_range": "algorithm.epsilon",
-    "cliprange": "algorithm.epsilon",
-    "kl_coef": "algorithm.beta",
-    "kl_coeff": "algorithm.beta",
-    "kl_penalty": ("algorithm.beta", "algorithm.kl_estimator"),
+    "sync_ref_model": "algorithm.kl.reference_updates",
+    "ref_model_sync_steps": "algorithm.kl.reference_every",
+    "ref_model_mixup_alpha": "algorithm.kl.reference_mixing",
+    "clip_range": "algorithm.loss.epsilon",
+    "cliprange": "algorithm.loss.epsilon",
+    "clip_ratio": "algorithm.loss.epsilon",
+    "loss_type": ("algorithm.loss.type", "algorithm.preset"),
+    "importance_sampling_level": "algorithm.loss.ratio",
+    "sapo_temperature_pos": "algorithm.loss.tau_positive",
+    "sapo_temperature_neg": "algorithm.loss.tau_negative",
+    "vespo_k_pos": "algorithm.loss.k_positive",
+    "vespo_lambda_pos": "algorithm.loss.lambda_positive",
+    "vespo_k_neg": "algorithm.loss.k_negative",
+    "vespo_lambda_neg": "algorithm.loss.lambda_negative",
+    "scale_rewards": "algorithm.advantage.scale",
+    "adv_estimator": "algorithm.advantage.type",
+    "lambda": "algorithm.advantage.lam",
+    "kl_coef": "algorithm.kl.beta",
+    "kl_coeff": "algorithm.kl.beta",
+    "kl_penalty": ("algorithm.kl.beta", "algorithm.kl.estimator"),
+    "use_bias_correction_kl": "algorithm.kl.importance_weighted",
+    "entropy_coef": "algorithm.entropy.bonus",
+    "entropy_coeff": "algorithm.entropy.bonus",
+    "top_entropy_quantile": "algorithm.entropy.top_share",
+    "vf_coef": "algorithm.value.loss_weight",
+    "cliprange_value": "algorithm.value.clip",
     "lr": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
     "grad_clip": "optimizer.max_grad_norm",
@@ -92,10 +117,17 @@ class FieldDoc:
     """Plain YAML-like value; for a setting inside a list entry that must be given, the text ``(required)``."""
     description: str
     """The docstring under the field, on one line."""
+    of: tuple[str, ...] = ()
+    """In a section that comes in several types: those that have the setting as it is described here. Empty: all."""
 
     @property
     def leaf(self) -> str:
         return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, and where it matters the types of its section: ``epsilon (clip)``."""
+        return f"{self.leaf} ({', '.join(self.of)})" if self.of else self.leaf
 
 
 def explain() -> list[FieldDoc]:
@@ -104,12 +136,13 @@ def explain() -> list[FieldDoc]:
 
 
 def field_paths() -> list[str]:
-    return [doc.path for doc in _catalogue()]
+    """Every path once, also where several types of a section have it."""
+    return list(dict.fromkeys(doc.path for doc in _catalogue()))
 
 
 def schema_path(path: str) -> str:
     """The path under which the schema knows a place in a config: ``rewards.functions[0].weight`` (or ``.0.``) ->
-    ``rewards.functions[].weight``, ``evaluation.modes[1]`` -> ``evaluation.modes``, ``model.lora.rank`` -> ``model.lora[].rank``.
+    ``rewards.functions[].weight``, ``evaluation.modes[1]`` -> ``evaluation.modes``.
     """
     parts: list[str] = []
     for part in path.split("."):
@@ -119,39 +152,57 @@ def schema_path(path: str) -> str:
         else:
             parts.append(name + (ITEM if bracket else ""))
     parts[-1] = parts[-1].removesuffix(ITEM)
-    known, found = set(field_paths()), parts[0]
-    for part in parts[1:]:
-        inside = f"{found}{ITEM}.{part}"  # a section that may be null has the form of a list's entry
-        found = inside if inside in known else f"{found}.{part}"
-    return found
+    return ".".join(parts)
 
 
 @cache
-def sections() -> dict[str, type[BaseModel]]:
-    """Dotted path of every section, the nested ones too, and its class."""
-    found: dict[str, type[BaseModel]] = {}
+def sections() -> dict[str, tuple[type[BaseModel], ...]]:
+    """Dotted path of every section, the nested ones too, and its class; the classes of all types where it comes in several."""
+    found: dict[str, tuple[type[BaseModel], ...]] = {}
 
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, info in model.model_fields.items():
-            if _is_section(info.annotation):
-                found[prefix + name] = info.annotation  # type: ignore[assignment]
-                walk(info.annotation, prefix + name + ".")  # type: ignore[arg-type]
+    def walk(models: tuple[type[BaseModel], ...], prefix: str) -> None:
+        for model in models:
+            for name, info in model.model_fields.items():
+                if inner := _section_classes(info.annotation):
+                    found[prefix + name] = inner
+                    walk(inner, f"{prefix}{name}.")
 
-    walk(Config, "")
+    walk((Config,), "")
     return found
 
 
-def find_field(path: str) -> FieldInfo | None:
-    """The schema's entry for a full dotted path (list entries written ``name[]``), or None."""
-    model: type[BaseModel] = Config
+def without_tags(location: Sequence[int | str]) -> tuple[int | str, ...]:
+    """pydantic's location of an error without the types that it names inside sections which come in several."""
+    kept: list[int | str] = []
+    tag = False
+    for part in location:
+        if tag:
+            tag = False
+            continue
+        kept.append(part)
+        tag = len(sections().get(".".join(map(str, kept)), ())) > 1
+    return tuple(kept)
+
+
+def find_field(path: str, kind: str | None = None) -> FieldInfo | None:
+    """The schema's entry for a full dotted path (list entries written ``name[]``), or None.
+
+    ``kind``: which type of its section is meant, where it comes in several; by default the first that has the setting.
+    """
+    models: tuple[type[BaseModel], ...] = (Config,)
     *parents, leaf = path.split(".")
     for name in parents:
-        info = model.model_fields.get(name.removesuffix(ITEM))
-        inner = None if info is None else _inner_section(info.annotation)
-        if inner is None:
-            return None
-        model = inner
-    return model.model_fields.get(leaf)
+        infos = [model.model_fields[name.removesuffix(ITEM)] for model in models if name.removesuffix(ITEM) in model.model_fields]
+        models = next((inner for info in infos if (inner := _classes_inside(info.annotation, name.endswith(ITEM)))), ())
+    found = [model for model in models if leaf in model.model_fields]
+    exact = [model for model in found if kind is not None and kind in kinds_of(model)]
+    return next((model.model_fields[leaf] for model in (*exact, *found)), None)
+
+
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """The ``type`` that a section's class stands for; empty for one that comes in one type only, or that is a function of one's own."""
+    info = model.model_fields.get("type")
+    return get_args(info.annotation) if info is not None and get_origin(info.annotation) is Literal else ()
 
 
 def suggest(unknown: str) -> list[str]:
@@ -182,36 +233,64 @@ def suggest(unknown: str) -> list[str]:
 
 @cache
 def _catalogue() -> tuple[FieldDoc, ...]:
-    return tuple(_walk(Config, ""))
+    return tuple(_walk((Config,), ""))
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[FieldDoc]:
-    for name, info in model.model_fields.items():
+def _walk(models: tuple[type[BaseModel], ...], prefix: str) -> Iterator[FieldDoc]:
+    """``models``: the classes of one section, several where it comes in several types."""
+    for name in dict.fromkeys(name for model in models for name in model.model_fields):
         path = prefix + name
-        if _is_section(info.annotation):
-            yield from _walk(info.annotation, path + ".")  # type: ignore[arg-type]
-            continue
-        yield FieldDoc(path, _type_words(info), _plain_default(info), " ".join((info.description or "").split()))
-        inner = _inner_section(info.annotation)
-        if inner is not None:
-            yield from _walk(inner, f"{path}{ITEM}.")
+        infos = {model: model.model_fields[name] for model in models if name in model.model_fields}
+        info = next(iter(infos.values()))
+        inner = _section_classes(info.annotation)
+        if not inner or type(None) in get_args(info.annotation):
+            yield from _docs(path, infos, len(models))
+        yield from _walk(inner or _item_classes(info.annotation), f"{path}." if inner else f"{path}{ITEM}.")
+
+
+def _docs(path: str, infos: Mapping[type[BaseModel], FieldInfo], types: int) -> Iterator[FieldDoc]:
+    """One entry where all types of a section have the same setting, else one for each that is described differently."""
+    if types > 1 and path.endswith(".type"):
+        own = "FILE.py:FUNCTION"
+        kinds = [kind for model in infos for kind in kinds_of(model)]
+        parent = find_field(path.removesuffix(".type"))
+        words = " ".join(((parent.description if parent else "") or "").split())
+        yield FieldDoc(path, " | ".join([*kinds, own]), kinds[0], words)
+        return
+    described: dict[tuple[str, str, str], list[type[BaseModel]]] = {}
+    for model, info in infos.items():
+        words = " ".join((info.description or "").split())
+        described.setdefault((_type_words(info), repr(_plain_default(info)), words), []).append(model)
+    for (kind, _, words), models in described.items():
+        of = [one for model in models for one in kinds_of(model) or (("your own",) if types > 1 else ())]
+        yield FieldDoc(path, kind, _plain_default(infos[models[0]]), words, () if len(models) == types else tuple(of))
 
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _inner_section(annotation: Any) -> type[BaseModel] | None:
-    """The section class that ``annotation`` is or holds: ``X``, ``list[X]``, ``X | None``."""
+def _section_classes(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The classes of a section that stands at a place: one, ``X`` or ``X | None``; several where it comes in several types; none for a
+    value."""
     if _is_section(annotation):
-        return annotation  # type: ignore[no-any-return]
-    if get_origin(annotation) is Literal:
-        return None
-    for argument in get_args(annotation):
-        inner = _inner_section(argument)
-        if inner is not None:
-            return inner
-    return None
+        return (annotation,)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _section_classes(arguments[0])
+    if origin not in (Union, types.UnionType):
+        return ()
+    inner = [_section_classes(argument) for argument in arguments if argument is not type(None)]
+    return tuple(model for models in inner for model in models) if all(inner) else ()
+
+
+def _item_classes(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The classes of a list's entries, where they are sections."""
+    return _section_classes(get_args(annotation)[0]) if get_origin(annotation) is list else ()
+
+
+def _classes_inside(annotation: Any, item: bool) -> tuple[type[BaseModel], ...]:
+    return _item_classes(annotation) if item else _section_classes(annotation)
 
 
 def _plain_default(info: FieldInfo) -> Any:
@@ -265,6 +344,6 @@ def _annotation_words(annotation: Any) -> str:
         return "list of " + ", ".join(_annotation_words(argument) for argument in arguments)
     if origin is dict:
         return "mapping"
-    if _is_section(annotation):
+    if _section_classes(annotation):
         return "settings"
     return _NAMES.get(annotation, str(annotation))

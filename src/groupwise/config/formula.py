@@ -5,7 +5,9 @@ In formulas i is a completion, t one of its |o_i| tokens, N the completions of t
 
 from __future__ import annotations
 
-from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.advantage import GaeAdvantage, GdpoAdvantage, GroupAdvantage, MaxrlAdvantage
+from groupwise.config.algorithm import AlgorithmConfig, KLConfig
+from groupwise.config.loss import CispoLoss, ClipLoss, DppoLoss, GmpoLoss, LossSection, ReinforceLoss, SapoLoss, VespoLoss
 
 __all__ = ["formula", "in_words"]
 
@@ -14,7 +16,6 @@ _BASELINES = {
     "leave_one_out": "mean of the others",
     "batch_mean": "batch mean",
     "none": "none",
-    "value": "learned value",
 }
 _SCALES = {"group_std": "group std", "batch_std": "batch std", "centred_std": "batch std of the differences", "none": "none"}
 _PLACES = {"loss": "in the loss", "reward": "in the reward", "token_reward": "in token rewards"}
@@ -29,71 +30,100 @@ _BATCH_SUMS = {
     "sequence_sum": "1/N sum_i sum_t L_it",
     "fixed": "sum_i sum_t L_it / (N max_completion_tokens)",
 }
+_TOKEN_RATIO = "w     = pi(o_it) / pi_old(o_it)"
 
 
 def in_words(algorithm: AlgorithmConfig) -> dict[str, str]:
     """The choices as the cells of a table's row."""
+    baseline, scale = _advantage_words(algorithm)
+    kl = algorithm.kl
     return {
-        "baseline": _BASELINES[algorithm.baseline],
-        "scale": _SCALES[algorithm.scale],
-        "ratio": "-" if algorithm.surrogate == "reinforce" else algorithm.ratio_level,
-        "surrogate": algorithm.surrogate,
-        "clip_range": _clip_range(algorithm),
-        "aggregation": algorithm.aggregation,
-        "kl": f"{algorithm.beta:g} x {algorithm.kl_estimator} {_PLACES[algorithm.kl_placement]}" if algorithm.beta else "none",
+        "baseline": baseline,
+        "scale": scale,
+        "ratio": _ratio_word(algorithm.loss),
+        "surrogate": algorithm.loss.type,
+        "clip_range": _clip_range(algorithm.loss),
+        "aggregation": algorithm.loss.aggregation,
+        "kl": "none" if kl is None else f"{kl.beta:g} x {kl.estimator} {_PLACES[kl.placement]}",
     }
 
 
 def formula(algorithm: AlgorithmConfig) -> list[str]:
     """The loss that these settings make, one line per step from rewards to the sum over the batch."""
-    lines = [*_rewards(algorithm), *_advantages(algorithm), *_ratio(algorithm), f"L_it  = {_surrogate(algorithm)}"]
-    if algorithm.beta and algorithm.kl_placement == "loss":
-        factor = " w" if algorithm.kl_correction else ""
-        lines += [f"L_it += {algorithm.beta:g}{factor} {algorithm.kl_estimator}_it", _estimate(algorithm, "pi")]
-    return [*lines, f"loss  = {_BATCH_SUMS[algorithm.aggregation]}", *_value(algorithm)]
+    kl, loss = algorithm.kl, algorithm.loss
+    lines = [*_rewards(algorithm), *_advantages(algorithm), *_ratio(loss), f"L_it  = {_surrogate(loss)}"]
+    if kl is not None and kl.placement == "loss":
+        factor = " w" if kl.importance_weighted else ""
+        lines += [f"L_it += {kl.beta:g}{factor} {kl.estimator}_it", _estimate(kl, "pi")]
+    return [*lines, f"loss  = {_BATCH_SUMS[loss.aggregation]}", *_value(algorithm)]
 
 
-def _clip_range(algorithm: AlgorithmConfig) -> str:
-    if algorithm.surrogate == "reinforce":
+def _advantage_words(algorithm: AlgorithmConfig) -> tuple[str, str]:
+    """The cells for what a reward is compared with, and what the difference is divided by."""
+    advantage = algorithm.advantage
+    if isinstance(advantage, GroupAdvantage):
+        return _BASELINES[advantage.baseline], _SCALES[advantage.scale]
+    if isinstance(advantage, GaeAdvantage):
+        return "learned value", "batch std" if advantage.whiten else "none"
+    if isinstance(advantage, MaxrlAdvantage):
+        return "group mean", "group mean"
+    if isinstance(advantage, GdpoAdvantage):
+        return "group mean of each function", "group std of each function, batch std"
+    return advantage.type, "-"
+
+
+def _ratio_word(loss: LossSection) -> str:
+    if isinstance(loss, ClipLoss | CispoLoss):
+        return loss.ratio
+    return {"sapo": "token", "vespo": "sequence", "gmpo": "sequence", "dppo": "token"}.get(loss.type, "-")
+
+
+def _clip_range(loss: LossSection) -> str:
+    if isinstance(loss, GmpoLoss):
+        return f"exp(-{loss.epsilon:g}) to exp({loss.epsilon:g})"
+    if isinstance(loss, DppoLoss):
+        return f"{loss.divergence} of {loss.limit:g}"
+    if not isinstance(loss, ClipLoss | CispoLoss):
         return "-"
-    low, high = algorithm.epsilon, _high(algorithm)
-    cap = algorithm.dual_clip or algorithm.delta
+    low, high, cap = loss.epsilon, loss.high, loss.dual_clip if isinstance(loss, ClipLoss) else None
     words = f"{low:g}" if low == high else f"{'none' if low >= 1 else f'{low:g}'} down, {high:g} up"
     return f"{words}, at most {cap:g} for A < 0" if cap else words
 
 
-def _high(algorithm: AlgorithmConfig) -> float:
-    return algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-
-
-def _estimate(algorithm: AlgorithmConfig, policy: str) -> str:
-    return f"{algorithm.kl_estimator}_it = {_ESTIMATES[algorithm.kl_estimator].format(policy=policy)}"
+def _estimate(kl: KLConfig, policy: str) -> str:
+    return f"{kl.estimator}_it = {_ESTIMATES[kl.estimator].format(policy=policy)}"
 
 
 def _rewards(algorithm: AlgorithmConfig) -> list[str]:
     """How the KL enters the reward; r_i (or r_it) without a line of its own is what the reward functions said."""
-    if not algorithm.beta or algorithm.kl_placement == "loss":
+    kl = algorithm.kl
+    if kl is None or kl.placement == "loss":
         return []
-    penalty = f"{algorithm.beta:g} {algorithm.kl_estimator}"
-    if algorithm.kl_placement == "reward":
+    penalty = f"{kl.beta:g} {kl.estimator}"
+    if kl.placement == "reward":
         line = f"r_i   = reward_i - sum_t {penalty}_it"
-    elif algorithm.baseline == "value":
+    elif algorithm.needs_values:
         line = f"r_it  = -{penalty}_it, plus reward_i at the last token"
     else:
         line = f"r_it  = reward_i - sum_(s >= t) {penalty}_is"
-    return [line, _estimate(algorithm, "pi_old")]
+    return [line, _estimate(kl, "pi_old")]
 
 
 def _advantages(algorithm: AlgorithmConfig) -> list[str]:
-    per_token = algorithm.beta > 0 and algorithm.kl_placement == "token_reward"
-    if algorithm.baseline == "value":
-        white = f", whitened: (A - mean) / (std + {algorithm.advantage_epsilon:g}) over all tokens of the batch"
-        discount, next_value = f"{algorithm.gamma * algorithm.gae_lambda:g}^(s-t)", "V_i,t+1"
-        if algorithm.gamma != 1:
-            next_value = f"{algorithm.gamma:g} {next_value}"
-        at_end = "" if per_token else ", with r_it = r_i at the last token and 0 before"
-        delta = f"delta_it = r_it + {next_value} - V_it, V = 0 after the last token{at_end}"
-        return [delta, f"A_it  = sum_(s >= t) {discount} delta_is{white if algorithm.scale == 'batch_std' else ''}"]
+    advantage = algorithm.advantage
+    per_token = algorithm.kl is not None and algorithm.kl.placement == "token_reward"
+    if isinstance(advantage, GaeAdvantage):
+        return _gae(advantage, per_token)
+    if isinstance(advantage, MaxrlAdvantage):
+        mean = "mean(rewards of the group)"
+        return [f"A_i   = (r_i - {mean}) / ({mean} + {advantage.epsilon:g})"]
+    if isinstance(advantage, GdpoAdvantage):
+        return [
+            f"S_i   = sum_k weight_k (r_ik - mean(r_k)) / (std(r_k) + {advantage.epsilon:g}) over the group, k a reward function",
+            f"A_i   = (S_i - mean(S of the batch)) / (std(S of the batch) + {advantage.epsilon:g})",
+        ]
+    if not isinstance(advantage, GroupAdvantage):
+        return [f"A     = {advantage.type}"]
     reward, index = ("r_it", "it") if per_token else ("r_i", "i")
     over = "token returns" if per_token else "rewards"
     baseline = {
@@ -101,47 +131,71 @@ def _advantages(algorithm: AlgorithmConfig) -> list[str]:
         "leave_one_out": "mean(rewards of the others in the group)",
         "batch_mean": f"mean({over} of the batch)",
         "none": "",
-    }[algorithm.baseline]
+    }[advantage.baseline]
     difference = f"{reward} - {baseline}" if baseline else reward
     scale = {
         "group_std": "std(rewards of the group)",
         "batch_std": f"std({over} of the batch)",
         "centred_std": "std(the same difference over the batch)",
         "none": "",
-    }[algorithm.scale]
+    }[advantage.scale]
     left = f"A_{index}".ljust(5)
     if not scale:
         return [f"{left} = {difference}"]
-    return [f"{left} = ({difference}) / ({scale} + {algorithm.advantage_epsilon:g})"]
+    return [f"{left} = ({difference}) / ({scale} + {advantage.epsilon:g})"]
 
 
-def _ratio(algorithm: AlgorithmConfig) -> list[str]:
-    if algorithm.surrogate == "reinforce":
-        return []
-    if algorithm.ratio_level == "token":
-        return ["w     = pi(o_it) / pi_old(o_it)"]
-    return ["w     = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion"]
+def _gae(advantage: GaeAdvantage, per_token: bool) -> list[str]:
+    white = f", whitened: (A - mean) / (std + {advantage.epsilon:g}) over all tokens of the batch"
+    discount, next_value = f"{advantage.gamma * advantage.lam:g}^(s-t)", "V_i,t+1"
+    if advantage.gamma != 1:
+        next_value = f"{advantage.gamma:g} {next_value}"
+    at_end = "" if per_token else ", with r_it = r_i at the last token and 0 before"
+    delta = f"delta_it = r_it + {next_value} - V_it, V = 0 after the last token{at_end}"
+    return [delta, f"A_it  = sum_(s >= t) {discount} delta_is{white if advantage.whiten else ''}"]
 
 
-def _surrogate(algorithm: AlgorithmConfig) -> str:
-    if algorithm.surrogate == "reinforce":
+def _ratio(loss: LossSection) -> list[str]:
+    if isinstance(loss, ClipLoss | CispoLoss) and loss.ratio == "sequence":
+        return ["w     = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion"]
+    if isinstance(loss, VespoLoss):
+        return ["w     = pi(o_i) / pi_old(o_i), one for the whole completion"]
+    return [_TOKEN_RATIO] if isinstance(loss, ClipLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss) else []
+
+
+def _surrogate(loss: LossSection) -> str:
+    if isinstance(loss, ReinforceLoss):
         return "-A log pi(o_it)"
-    held = f"clip(w, {max(0.0, 1 - algorithm.epsilon):g}, {1 + _high(algorithm):g})"
-    if algorithm.surrogate == "cispo":
+    if isinstance(loss, SapoLoss):
+        gate = "-4 / tau sigmoid(tau (w - 1)) A"
+        return f"{gate}, tau = {loss.tau_positive:g} where A > 0, else {loss.tau_negative:g}"
+    if isinstance(loss, VespoLoss):
+        positive, negative = (loss.k_positive, loss.lambda_positive), (loss.k_negative, loss.lambda_negative)
+        by_sign = f"k, l = {positive[0]:g}, {positive[1]:g} where A >= 0, else {negative[0]:g}, {negative[1]:g}"
+        return f"-w^k exp(l (1 - w)) A log pi(o_it), with no gradient through the weight; {by_sign}"
+    if isinstance(loss, GmpoLoss):
+        held = f"clip(log w, -{loss.epsilon:g}, {loss.epsilon:g})"
+        return f"-exp(1/|o_i| sum_t x_it) A, with x_it the smaller of log w and {held} where A > 0, else the larger"
+    if isinstance(loss, DppoLoss):
+        return f"-m w A, with m = 0 where w A would grow and {loss.divergence}(pi, pi_old) > {loss.limit:g}, else 1"
+    if not isinstance(loss, ClipLoss | CispoLoss):
+        return loss.type
+    held = f"clip(w, {max(0.0, 1 - loss.epsilon):g}, {1 + loss.high:g})"
+    if isinstance(loss, CispoLoss):
         return f"-{held} A log pi(o_it), with no gradient through the weight"
-    if algorithm.dual_clip is not None:
-        return f"-min(w A, {held} A), and at most -{algorithm.dual_clip:g} A where A < 0"
-    first = "w A" if algorithm.delta is None else f"min(w, {algorithm.delta:g}) A"
-    return f"-min({first}, {held} A)"
+    if loss.dual_clip is not None:
+        return f"-min(w A, {held} A), and at most -{loss.dual_clip:g} A where A < 0"
+    return f"-min(w A, {held} A)"
 
 
 def _value(algorithm: AlgorithmConfig) -> list[str]:
-    if algorithm.baseline != "value":
+    value = algorithm.value
+    if value is None:
         return []
-    squares, clip = "(V - R)^2", algorithm.value_clip
+    squares, clip = "(V - R)^2", value.clip
     if clip is not None:
         squares = f"max({squares}, (V_old + clip(V - V_old, -{clip:g}, {clip:g}) - R)^2)"
     return [
-        f"value = {algorithm.value_loss_weight:g} x mean over tokens of {squares} / 2",
+        f"value = {value.loss_weight:g} x mean over tokens of {squares} / 2",
         "R_it  = A_it (before whitening) + V_it",
     ]

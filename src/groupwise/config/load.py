@@ -17,8 +17,8 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections
-from groupwise.config.problems import shown, unknown_key
+from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
+from groupwise.config.problems import UNKNOWN, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
@@ -28,6 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+_OWN_SETTINGS = ("algorithm.advantage.settings.", "algorithm.loss.settings.")
+"""Whatever stands below is a function's own."""
 MOST_VALUES = 100_000
 """In one YAML file, with its aliases written out: a settings file has hundreds."""
 
@@ -95,7 +97,7 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
         except ConfigError as error:
             failure = error.__cause__
             assert isinstance(failure, ValidationError)
-            paths = [_remove(merged, error["loc"], error["type"] == "extra_forbidden") for error in failure.errors()]
+            paths = [_remove(merged, without_tags(error["loc"]), error["type"] in UNKNOWN) for error in failure.errors()]
         found = [path for path in dict.fromkeys(paths) if path]
         if not found:
             return None, left_out
@@ -104,7 +106,7 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
 
 def _remove(settings: Any, loc: Sequence[str | int], unknown: bool) -> str:
     """Take what stands at ``loc`` out of ``settings`` and return its path; empty where nothing stands there any more, or a whole section
-    that is known. What pydantic adds to a location, such as a branch of a union, is not followed."""
+    that is known and comes in one type. What pydantic adds to a location, such as a branch of a union, is not followed."""
     here: Any = settings
     path: list[str] = []
     for i, part in enumerate(loc):
@@ -116,7 +118,7 @@ def _remove(settings: Any, loc: Sequence[str | int], unknown: bool) -> str:
         next_part = loc[i + 1] if i + 1 < len(loc) else None
         deeper = next_part is not None and (next_part in below if isinstance(below, dict) else isinstance(below, list))
         if not deeper:
-            if isinstance(below, dict) and not unknown:
+            if isinstance(below, dict) and not unknown and len(sections().get(".".join(path), ())) < 2:
                 return ""
             del here[part]
             return ".".join(path)
@@ -314,10 +316,10 @@ def _resolve(key: str) -> str:
     """The full dotted path of an override's key, which may be its end alone where that is unique."""
     schema_key = schema_path(key)
     known = [*field_paths(), *sections()]
-    if schema_key in known:
+    if schema_key in known or schema_key.startswith(_OWN_SETTINGS):
         return key
     settable = [path for path in known if ITEM not in path]
-    candidates = [path for path in settable if path.endswith("." + key)]
+    candidates = list(dict.fromkeys(path for path in settable if path.endswith("." + key)))
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
@@ -393,8 +395,8 @@ def _default_list(path: str) -> dict[str, Any] | list[Any]:
     """What stands at ``path`` before anything was set there: the default list, or an empty section."""
     info = find_field(schema_path(path))
     default = None if path in sections() or info is None else info.get_default(call_default_factory=True)
-    if default is None:
-        return {}
+    if not isinstance(default, list):
+        return dict(default) if isinstance(default, Mapping) else {}
     return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
 
 

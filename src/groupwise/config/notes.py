@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from groupwise.config.advantage import GroupAdvantage
 from groupwise.config.problems import shown
 from groupwise.config.schema import Config
 
@@ -68,52 +69,34 @@ def _without_effect(path: str, value: object, reason: str) -> str:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    for reason, names in _unused_in_the_objective(config):
-        for name in _chosen(algorithm, *names):
-            yield _without_effect(f"algorithm.{name}", getattr(algorithm, name), reason)
-    if algorithm.beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
-        yield "algorithm.kl_estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
+    if algorithm.updates_per_batch == 1 and not config.clips_against_the_sampler:
+        once = (
+            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
+            "ratio is 1 and nothing is clipped"
+        )
+        clipping = [name for name in _CLIPPING if name in type(algorithm.loss).model_fields]
+        for name in _chosen(algorithm.loss, *clipping):
+            yield _without_effect(f"algorithm.loss.{name}", getattr(algorithm.loss, name), once)
+    if algorithm.value is not None and algorithm.updates_per_batch == 1:
+        unmoved = "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed"
+        if _chosen(algorithm.value, "clip"):
+            yield _without_effect("algorithm.value.clip", algorithm.value.clip, unmoved)
+    if config.rollout.ahead == 0:
+        newest = "rollout.ahead is 0, so every batch is sampled by the newest weights"
+        if _chosen(algorithm, "stale_samples"):
+            yield _without_effect("algorithm.stale_samples", algorithm.stale_samples, newest)
+    if config.clips_against_the_sampler and "correction" in algorithm.model_fields_set and algorithm.correction is not None:
+        yield (
+            "algorithm.correction has no effect here: algorithm.stale_samples is behaviour, which has the sampler in its ratio already."
+        )
+    if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
     if config.training.steps == 0:
         yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
 
 
-def _unused_in_the_objective(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Why some settings have no effect, and which."""
-    algorithm = config.algorithm
-    if algorithm.beta == 0:
-        no_reference = (
-            "reference_updates", "reference_every", "reference_mixing", "kl_estimator", "kl_placement", "kl_correction"
-        )  # fmt: skip
-        yield "algorithm.beta is 0, so no reference is kept", no_reference
-    elif algorithm.kl_placement != "loss":
-        yield "the KL is part of the reward, not of the loss", ("kl_correction",)
-    if algorithm.baseline != "value":
-        learned = ("gamma", "gae_lambda", "value_clip", "value_loss_weight", "value_learning_rate", "value_trains_trunk",
-                   "critic", "critic_learning_rate")  # fmt: skip
-        yield "algorithm.baseline is not value, so no value is learned", learned
-    elif algorithm.updates_per_batch == 1:
-        yield "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed", ("value_clip",)
-    if algorithm.baseline == "value" and algorithm.critic == "shared":
-        yield "algorithm.critic is shared, so no second model is learned", ("critic_learning_rate",)
-    elif algorithm.baseline == "value":
-        yield "algorithm.critic is a model of its own, which the value's error always reaches", ("value_trains_trunk",)
-    if config.rollout.ahead == 0:
-        yield "rollout.ahead is 0, so every batch is sampled by the newest weights", ("stale_samples",)
-    if config.clips_against_the_sampler:
-        yield "algorithm.stale_samples is behaviour, which has the sampler in its ratio already", ("sampler_correction",)
-    if config.correction_level == "none":
-        yield "algorithm.sampler_correction is none", ("sampler_correction_mode", "sampler_correction_cap")
-    if algorithm.kl_target is None:
-        yield "algorithm.kl_target is not set, so beta stays as it is", ("kl_gain",)
-    clipping = ("epsilon", "epsilon_high", "dual_clip", "delta")
-    if algorithm.surrogate == "reinforce":
-        yield "algorithm.surrogate is reinforce, which has no ratio to clip", ("ratio_level", *clipping)
-    elif algorithm.updates_per_batch == 1 and not config.clips_against_the_sampler:
-        yield (
-            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
-            "ratio is 1 and nothing is clipped",
-            clipping,
-        )
+_CLIPPING = ("epsilon", "epsilon_high", "dual_clip", "threshold")
+"""Settings of a loss that act once the ratio has left 1."""
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -156,7 +139,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, warm = config.optimizer, config.warm_start
-    if config.training.offload_reference and (config.algorithm.beta == 0 or config.model.lora):
+    if config.training.offload_reference and (config.algorithm.kl is None or config.model.lora):
         yield _without_effect("training.offload_reference", True, "this run keeps no copy of the policy as its reference")
     if optimizer.schedule == "constant":
         for name in _chosen(optimizer, "final_fraction"):
@@ -193,11 +176,11 @@ def _rewards(config: Config) -> Iterator[str]:
     if not any(entry.isolate for entry in config.rewards.functions):
         for name in _chosen(config.rewards, "processes"):
             yield _without_effect(f"rewards.{name}", config.rewards.processes, "no reward function has isolate")
-    algorithm = config.algorithm
-    kl_in_loss = algorithm.beta == 0 or algorithm.kl_placement == "loss"
-    if algorithm.scale == "group_std" and kl_in_loss and config.rewards.clip is None:
+    advantage, kl = config.algorithm.advantage, config.algorithm.kl
+    divided = isinstance(advantage, GroupAdvantage) and advantage.scale == "group_std"
+    if divided and (kl is None or kl.placement == "loss") and config.rewards.clip is None:
         for name in _chosen(config.rewards, "normalise"):
-            reason = "algorithm.scale is group_std, so the size of a whole reward cancels out anyway"
+            reason = "algorithm.advantage.scale is group_std, so the size of a whole reward cancels out anyway"
             yield _without_effect(f"rewards.{name}", config.rewards.normalise, reason)
     for i, entry in enumerate(config.rewards.functions):
         if entry.isolate and entry.timeout_s is None and config.rewards.timeout_s is None:

@@ -1,7 +1,7 @@
 """The published methods as rows of one table: which choices each makes, and where it was published. Data only, no torch.
 
-A preset is nothing but values for ``AlgorithmConfig``. Fields that a row does not name keep their own default, and keys that a
-user sets win over the row. What a method does outside the objective (DAPO's dynamic sampling, for example) is in ``beyond``.
+A preset is nothing but values for the sections of ``AlgorithmConfig``. Fields that a row does not name keep their own default, and
+keys that a user sets win over the row. What a method does outside the objective (DAPO's dynamic sampling, for example) is in ``beyond``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ class Preset:
     summary: str
     """What is particular about it, in one sentence."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Field of ``AlgorithmConfig`` -> value."""
+    """Section of ``AlgorithmConfig`` -> its values, or None where the method has no such section."""
     beyond: str = ""
     """Parts of the published recipe that are not in the objective, or where we differ from it on purpose."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same values by their paths within ``algorithm``: ``loss.epsilon``."""
+        flat: dict[str, Any] = {}
+        for section, values in self.values.items():
+            flat |= {section: None} if values is None else {f"{section}.{name}": value for name, value in values.items()}
+        return flat
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -34,22 +42,20 @@ PRESETS: Mapping[str, Preset] = {
         paper="2402.03300",
         summary="Group mean and standard deviation as the baseline and scale, clipped token ratio, k3 KL in the loss.",
         values={
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "ratio_level": "token",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "aggregation": "sequence_mean",
-            "kl_estimator": "k3",
-            "kl_placement": "loss",
-            "beta": 0.04,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "clip", "ratio": "token", "epsilon": 0.2, "aggregation": "sequence_mean"},
+            "kl": {"beta": 0.04, "estimator": "k3", "placement": "loss"},
         },
     ),
     "dr_grpo": Preset(
         title="Dr. GRPO",
         paper="2503.20783",
         summary="GRPO without its two biases: no division by the group's standard deviation, none by a completion's length.",
-        values={"baseline": "group_mean", "scale": "none", "surrogate": "clip", "aggregation": "fixed", "beta": 0.0},
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "none"},
+            "loss": {"type": "clip", "aggregation": "fixed"},
+            "kl": None,
+        },
         beyond="The fixed denominator is completions x rollout.max_completion_tokens.",
     ),
     "dapo": Preset(
@@ -57,13 +63,9 @@ PRESETS: Mapping[str, Preset] = {
         paper="2503.14476",
         summary="A higher upper clip bound leaves unlikely tokens room to grow, and every token of the batch weighs the same.",
         values={
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "aggregation": "token_mean",
-            "beta": 0.0,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "clip", "epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean"},
+            "kl": None,
         },
         beyond=(
             "Dynamic sampling is rollout.refill_rounds, and the soft overlong punishment the reward function overlong. The paper "
@@ -76,14 +78,9 @@ PRESETS: Mapping[str, Preset] = {
         paper="2507.18071",
         summary="The ratio, and so the clipping, belongs to a whole completion: the geometric mean of its token ratios.",
         values={
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "ratio_level": "sequence",
-            "surrogate": "clip",
-            "epsilon": 3e-4,
-            "epsilon_high": 4e-4,
-            "aggregation": "sequence_mean",
-            "beta": 0.0,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "clip", "ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregation": "sequence_mean"},
+            "kl": None,
         },
     ),
     "cispo": Preset(
@@ -91,13 +88,9 @@ PRESETS: Mapping[str, Preset] = {
         paper="2506.13585",
         summary="Clips the importance weight, not the update: every token keeps a gradient.",
         values={
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "surrogate": "cispo",
-            "epsilon": 1.0,
-            "epsilon_high": 4.0,
-            "aggregation": "token_mean",
-            "beta": 0.0,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "cispo", "epsilon": 1.0, "epsilon_high": 4.0, "aggregation": "token_mean"},
+            "kl": None,
         },
         beyond=(
             "The paper has no lower bound (hence epsilon = 1) and does not print its upper one; weights are cut at 5 here, "
@@ -109,13 +102,9 @@ PRESETS: Mapping[str, Preset] = {
         paper="2402.14740",
         summary="Plain REINFORCE on whole completions, each judged against the mean of the others; KL as part of the reward.",
         values={
-            "baseline": "leave_one_out",
-            "scale": "none",
-            "surrogate": "reinforce",
-            "aggregation": "sequence_sum",
-            "kl_estimator": "k1",
-            "kl_placement": "reward",
-            "beta": 0.03,
+            "advantage": {"type": "group", "baseline": "leave_one_out", "scale": "none"},
+            "loss": {"type": "reinforce", "aggregation": "sequence_sum"},
+            "kl": {"beta": 0.03, "estimator": "k1", "placement": "reward"},
         },
         beyond="On-policy by derivation: keep algorithm.updates_per_batch at 1, since nothing here corrects for staleness.",
     ),
@@ -124,17 +113,13 @@ PRESETS: Mapping[str, Preset] = {
         paper="2501.03262",
         summary="No groups needed: the advantage is the reward less the KL still to come, normalised over the whole batch.",
         values={
-            "baseline": "batch_mean",
-            "scale": "batch_std",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "aggregation": "token_mean",
-            "kl_estimator": "k1",
-            "kl_placement": "token_reward",
-            "beta": 0.01,
+            "advantage": {"type": "group", "baseline": "batch_mean", "scale": "batch_std"},
+            "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": {"beta": 0.01, "estimator": "k1", "placement": "token_reward"},
         },
         beyond=(
-            "The paper's variant with a baseline is baseline: group_mean, scale: centred_std, kl_placement: loss, kl_estimator: k2."
+            "The paper's variant with a baseline is advantage: {baseline: group_mean, scale: centred_std} with "
+            "kl: {placement: loss, estimator: k2}."
         ),
     ),
     "bnpo": Preset(
@@ -142,12 +127,9 @@ PRESETS: Mapping[str, Preset] = {
         paper="2402.03300",
         summary="GRPO with every token of the batch weighing the same: what TRL calls loss_type bnpo.",
         values={
-            "baseline": "group_mean",
-            "scale": "group_std",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "aggregation": "token_mean",
-            "beta": 0.0,
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": None,
         },
         beyond=(
             "TRL divides by the tokens of each process's micro-batch, so its result depends on how the batch is cut; here it is "
@@ -159,19 +141,10 @@ PRESETS: Mapping[str, Preset] = {
         paper="1707.06347",
         summary="A learned value judges every token; advantages by GAE; the KL is each token's own (negative) reward.",
         values={
-            "baseline": "value",
-            "scale": "batch_std",
-            "ratio_level": "token",
-            "surrogate": "clip",
-            "epsilon": 0.2,
-            "aggregation": "token_mean",
-            "kl_estimator": "k1",
-            "kl_placement": "token_reward",
-            "beta": 0.02,
-            "gamma": 1.0,
-            "gae_lambda": 0.95,
-            "value_clip": 0.2,
-            "value_loss_weight": 0.1,
+            "advantage": {"type": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
+            "loss": {"type": "clip", "ratio": "token", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": {"beta": 0.02, "estimator": "k1", "placement": "token_reward"},
+            "value": {"clip": 0.2, "loss_weight": 0.1},
         },
         beyond=(
             "KL in the reward, gamma, lambda and the value's weight follow its use on language models (arXiv 1909.08593, 2203.02155). "

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from groupwise.config.fields import ITEM, REMARKS, field_paths, find_field, schema_path, sections, suggest
+from groupwise.config.algorithm import FORMER, former_key
+from groupwise.config.fields import REMARKS, field_paths, find_field, kinds_of, schema_path, sections, suggest
 
-__all__ = ["explain_failure", "shown", "unknown_key"]
+__all__ = ["UNKNOWN", "explain_failure", "shown", "unknown_key"]
 
 _WHOLE, _NUMBER, _TRUTH, _TEXT = "a whole number", "a number", "true or false", "text"
 _RULES = {
@@ -38,31 +39,56 @@ _BOUNDS = {
 }
 
 
-def explain_failure(failure: ValidationError, place: str = "") -> str:
+UNKNOWN = ("extra_forbidden", "former_key")
+"""pydantic's types of error for a setting that does not exist."""
+
+
+def explain_failure(failure: ValidationError, place: str = "", kind: str | None = None) -> str:
     """One sentence for the first problem (unknown keys before bad values), and how many more there are. ``place``: the section that it
-    was about, where it was not a whole config."""
-    by_path: dict[str, list[ErrorDetails]] = {}
+    was about, and its type, where it was not a whole config."""
+    by_path: dict[tuple[str, str | None], list[ErrorDetails]] = {}
     for error in failure.errors():
-        by_path.setdefault(_path((*place.split("."), *error["loc"]) if place else error["loc"]), []).append(error)
-    ordered = sorted(by_path.items(), key=lambda item: item[1][0]["type"] != "extra_forbidden")
-    path, errors = ordered[0]
-    sentence = unknown_key(path) if errors[0]["type"] == "extra_forbidden" else _bad_value(path, errors)
+        by_path.setdefault(_path(error["loc"], place, kind), []).append(error)
+    ordered = sorted(by_path.items(), key=lambda item: item[1][0]["type"] not in UNKNOWN)
+    (path, kind), errors = ordered[0]
+    sentence = unknown_key(path, kind) if errors[0]["type"] in UNKNOWN else _bad_value(path, kind, errors)
     more = len(ordered) - 1
     return f"{sentence} ({more} more setting{'s are' if more > 1 else ' is'} wrong too)" if more else sentence
 
 
-def unknown_key(path: str) -> str:
-    """The sentence for a setting that does not exist, naming the nearest that does."""
-    near, remark = suggest(path), REMARKS.get(path.rpartition(".")[2])
+def unknown_key(path: str, kind: str | None = None) -> str:
+    """The sentence for a setting that does not exist, naming the nearest that does. ``kind``: the type of its section, where it comes in
+    several."""
+    parent, _, leaf = path.rpartition(".")
+    if parent in ("", "algorithm") and leaf in FORMER and path not in field_paths():
+        return former_key(leaf)
+    if kind is not None and (path in field_paths() or kind not in _built_in(parent)):
+        return _of_another_type(path, kind)
+    near, remark = suggest(path), REMARKS.get(leaf)
     if near:
         return f"{path} is not a setting: did you mean {_either(near)}?" + (f" ({remark})" if remark else "")
     if remark:
         return f"{path} is not a setting: {remark}; leave it out"
-    parent = path.rpartition(".")[0]
     if parent in sections():
-        return f"{path} is not a setting: the section {parent} has {', '.join(sections()[parent].model_fields)}"
+        names = dict.fromkeys(name for model in sections()[parent] for name in model.model_fields)
+        return f"{path} is not a setting: the section {parent} has {', '.join(names)}"
     top = [name for name in sections() if "." not in name]
     return f"{path} is not a setting: the sections are {', '.join(top)}, and `groupwise config` lists every field"
+
+
+def _of_another_type(path: str, kind: str) -> str:
+    """The sentence for a setting that other types of its section have."""
+    parent, _, leaf = path.rpartition(".")
+    if kind not in _built_in(parent):
+        return f"{path} is not a setting of a function of your own, whose settings are {parent}.settings: move it there, or leave it out"
+    models = [model for model in sections().get(parent, ()) if leaf in model.model_fields]
+    having = [one for model in models for one in kinds_of(model) or ("a function of your own",)]
+    return f"{path} is not a setting of type {kind}, but of {', '.join(having)}: leave it out, or set {parent}.type"
+
+
+def _built_in(section: str) -> list[str]:
+    """The types that a section comes in, those of one's own apart."""
+    return [kind for model in sections().get(section, ()) for kind in kinds_of(model)]
 
 
 def shown(value: Any) -> str:
@@ -75,17 +101,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _bad_value(path: str, errors: Sequence[ErrorDetails]) -> str:
+def _bad_value(path: str, kind: str | None, errors: Sequence[ErrorDetails]) -> str:
     error = errors[0]
     if error["type"] == "value_error":
         message = str(error.get("ctx", {}).get("error", error["msg"]))
         return message if not path or path.split(".")[0] in message else f"{path} is {shown(error['input'])}: {message}"
     if error["type"] == "missing":
-        return f"{path} is missing, but must be given{_hint(path)}"
+        return f"{path} is missing, but must be given{_hint(path, kind)}"
     if path in sections() or not path:
         return f"{path or 'the file'} is {shown(error['input'])}, but must be a section of settings (name: value, one a line)"
     rule = " or ".join(dict.fromkeys(_rule(one) for one in errors))
-    return f"{path} is {shown(error['input'])}, but must {rule}{_near_choice(error)}{_hint(path)}"
+    return f"{path} is {shown(error['input'])}, but must {rule}{_near_choice(error)}{_hint(path, kind)}"
 
 
 def _rule(error: ErrorDetails) -> str:
@@ -117,9 +143,9 @@ def _near_choice(error: ErrorDetails) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _hint(path: str) -> str:
+def _hint(path: str, kind: str | None) -> str:
     """The field's docstring, joined to one clause: what the setting is for tells how to fix it."""
-    info = find_field(schema_path(path))
+    info = find_field(schema_path(path), kind)
     words = " ".join(((info.description if info else "") or "").split()).rstrip(".")
     if not words:
         return ""
@@ -131,21 +157,23 @@ def _lower_start(text: str) -> str:
     return text[0].lower() + text[1:] if text.split(" ")[0][1:].islower() else text
 
 
-def _path(location: Sequence[int | str]) -> str:
-    """pydantic's location as our dotted path: list indices in brackets, and without its notes on union members."""
+def _path(location: Sequence[int | str], path: str, kind: str | None) -> tuple[str, str | None]:
+    """pydantic's location, within ``path``, as our dotted path: list indices in brackets, and without its notes on union members; and the
+    type of the section, where it comes in several."""
     known = set(field_paths()) | set(sections())
-    path = ""
-    for position, part in enumerate(location):
+    for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif position and schema_path(path) in known and path not in sections() and not path.endswith("]"):
-            inside = f"{schema_path(path)}{ITEM}."  # a section that may be null, such as model.lora
+        elif len(sections().get(path, ())) > 1 and kind is None:
+            kind = part
+        elif path and schema_path(path) in known and path not in sections() and not path.endswith("]"):
+            inside = f"{schema_path(path)}."
             if not any(one.startswith(inside) for one in known):
                 break
             path += f".{part}"
         else:
             path += f".{part}" if path else part
-    return path
+    return path, kind
 
 
 def _either(names: Sequence[str]) -> str:

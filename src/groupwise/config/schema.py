@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.advantage import ValueConfig
+from groupwise.config.algorithm import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig
 from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section
@@ -19,8 +20,11 @@ __all__ = [
     "AlgorithmConfig",
     "ArithmeticConfig",
     "Config",
+    "CorrectionConfig",
     "DataConfig",
+    "EntropyConfig",
     "EvaluationConfig",
+    "KLConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -30,6 +34,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "TrainingConfig",
+    "ValueConfig",
     "VllmConfig",
     "WarmStartConfig",
 ]
@@ -135,7 +140,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "builtin", "transformers", "vllm"] = "auto"
     """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral). `transformers`: any causal model by its own
     module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after every
-    update; `algorithm.sampler_correction` is then `token` unless it is set."""
+    update; `algorithm.correction` is then `{level: token}` unless it is set."""
     vllm: VllmConfig = VllmConfig()
     """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)
@@ -304,24 +309,32 @@ class Config(Section):
                 f"optimizer.offload keeps masters in the machine's memory, but with optimizer.precision={self.optimizer.precision} there "
                 "are none: use optimizer.precision=masters or masters-8bit"
             )
-        if self.model.dtype == "float16" and self.algorithm.baseline == "value":
+        if self.model.dtype == "float16" and self.algorithm.needs_values:
             raise ValueError(
-                "model.dtype is float16, whose loss is scaled, but algorithm.baseline is value, whose loss is not: use bfloat16"
+                "model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is gae, which learns a value, whose loss is "
+                "not: use bfloat16"
             )
-        if self.algorithm.reference_every and self.model.lora:
+        return self
+
+    @model_validator(mode="after")
+    def check_reference(self) -> Config:
+        kl = self.algorithm.kl
+        if kl is None:
+            return self
+        if kl.reference_every and self.model.lora:
             raise ValueError(
-                f"algorithm.reference_every is {self.algorithm.reference_every}, but with model.lora the reference is the model "
-                "without its adapter, which cannot be renewed: leave reference_every out"
+                f"algorithm.kl.reference_every is {kl.reference_every}, but with model.lora the reference is the model without its "
+                "adapter, which cannot be renewed: leave reference_every out"
             )
-        if self.algorithm.reference_updates > 1 and self.model.lora:
+        if kl.reference_updates > 1 and self.model.lora:
             raise ValueError(
-                f"algorithm.reference_updates is {self.algorithm.reference_updates}, but with model.lora the reference is the model "
-                "without its adapter, which cannot be renewed: set reference_updates to 1"
+                f"algorithm.kl.reference_updates is {kl.reference_updates}, but with model.lora the reference is the model without its "
+                "adapter, which cannot be renewed: set reference_updates to 1"
             )
-        if self.algorithm.reference_updates > max(1, self.training.steps):
+        if kl.reference_updates > max(1, self.training.steps):
             raise ValueError(
-                f"algorithm.reference_updates is {self.algorithm.reference_updates}, more than training.steps "
-                f"({self.training.steps}): an outer iteration needs at least one step"
+                f"algorithm.kl.reference_updates is {kl.reference_updates}, more than training.steps ({self.training.steps}): an outer "
+                "iteration needs at least one step"
             )
         return self
 
@@ -332,10 +345,10 @@ class Config(Section):
             raise ValueError(
                 f"rollout.ahead is {ahead}, but vLLM holds one state of the weights (rollout.engine): set ahead to 1, or engine to auto"
             )
-        if ahead and algorithm.stale_samples == "behaviour" and algorithm.surrogate == "reinforce":
+        if ahead and algorithm.stale_samples == "behaviour" and algorithm.loss.type == "reinforce":
             raise ValueError(
-                f"rollout.ahead is {ahead} and algorithm.stale_samples is behaviour, but algorithm.surrogate is reinforce, which has no "
-                "ratio to the sampler: set stale_samples to decoupled, or surrogate to clip"
+                f"rollout.ahead is {ahead} and algorithm.stale_samples is behaviour, but algorithm.loss.type is reinforce, which has no "
+                "ratio to the sampler: set stale_samples to decoupled, or loss.type to clip"
             )
         return self
 
@@ -353,7 +366,7 @@ class Config(Section):
     @property
     def correction_level(self) -> str:
         """What is weighted by pi_old / pi_sampler: ``token``, ``sequence`` or ``none``. Stale samples are, unless the config objects."""
-        chosen = self.algorithm.sampler_correction
+        chosen = "none" if self.algorithm.correction is None else self.algorithm.correction.level
         if self.rollout.ahead == 0 or self.algorithm.stale_samples == "uncorrected":
             return chosen
         if self.algorithm.stale_samples == "behaviour":
@@ -363,10 +376,10 @@ class Config(Section):
     @model_validator(mode="after")
     def follow_engine(self) -> Config:
         """Another program's numbers are corrected for, unless something else was said; written past validation, as not set."""
-        if "sampler_correction" not in self.algorithm.model_fields_set:
-            algorithm = self.algorithm.model_copy()
-            algorithm.__dict__["sampler_correction"] = "token" if self.rollout.engine == "vllm" else "none"
-            self.__dict__["algorithm"] = algorithm
+        if "correction" not in self.algorithm.model_fields_set:
+            correction = CorrectionConfig() if self.rollout.engine == "vllm" else None
+            self.__dict__["algorithm"] = self.algorithm.model_copy(update={"correction": correction})
+            self.algorithm.model_fields_set.discard("correction")
         return self
 
     @property

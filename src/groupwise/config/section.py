@@ -1,14 +1,21 @@
-"""What every section of the settings has in common."""
+"""What every section of the settings has in common; and what sections that come in several types have."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from groupwise.errors import ConfigError
 
-__all__ = ["Section"]
+__all__ = ["OWN", "REGISTERED", "Section", "check_own", "type_of"]
+
+OWN = "own"
+"""Tag of a type that is not built in: a registered name, or a function by its file or import path."""
+REGISTERED: dict[str, set[str]] = {"advantage": set(), "loss": set()}
+"""Names that a program has registered for functions of its own, which a config may use like built-in ones."""
 
 
 class Section(BaseModel):
@@ -21,16 +28,48 @@ class Section(BaseModel):
         from groupwise.config.problems import explain_failure, unknown_key
 
         if name not in type(self).model_fields:
-            raise ConfigError(unknown_key(f"{_place(type(self))}.{name}".lstrip(".")))
+            raise ConfigError(unknown_key(f"{_place(type(self))}.{name}".lstrip("."), type_of(self)))
+        if name == "type":
+            raise ConfigError(
+                f"{_place(type(self))}.type decides which settings the section has: assign a whole section, such as "
+                f"config.{_place(type(self))} = {{'type': {value!r}}}"
+            )
         try:
-            super().__setattr__(name, value)
+            self._assign(name, value)
         except ValidationError as failure:
-            raise ConfigError(explain_failure(failure, _place(type(self)))) from failure
+            raise ConfigError(explain_failure(failure, _place(type(self)), type_of(self))) from failure
+
+    def _assign(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+def type_of(section: Any) -> str | None:
+    """The ``type`` of a section, or of the mapping that one is made of; None where it names none."""
+    kind = section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def check_own(section: str, given: Any, known: Iterable[str]) -> Any:
+    """Refuse a type that is neither built in nor registered nor a function's place, with the nearest name."""
+    kind = type_of(given)
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"algorithm.{section} is {given!r}, but must be a section of settings, such as {{type: {next(iter(known))}}}"
+        )
+    if kind is not None and (kind in REGISTERED[section] or all(kind.rpartition(":")[::2])):
+        return given
+    names = [*known, *sorted(REGISTERED[section])]
+    near = difflib.get_close_matches(kind or "", names, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(
+        f"algorithm.{section}.type is {given.get('type')!r}, but must be one of {', '.join(names)}{meant}, or a function of your own, such "
+        f"as my_{section}.py:{section}"
+    )
 
 
 def _place(section: type[Section]) -> str:
     """Where a section stands in a config, such as ``training``; empty for the whole, and for one that stands in several places."""
     from groupwise.config.fields import sections
 
-    found = [path for path, kind in sections().items() if kind is section]
+    found = [path for path, kinds in sections().items() if section in kinds]
     return found[0] if len(found) == 1 else ""

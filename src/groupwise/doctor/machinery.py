@@ -54,9 +54,9 @@ def value_biased(run: RunRecord) -> Evidence | None:
 
 
 def kl_target_missed(run: RunRecord) -> Evidence | None:
-    """``algorithm.kl_target`` drives beta a hundredfold, and the KL is still not there."""
+    """``algorithm.kl.target`` drives beta a hundredfold, and the KL is still not there."""
     beta, kl = series(run, "policy/beta"), series(run, "policy/kl")
-    target = run.config.algorithm.kl_target if run.config else None
+    target = run.config.algorithm.kl.target if run.config and run.config.algorithm.kl else None
     if target is None or len(beta) < 2 * STRETCH or not len(kl) or min(beta.values) <= 0:
         return None
     change, off = beta.late / beta.values[0], kl.late / target
@@ -64,7 +64,7 @@ def kl_target_missed(run: RunRecord) -> Evidence | None:
     if not driven_up and not driven_down:
         return None
     return Evidence(
-        f"beta was driven from {beta.values[0]:.3g} to {beta.late:.3g}, and the KL is {kl.late:.3g} where algorithm.kl_target is "
+        f"beta was driven from {beta.values[0]:.3g} to {beta.late:.3g}, and the KL is {kl.late:.3g} where algorithm.kl.target is "
         f"{target:g}",
         (beta.steps[0], beta.steps[-1]),
         {"beta_first": beta.values[0], "beta_late": beta.late, "kl_late": kl.late, "kl_target": target},

@@ -182,7 +182,7 @@ RULES: tuple[Rule, ...] = (
         "reward-hacking", "run", "The reward rises and the accuracy falls", "critical", rewarding.hacking,
         "The policy has found something that is paid and is not what you want.",
         "Read the completions below for what they have in common; correct the reward; start again from before it began. "
-        "algorithm.beta above 0 holds the policy nearer to where it started.",
+        "algorithm.kl holds the policy nearer to where it started.",
     ),
     Rule(
         "format-without-answer", "run", "The form is learnt, the answer is not", "warning", sampling.format_without_answer,
@@ -194,13 +194,13 @@ RULES: tuple[Rule, ...] = (
         "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,
         "The policy has found one text that scores well enough, and no longer looks at the question.",
         "Go back to an earlier checkpoint; lower optimizer.learning_rate; see whether the reward pays for something without a right "
-        "answer; algorithm.entropy_bonus of 0.001; rollout.temperature at 1; algorithm.beta above 0.",
+        "answer; algorithm.entropy.bonus of 0.001; rollout.temperature at 1; a KL (algorithm.kl).",
     ),
     Rule(
         "entropy-collapse", "run", "Entropy collapsed without a gain in accuracy", "warning", sampling.entropy_collapse,
         "The policy writes nearly the same whatever is drawn, so groups stop differing, and learning stops.",
-        "Lower optimizer.learning_rate; with several updates a batch set algorithm.epsilon_high to 0.28; "
-        "algorithm.entropy_bonus of 0.001; rollout.temperature at 1 if it is lower; algorithm.beta above 0.",
+        "Lower optimizer.learning_rate; with several updates a batch set algorithm.loss.epsilon_high to 0.28; "
+        "algorithm.entropy.bonus of 0.001; rollout.temperature at 1 if it is lower; a KL (algorithm.kl).",
     ),
     Rule(
         "never-stops", "run", "No completion ever ends by itself", "critical", sampling.never_stops,
@@ -242,13 +242,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kl-above-band", "run", "The policy is far from the reference", "warning", steadiness.kl_above_band,
         "Above about 0.1 nats per token the policy's text differs much from the reference's; what it knew may be lost.",
-        "Raise algorithm.beta, or let algorithm.kl_target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
-        "reference (algorithm.reference_updates).",
+        "Raise algorithm.kl.beta, or let algorithm.kl.target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
+        "reference (algorithm.kl.reference_updates).",
     ),
     Rule(
         "kl-below-band", "run", "The KL penalty holds the policy at its start", "note", steadiness.kl_below_band,
         "The KL term and the small steps leave the policy next to its reference, and the reward does not move.",
-        "Lower algorithm.beta (0 is common), or raise optimizer.learning_rate.",
+        "Lower algorithm.kl.beta (none at all, algorithm.kl=null, is common), or raise optimizer.learning_rate.",
     ),
     Rule(
         "kl-negative", "run", "A negative KL, which is impossible", "critical", steadiness.negative_kl,
@@ -308,7 +308,7 @@ RULES: tuple[Rule, ...] = (
         "correction-at-its-cap", "run", "More mismatch than the correction can put right", "warning", machinery.correction_cut,
         "The correction weighs each token by how much likelier the trainer finds it than the sampler did. Where the weight is capped the "
         "gradient stays off-policy, and is none of its own.",
-        "Look for the cause rather than raise algorithm.sampler_correction_cap: another engine or precision (rollout.engine), a cut "
+        "Look for the cause rather than raise algorithm.correction.cap: another engine or precision (rollout.engine), a cut "
         "distribution (rollout.top_p, top_k).",
     ),
     Rule(
@@ -320,18 +320,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "value-harmful", "run", "The learned value is worse than none", "warning", machinery.value_harmful,
         "Advantages are returns less the value. One that explains less than a constant adds noise to every token's advantage.",
-        "Raise algorithm.value_learning_rate, set algorithm.gae_lambda to 1, which does not bootstrap from the value, or take a group "
-        "baseline (algorithm.baseline group_mean).",
+        "Raise algorithm.value.learning_rate, set algorithm.advantage.lam to 1, which does not bootstrap from the value, or take a group "
+        "baseline (algorithm.advantage.type group).",
     ),
     Rule(
         "value-biased", "run", "The learned value is off in one direction", "warning", machinery.value_biased,
         "Whatever the policy does, it looks better (or worse) than expected, and is pushed up (or down) as a whole.",
-        "Raise algorithm.value_learning_rate; see whether algorithm.value_clip holds the value back (value/clip_share).",
+        "Raise algorithm.value.learning_rate; see whether algorithm.value.clip holds the value back (value/clip_share).",
     ),
     Rule(
         "kl-target-missed", "run", "The adaptive KL does not reach its target", "warning", machinery.kl_target_missed,
         "beta has been changed a hundredfold and the KL has not followed: something else moves the policy (or holds it).",
-        "A lower optimizer.learning_rate where the KL is too high, a higher one where it is too low; or another algorithm.kl_target.",
+        "A lower optimizer.learning_rate where the KL is too high, a higher one where it is too low; or another algorithm.kl.target.",
     ),
     Rule(
         "refills-exhausted", "run", "Refilling does not find groups to learn from", "warning", machinery.refills_exhausted,

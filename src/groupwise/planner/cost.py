@@ -80,7 +80,7 @@ def _forward_flops(setup: Setup) -> float:
 def _learning_flops(setup: Setup, forward: float) -> float:
     """A backward pass is two forward passes; one where the base is frozen, whose weights need no gradient."""
     passes = (2.0 if setup.adapted else 3.0) + (1.0 if setup.config.model.gradient_checkpointing else 0.0)
-    reference = forward if setup.config.algorithm.beta > 0 else 0.0
+    reference = forward if setup.config.algorithm.needs_reference else 0.0
     return setup.config.algorithm.updates_per_batch * passes * forward + reference
 
 
@@ -125,7 +125,7 @@ def _merging_s(setup: Setup, bandwidth: float) -> float:
     if not (setup.adapted and setup.packed):
         return 0.0
     times = 3 if setup.config.model.gradient_checkpointing else 2
-    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.config.algorithm.beta > 0))
+    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.config.algorithm.needs_reference))
     return made * _MERGING_BYTES * setup.shape.layers * setup.shape.layer_matrices / bandwidth
 
 
@@ -142,7 +142,7 @@ def _update_s(setup: Setup, bandwidth: float) -> float:
 
 
 def _reference_transfer_s(setup: Setup) -> float:
-    parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.config.algorithm.beta > 0
+    parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.config.algorithm.needs_reference
     return setup.weights / _BUS_BYTES_PER_S if parked and not setup.adapted else 0.0
 
 

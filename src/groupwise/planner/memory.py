@@ -32,9 +32,9 @@ third), on a GPU an allowance."""
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Loading, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is sampled) and
-    the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output head's is given
-    beside it where it is another one."""
+    """Loading, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is
+    sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output
+    head's is given beside it where it is another one."""
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
         passing["evaluation"] = evaluation(setup)

@@ -128,7 +128,7 @@ def _setup(shape: ModelShape, gpus: int, work: Work) -> Setup:
                 "max_completion_tokens": work.most_tokens,
                 "max_concurrent_sequences": work.concurrent,
             },
-            "algorithm": {"beta": 0.001},
+            "algorithm": {"kl": {"beta": 0.001}},
             "training": {"sharding": "fsdp2", "micro_batch_tokens": work.pass_tokens},
         }
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from groupwise.batching import cut_batch
 from groupwise.config.schema import Config
+from groupwise.config.section import Section
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE
 from groupwise.planner.judges import judge_bytes
 from groupwise.planner.shape import ModelShape
 
 __all__ = ["MicroBatchSize", "Setup"]
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 _TYPICAL_PROMPT = 200
 """Tokens of a prompt where nothing says otherwise: a grade-school word problem with a system prompt has 60 to 250."""
@@ -75,12 +78,10 @@ class Setup:
     """Weights of the model that never learn, of one that is trained whole: a critic's output head."""
 
     def changed(self, **changes: Any) -> Setup:
-        """With some settings changed, named ``section__field``."""
+        """With some settings changed, named ``section__field`` or ``section__section__field``."""
         config = self.config
         for name, value in changes.items():
-            section, _, key = name.partition("__")
-            part = getattr(config, section).model_copy(update={key: value})
-            config = config.model_copy(update={section: part})
+            config = _changed(config, name.split("__"), value)
         return replace(self, config=config)
 
     @property
@@ -188,7 +189,7 @@ class Setup:
     @property
     def has_reference(self) -> bool:
         """Whether a second model is kept for the KL: an adapter's reference is its base."""
-        return self.config.algorithm.beta > 0 and not self.adapted
+        return self.config.algorithm.needs_reference and not self.adapted
 
     @property
     def offloaded(self) -> bool:
@@ -225,3 +226,9 @@ class Setup:
     def largest(self) -> MicroBatchSize:
         """The micro-batch with the most inputs."""
         return max(self.micro_batches, key=lambda batch: batch.rows if self.packed else batch.padded)
+
+
+def _changed(section: SectionT, path: list[str], value: Any) -> SectionT:
+    """A copy with the value at ``path`` replaced, which is not checked."""
+    name, *rest = path
+    return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})

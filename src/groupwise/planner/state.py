@@ -53,15 +53,16 @@ def gradients(setup: Setup) -> Item:
 
 def _uses_own_critic(setup: Setup) -> bool:
     """Whether PPO's value is learned by a second model."""
-    algorithm = setup.config.algorithm
-    return algorithm.baseline == "value" and algorithm.critic != "shared"
+    value = setup.config.algorithm.value
+    return value is not None and value.critic != "shared"
 
 
 def critic_of(setup: Setup) -> Setup | None:
     """The critic as a run of its own shape; None without one. One whose config.json cannot be had counts as the policy's copy."""
-    if not _uses_own_critic(setup):
+    value = setup.config.algorithm.value
+    if value is None or value.critic == "shared":
         return None
-    name = setup.config.algorithm.critic
+    name = value.critic
     shape = setup.shape if name == "copy" else _shape_of(name) or setup.shape
     return replace(setup, shape=shape, untrained=0 if shape.tied or setup.adapted else shape.head)
 
@@ -122,7 +123,8 @@ def _reference(setup: Setup) -> list[Item]:
         return []
     average = _shared(setup, "weights", "reference average", 4 * setup.shape.parameters, "4 P")
     reference = _shared(setup, "weights", "reference", setup.weights, "s P")
-    return [reference, average] if setup.config.algorithm.reference_mixing < 1 else [reference]
+    kl = setup.config.algorithm.kl
+    return [reference, average] if kl is not None and kl.reference_mixing < 1 else [reference]
 
 
 def _vllm(setup: Setup) -> list[Item]:

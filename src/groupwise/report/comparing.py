@@ -46,7 +46,20 @@ def clean(text: str) -> str:
 
 
 def differences(tables: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Paths that are not the same in all tables, with each one's value (``None`` where it has no such path)."""
+    """Paths that are not the same in all tables, with each one's value (``None`` where it has no such path). A section that one of them
+    leaves out, and so has as null, is one row."""
+    absent = [path for path, value in dict.fromkeys(pair for table in tables for pair in table.items()) if value == "null"]
+    for section in absent:
+        tables = [_in_one_cell(table, section) for table in tables]
     paths = list(dict.fromkeys(path for table in tables for path in table))
     rows = [{"path": path, "values": [table.get(path) for table in tables]} for path in paths]
     return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _in_one_cell(table: Mapping[str, str], section: str) -> Mapping[str, str]:
+    """The table with what it has inside ``section`` as one text."""
+    inside = {path: value for path, value in table.items() if path.startswith(f"{section}.")}
+    if not inside:
+        return table
+    text = ", ".join(f"{path.removeprefix(f'{section}.')}: {value}" for path, value in inside.items())
+    return {**{path: value for path, value in table.items() if path not in inside}, section: text}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.config import Config
+from groupwise.config.advantage import GroupAdvantage
 from groupwise.doctor import diagnose_run
 from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import QUANTILES, bands, curves, taken
@@ -112,12 +113,15 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
     if run.config is None:
         return None
     algorithm, rollout = run.config.algorithm, run.config.rollout
+    advantage, kl = algorithm.advantage, algorithm.kl
+    by_group = isinstance(advantage, GroupAdvantage)
     return {
-        "baseline": algorithm.baseline,
-        "scale": algorithm.scale,
-        "epsilon": algorithm.advantage_epsilon,
-        "aggregation": algorithm.aggregation,
-        "kl_placement": algorithm.kl_placement if algorithm.beta else None,
+        "type": advantage.type,
+        "baseline": advantage.baseline if by_group else None,
+        "scale": advantage.scale if by_group else None,
+        "epsilon": advantage.epsilon if by_group else None,
+        "aggregation": algorithm.loss.aggregation,
+        "kl_placement": kl.placement if kl else None,
         "steps": any(name.startswith("steps/") for name in run.metric_names()),
         "completions": run.config.completions_per_step,
         "max_tokens": rollout.max_completion_tokens,

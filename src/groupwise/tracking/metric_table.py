@@ -74,7 +74,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/tokens_kept": ("share", "Tokens that the top-entropy share lets take part in the policy's loss."),
     "policy/sampler_kl": (
         "nats",
-        "Mean k3 estimate of the KL of the sampler from the trainer, per token; only with a sampler_correction.",
+        "Mean k3 estimate of the KL of the sampler from the trainer, per token; only with algorithm.correction.",
     ),
     "policy/push_probe": (
         "nats",
@@ -86,14 +86,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "updates",
         "Mean age of the weights that sampled the step's groups; only with rollout.ahead.",
     ),
-    "policy/beta": ("1", "The KL's coefficient in this step; only with algorithm.kl_target."),
+    "policy/beta": ("1", "The KL's coefficient in this step; only with algorithm.kl.target."),
     "value/loss": ("reward^2", "Loss of the learned value: half its mean squared error, clipped if so configured."),
     "value/explained_variance": (
         "1",
         "1 - Var(return - value) / Var(return) before the update: 1 is perfect, 0 a constant, below 0 harmful.",
     ),
     "value/error": ("reward", "Mean of value - return: far from 0, the value is biased."),
-    "value/grad_norm": ("1", "Global norm of a separate critic's gradient before clipping; only with algorithm.critic."),
+    "value/grad_norm": ("1", "Global norm of a separate critic's gradient before clipping; only with algorithm.value.critic."),
     "value/clip_share": ("share", "Tokens whose value the clip held back."),
     "optimizer/learning_rate": ("1", "Learning rate of the step's last update."),
     "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping."),

@@ -33,7 +33,7 @@ class Critic:
     """``V(state) = w . hidden + b`` in fp32, with an optimiser of its own. It starts at 0, where advantages are the returns.
 
     Without a ``trunk`` the hidden state is the policy's own, after the final norm: no second network is kept, and
-    ``value_trains_trunk`` says whether the value's error also reaches the policy's layers. A ``trunk`` is a second model that learns
+    ``trains_trunk`` says whether the value's error also reaches the policy's layers. A ``trunk`` is a second model that learns
     nothing but the value, with masters and moments of its own; policy and value then share no weights.
     """
 
@@ -46,16 +46,17 @@ class Critic:
         optimizer: MasterAdamW | None = None,
     ) -> None:
         assert (trunk is None) is (optimizer is None)
-        self.config, self.trunk, self.optimizer = config, trunk, optimizer
+        assert config.value is not None
+        self.config, self.trunk, self.optimizer = config.value, trunk, optimizer
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros((), device=device))
-        self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=config.value_learning_rate, weight_decay=0.0)
+        self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=self.config.learning_rate, weight_decay=0.0)
         self.grad_norm = 0.0
         """Of the trunk's last step, before clipping."""
 
     def values(self, hidden_T: Tensor) -> Tensor:
         """``[T]`` in fp32, in units of reward, from ``hidden_T`` ``[T, D]``."""
-        if self.trunk is None and not self.config.value_trains_trunk:
+        if self.trunk is None and not self.config.trains_trunk:
             hidden_T = hidden_T.detach()
         return hidden_T.float() @ self.weight + self.bias
 
@@ -75,14 +76,14 @@ class Critic:
         assert weights_T is not None
         loss, numbers = value_loss(
             values_T=self.value_of(micro_batch, scored), old_values_T=old_T, returns_T=returns_T, weights_T=weights_T,
-            clip=self.config.value_clip,
+            clip=self.config.clip,
         )  # fmt: skip
         found = {
             "value/loss": numbers["value_loss"],
             "value/error": numbers["value_error"],
             "value/clip_share": numbers["value_clipped"],
         }
-        return self.config.value_loss_weight * loss, found
+        return self.config.loss_weight * loss, found
 
     def pack(self, groups: Sequence[Group], micro_batches: Sequence[MicroBatch], policy: Scorer) -> None:
         """Prepare the micro-batches for a trunk that is of another kind than ``policy``, which they were packed for."""
@@ -169,13 +170,18 @@ class Critic:
 
 
 def make_critic(scorer: Scorer, config: Config) -> Critic:
-    """The critic that ``algorithm.critic`` names, beside the policy as it is now. Raises ModelError for one that cannot be loaded."""
-    named = config.algorithm.critic
+    """The critic that ``algorithm.value.critic`` names, beside the policy as it is now. Raises ModelError for one that cannot be loaded."""
+    assert config.algorithm.value is not None
+    named = config.algorithm.value.critic
     if named == "shared":
         return Critic(_width(scorer), config.algorithm, scorer.device)
-    trunk = copy_trunk(scorer) if named == "copy" else make_scorer(load_policy(_own_model(config), scorer.device), config.model)
+    trunk = (
+        copy_trunk(scorer)
+        if named == "copy"
+        else make_scorer(load_policy(_own_model(config, named), scorer.device), config.model)
+    )
     freeze_output_head(trunk)
-    own = config.optimizer.model_copy(update={"learning_rate": config.algorithm.critic_learning_rate})
+    own = config.optimizer.model_copy(update={"learning_rate": config.algorithm.value.critic_learning_rate})
     return Critic(_width(trunk), config.algorithm, trunk.device, trunk, MasterAdamW(trunk.named_parameters(), own))
 
 
@@ -186,16 +192,15 @@ def check_critic(config: Config, tokenizer: Any, context: int) -> None:
         ModelError: it cannot be loaded.
         ConfigError: it reads other tokens than the policy writes, or too few of them.
     """
-    named = config.algorithm.critic
-    if config.algorithm.baseline != "value" or named in ("shared", "copy"):
+    if config.algorithm.value is None or (named := config.algorithm.value.critic) in ("shared", "copy"):
         return
-    model = _own_model(config)
+    model = _own_model(config, named)
     check_model(model)
     own = load_tokenizer(model)
     known = own.get_vocab()
     if any(known.get(token) != number for token, number in tokenizer.get_vocab().items()):
         raise ConfigError(
-            f"algorithm.critic is {named!r}, whose tokenizer is not that of {config.model.name}, but a critic reads the very tokens "
+            f"algorithm.value.critic is {named!r}, whose tokenizer is not that of {config.model.name}, but a critic reads the very tokens "
             "that the policy wrote: name a model of the same family, or 'copy'"
         )
     completion = config.rollout.max_completion_tokens
@@ -203,13 +208,13 @@ def check_critic(config: Config, tokenizer: Any, context: int) -> None:
     room = context_length(load_model_config(model), own)
     if room < longest:
         raise ConfigError(
-            f"algorithm.critic is {named!r} with a context of {room} tokens, but prompt and completion may have {longest}: set "
+            f"algorithm.value.critic is {named!r} with a context of {room} tokens, but prompt and completion may have {longest}: set "
             f"data.max_prompt_tokens to {max(1, room - completion)} or less, or name another critic"
         )
 
 
-def _own_model(config: Config) -> ModelConfig:
-    return config.model.model_copy(update={"name": config.algorithm.critic, "revision": None})
+def _own_model(config: Config, name: str) -> ModelConfig:
+    return config.model.model_copy(update={"name": name, "revision": None})
 
 
 def _width(scorer: Scorer) -> int:

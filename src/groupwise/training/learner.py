@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, EntropyConfig, KLConfig
 from groupwise.distributed import World
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
@@ -56,13 +56,14 @@ class Learner:
         ``budget``: one that passes before the first step may have halved.
         """
         self.scorer, self.config, self.world = scorer, config, world or World()
+        self.kl, self.entropy = config.algorithm.kl or KLConfig(), config.algorithm.entropy or EntropyConfig()
         self.objective = Objective.from_config(config.algorithm)
         self.sharding = sharding or Replicas(scorer, self.world)
         self.optimizer = self.sharding.make_optimizer(config.optimizer) if optimizer is None else optimizer
         self.moving_reference = (
             Reference(
                 scorer,
-                config.algorithm.reference_mixing,
+                self.kl.reference_mixing,
                 offload=config.training.offload_reference and scorer.device.type != "cpu",
                 copied=self.sharding.make_reference,
             )
@@ -70,8 +71,8 @@ class Learner:
             else None
         )
         self.critic = make_critic(scorer, config) if self.objective.needs_values else None
-        target, gain = config.algorithm.kl_target, config.algorithm.kl_gain
-        self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, gain)
+        target = self.kl.target
+        self.kl_control = None if target is None else AdaptiveKL(self.objective.beta, target, self.kl.gain)
         self.parts: dict[str, Stateful] = {}
         self.budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
         self.updates = 0
@@ -247,7 +248,7 @@ class Learner:
             return merge([of_reference, of_policy]), entropies
 
         before, entropies = self._attempt(passes, window, dict)
-        before |= keep_most_entropic(window.micro_batches, entropies, self.config.algorithm.top_entropy_share, self.world)
+        before |= keep_most_entropic(window.micro_batches, entropies, self.entropy.top_share, self.world)
         window.found += [self.world.reduce(before), self._choose_bonus(window)]
         batch = (window.micro_batches, window.groups)
         window.advantages, of_value = assign_advantages(*batch, self.objective, self.beta, self.world, window.judged)
@@ -293,7 +294,7 @@ class Learner:
                     micro_batch.old_T = self.scorer.logprobs(micro_batch.packed, self.config.rollout.temperature)
             self._score_reference([micro_batch])
         everything = [m for micro_batches in out for m in micro_batches]
-        keep_most_entropic(everything, self._look_ahead(everything)[1], self.config.algorithm.top_entropy_share, self.world)
+        keep_most_entropic(everything, self._look_ahead(everything)[1], self.entropy.top_share, self.world)
         return out
 
     def accumulate(
@@ -354,9 +355,8 @@ class Learner:
     def _keeps_all(self, groups: Sequence[Group]) -> bool:
         """Groups without variance still matter to a value, to an entropy bonus, to which of the batch's tokens have most entropy, and
         to a KL: always where it is part of the reward, in the loss if the config says so."""
-        algorithm = self.config.algorithm
-        leash = self.objective.needs_reference and not (self.objective.kl_in_loss and algorithm.skip_zero_variance)
-        return self.critic is not None or leash or algorithm.top_entropy_share < 1 or self._bonus_may_act(groups)
+        leash = self.objective.needs_reference and not (self.objective.kl_in_loss and self.kl.skip_zero_variance)
+        return self.critic is not None or leash or self.entropy.top_share < 1 or self._bonus_may_act(groups)
 
     def _counts(self, stopped: bool) -> bool:
         return stopped or not self.config.algorithm.mask_truncated
@@ -377,7 +377,7 @@ class Learner:
     ) -> tuple[dict[str, Metric], list[Tensor]]:
         """What must be known before the first gradient: values, and the policy's own logprobs where the sampler's are others and
         something asks for them, which are noted; and the tokens' entropies where they matter. Of ``judged``, the logprobs alone."""
-        share, own = self.config.algorithm.top_entropy_share, self._asks_for_own
+        share, own = self.entropy.top_share, self._asks_for_own
         if self.critic is None and share == 1.0 and not own:
             return {}, []
         started = time.perf_counter()
@@ -400,7 +400,7 @@ class Learner:
     @property
     def _asks_for_own(self) -> bool:
         """Whether a batch is opened with the policy's own logprobs: a KL or a floor wants them, and those of the sampler are others."""
-        wanted = self._kl_in_reward or self.config.algorithm.entropy_floor is not None
+        wanted = self._kl_in_reward or self.entropy.floor is not None
         return wanted and not self.config.samples_are_the_policys
 
     @torch.no_grad()
@@ -411,14 +411,14 @@ class Learner:
 
     def _bonus_may_act(self, groups: Sequence[Group]) -> bool:
         """As far as the samples say. Where their logprobs are not the policy's, the floor is looked at after a pass of its own."""
-        weight, floor = self.config.algorithm.entropy_bonus, self.config.algorithm.entropy_floor
+        weight, floor = self.entropy.bonus, self.entropy.floor
         if weight == 0 or floor is None or not self.config.samples_are_the_policys:
             return weight > 0
         return Mean.of(-x for group in groups for c in group.completions for x in c.logprobs).value < floor
 
     def _choose_bonus(self, window: Window) -> dict[str, Metric]:
         """The entropy bonus of this batch, by the entropy that its tokens show: the same however the batch is cut."""
-        weight, floor = self.config.algorithm.entropy_bonus, self.config.algorithm.entropy_floor
+        weight, floor = self.entropy.bonus, self.entropy.floor
         if weight == 0:
             return {}
         acts = self._bonus_may_act(window.groups)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.algorithm import BatchCounts, Objective, sampler_correction
 from groupwise.batching import Part, cut_batch
-from groupwise.config.schema import AlgorithmConfig
+from groupwise.config.schema import AlgorithmConfig, CorrectionConfig
 from groupwise.distributed import World
 from groupwise.metrics import Mean, Metric, Sum
 from groupwise.models.module_scorer import ModuleScorer
@@ -184,10 +184,11 @@ def note_first_sweep(micro_batch: MicroBatch, taken_T: Tensor, algorithm: Algori
         "speed/learnt_tokens": Sum(tokens),
     }
     if correction != "none":
+        chosen = algorithm.correction or CorrectionConfig()
         old_T = taken_T if micro_batch.old_T is None else micro_batch.old_T
         micro_batch.correction_T, numbers = sampler_correction(
             old_T, micro_batch.sampled_T, micro_batch.packed.sequence_T, len(micro_batch.packed.lengths_N),
-            level=correction, mode=algorithm.sampler_correction_mode, high=algorithm.sampler_correction_cap,
+            level=correction, mode=chosen.mode, high=chosen.cap,
         )  # fmt: skip
         found |= {f"policy/{name}": number for name, number in numbers.items()}
     if algorithm.updates_per_batch > 1 and micro_batch.old_T is None:

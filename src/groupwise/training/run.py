@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, KLConfig
 from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.engines.base import close_engine, engine_metrics, tell_of_limit
@@ -253,8 +253,8 @@ class Run:
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
         ``reference_every``-th step."""
-        outer, steps = self.config.algorithm.reference_updates, self.config.training.steps
-        every = self.config.algorithm.reference_every
+        kl, steps = self.config.algorithm.kl or KLConfig(), self.config.training.steps
+        outer, every = kl.reference_updates, kl.reference_every
         new_iteration = step * outer // steps != (step - 1) * outer // steps
         if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
             self.writer.finish()

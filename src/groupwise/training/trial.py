@@ -66,18 +66,19 @@ class Trial:
         return asdict(self)
 
 
-def trial_settings(steps: int, as_written: bool = False, whole: bool = False) -> list[str]:
+def trial_settings(steps: int, as_written: bool = False, whole: bool = False, reference: bool = False) -> list[str]:
     """Settings that make a trial of a recipe, to be put after its own.
 
     Args:
         steps: of learning.
         as_written: leave the recipe's temperature, so that completions end where the model ends them.
         whole: write a checkpoint after each step, and judge before the last one.
+        reference: whether the recipe keeps one, which the trial does not renew.
     """
     return [
         f"training.steps={steps}",
         "optimizer.warmup_steps=0",
-        "algorithm.reference_updates=1",
+        *(["algorithm.kl.reference_updates=1"] if reference else []),
         f"evaluation.every={max(1, steps - 1) if whole else 0}",
         "evaluation.at_start=false",
         "output.folder=null",

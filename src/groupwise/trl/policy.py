@@ -101,7 +101,7 @@ def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Sco
     scorer = make_scorer(policy, config.model)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
-    if given and config.algorithm.beta > 0 and isinstance(scorer, KeepsAdapter):
+    if given and config.algorithm.needs_reference and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     return scorer, make_engine(policy, config.rollout, scorer)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from groupwise.algorithm import Objective
-from groupwise.algorithm.surrogate import ClipBounds, cispo, sapo, vespo
-from groupwise.config.schema import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
+from groupwise.algorithm.surrogate import ClipBounds, cispo
+from groupwise.config.advantage import GroupAdvantage
+from groupwise.config.loss import ClipLoss, LossSection, SapoLoss, VespoLoss
+from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from groupwise.errors import ConfigError
 from groupwise.trl.config import EIGHT_BIT, GRPOConfig
 
@@ -59,37 +60,46 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
 
 def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
     """The objective, but for what ``objective`` adds to it."""
-    return AlgorithmConfig(
-        preset="grpo",
+    kl = KLConfig(
         beta=args.beta,
         skip_zero_variance=False,
-        updates_per_batch=args.num_iterations,
-        aggregation=_AGGREGATION[args.loss_type],  # type: ignore[arg-type]
-        kl_estimator="k3",
-        kl_placement="loss",
-        kl_correction=args.use_bias_correction_kl,
-        mask_truncated=args.mask_truncated_completions,
+        importance_weighted=args.use_bias_correction_kl,
         reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
         reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
-        scale=_SCALE[str(args.scale_rewards)],  # type: ignore[arg-type]
+    ) if args.beta else None  # fmt: skip
+    return AlgorithmConfig(
+        updates_per_batch=args.num_iterations,
+        mask_truncated=args.mask_truncated_completions,
+        advantage=GroupAdvantage(scale=_SCALE[str(args.scale_rewards)]),  # type: ignore[arg-type]
+        loss=_loss(args, _AGGREGATION[args.loss_type]),
+        kl=kl,
     )
 
 
+def _loss(args: GRPOConfig, aggregation: Any) -> LossSection:
+    """The loss, but for a clip range of 0, the off-policy mask, and how TRL bounds CISPO's weight: those are ``objective``'s."""
+    if args.loss_type == "sapo":
+        tau = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
+        return SapoLoss(aggregation=aggregation, **tau)
+    if args.loss_type == "vespo":
+        positive = {"k_positive": args.vespo_k_pos, "lambda_positive": args.vespo_lambda_pos}
+        negative = {"k_negative": args.vespo_k_neg, "lambda_negative": args.vespo_lambda_neg}
+        return VespoLoss(aggregation=aggregation, **positive, **negative)
+    return ClipLoss(aggregation=aggregation)
+
+
 def objective(args: GRPOConfig) -> Objective:
-    """With what TRL takes and a config of this project does not: a clip range of 0, SAPO, VESPO, the off-policy mask.
+    """With what TRL takes and a config of this project does not: a clip range of 0, the off-policy mask.
 
     A sequence-level ratio has its true gradient, which runs into all tokens of a completion, those outside of
     ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    chosen: dict[str, Any] = {"bounds": ClipBounds(args.epsilon, high, delta=args.delta)}
+    chosen: dict[str, Any] = {"bounds": ClipBounds(args.epsilon, high, args.delta)}
     if args.loss_type == "cispo":
         chosen = {"surrogate": _cispo, "bounds": ClipBounds(1.0, high - 1)}
-    elif args.loss_type == "sapo":
-        chosen = {"surrogate": partial(sapo, positive=args.sapo_temperature_pos, negative=args.sapo_temperature_neg)}
-    elif args.loss_type == "vespo":
-        positive, negative = (args.vespo_k_pos, args.vespo_lambda_pos), (args.vespo_k_neg, args.vespo_lambda_neg)
-        chosen = {"surrogate": partial(vespo, positive=positive, negative=negative), "ratio_level": "product"}
+    elif args.loss_type in ("sapo", "vespo"):
+        chosen = {}
     if args.importance_sampling_level == "sequence":
         chosen["ratio_level"] = "whole_sequence"
     return replace(Objective.from_config(algorithm_config(args)), off_policy_limit=args.off_policy_mask_threshold, **chosen)

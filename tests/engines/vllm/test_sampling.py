@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupwise.config.schema import Config, LoraConfig
+from groupwise.config.schema import Config, CorrectionConfig, LoraConfig
 from groupwise.distributed import World
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.engine import request_seed
@@ -141,8 +141,8 @@ def test_processes_sample_their_own_share_and_only_one_pushes(serve, tiny_llama,
 
 
 def test_the_mismatch_is_corrected_for_unless_something_else_is_said():
-    assert Config(rollout={"engine": "vllm"}).algorithm.sampler_correction == "token"
-    assert Config(rollout={"engine": "vllm"}, algorithm={"sampler_correction": "none"}).algorithm.sampler_correction == "none"
-    assert Config(rollout={"engine": "vllm"}, algorithm={"preset": "dapo"}).algorithm.sampler_correction == "token"
-    assert Config(rollout={"engine": "builtin"}).algorithm.sampler_correction == "none"
-    assert Config().algorithm.sampler_correction == "none"  # and the shared default is not touched
+    assert Config(rollout={"engine": "vllm"}).algorithm.correction == CorrectionConfig()
+    assert Config(rollout={"engine": "vllm"}, algorithm={"correction": None}).algorithm.correction is None
+    assert Config(rollout={"engine": "vllm"}, algorithm={"preset": "dapo"}).algorithm.correction == CorrectionConfig()
+    assert Config(rollout={"engine": "builtin"}).algorithm.correction is None
+    assert Config().algorithm.correction is None  # and the shared default is not touched

@@ -60,12 +60,13 @@ function howAdvantages(run, rows) {
   const [mean, spread] = meanAndSpread(rewards);
   const baselines = { group_mean: 'the group’s mean, ' + number(mean), leave_one_out: 'the mean of the others in the group', batch_mean: 'the mean of the whole batch', none: 'nothing' };
   const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', centred_std: ', divided by the standard deviation of these differences over the whole batch', none: '' };
+  const others = { gae: 'by a learned value (GAE)', maxrl: 'reward less the group’s mean, divided by that mean', gdpo: 'each component normalised within its group, added, and normalised over the batch' };
   const perTokenWords = { sequence_mean: 'advantage / (tokens × ' + rule.completions + ' completions of the step)', token_mean: 'advantage / all tokens of the step',
     fixed: 'advantage / (' + rule.completions + ' completions × ' + rule.max_tokens + ' tokens)', sequence_sum: 'advantage / ' + rule.completions + ' completions of the step' };
   const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
   const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : spread + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
-  return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: reward less ' + baselines[rule.baseline] + scales[rule.scale] +
+  return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
     '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
 }
 

@@ -1,0 +1,251 @@
+"""The objective's sections: what lies under what is written, what cannot be written, and where former keys have gone."""
+
+import re
+
+import pytest
+import yaml
+
+from groupwise.config import Config, build_config, build_known, dump_config, load_config
+from groupwise.config.advantage import GaeAdvantage, GroupAdvantage, ValueConfig
+from groupwise.config.algorithm import FORMER, AlgorithmConfig, EntropyConfig, KLConfig
+from groupwise.config.fields import field_paths, sections
+from groupwise.config.loss import CispoLoss, ClipLoss, DppoLoss, OwnLoss, ReinforceLoss
+from groupwise.config.presets import PRESETS
+from groupwise.config.section import REGISTERED
+from groupwise.errors import ConfigError
+
+
+def chosen(*overrides: str) -> AlgorithmConfig:
+    return load_config(None, overrides).algorithm
+
+
+def refusals(settings: dict) -> list[str]:
+    """What is said of ``settings`` of the algorithm as YAML, as overrides, as Python's arguments and by assignment."""
+    flat = {f"{section}.{name}" if name else section: value for section, name, value in _pairs(settings)}
+    words = [f"algorithm.{path}={'null' if value is None else value}" for path, value in flat.items()]
+
+    def assign() -> None:
+        config = Config()
+        for name, value in settings.items():
+            setattr(config.algorithm, name, value)
+
+    said = []
+    for attempt in (
+        lambda: build_config({"algorithm": settings}),
+        lambda: load_config(None, words),
+        lambda: load_config(None, {f"algorithm.{path}": value for path, value in flat.items()}),
+        lambda: Config(algorithm=settings),
+        assign,
+    ):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def _pairs(settings):
+    for section, value in settings.items():
+        if isinstance(value, dict):
+            yield from ((section, name, inner) for name, inner in value.items())
+        else:
+            yield section, "", value
+
+
+# What lies under what is written.
+
+
+def test_unwritten_settings_of_a_section_follow_the_preset():
+    algorithm = chosen("preset=dapo", "loss.epsilon=0.1", "kl.beta=0.02")
+    assert algorithm.loss == ClipLoss(epsilon=0.1, epsilon_high=0.28, aggregation="token_mean")
+    assert algorithm.kl == KLConfig(beta=0.02), "DAPO has none, so that the rest are the section's own defaults"
+    assert chosen("preset=ppo", "kl.beta=0.5").kl == KLConfig(beta=0.5, estimator="k1", placement="token_reward")
+
+
+def test_of_another_type_only_the_aggregation_follows():
+    algorithm = chosen("preset=dapo", "loss.type=cispo")
+    assert algorithm.loss == CispoLoss(aggregation="token_mean"), "not DAPO's clip range"
+    assert chosen("preset=ppo", "kl=null", "advantage.type=group").advantage == GroupAdvantage()
+    assert chosen("preset=rloo", "loss.type=clip", "loss.epsilon=0.3").loss == ClipLoss(epsilon=0.3, aggregation="sequence_sum")
+
+
+def test_null_takes_the_presets_section_away():
+    assert chosen("kl=null").kl is None
+    assert chosen("preset=ppo", "algorithm.kl=null").kl is None
+
+
+@pytest.mark.parametrize("section", ["null", "{}"])
+def test_a_value_is_there_exactly_where_one_is_learned(section):
+    assert chosen("preset=ppo").value == ValueConfig(clip=0.2)
+    assert chosen("advantage.type=gae").value == ValueConfig()
+    assert chosen("preset=ppo", "value.critic=copy").value == ValueConfig(critic="copy", clip=0.2)
+    assert chosen("preset=ppo", f"algorithm.value={section}").value == ValueConfig(clip=0.2)
+    assert chosen("preset=ppo", "kl=null", "advantage.type=group").value is None
+    assert chosen().value is None
+    for said in refusals({"value": {"critic": "copy"}}):
+        assert said.startswith("algorithm.value is set, but a value is learned only with algorithm.advantage.type=gae")
+
+
+def test_an_override_goes_into_a_section_that_a_file_left_out_or_wrote(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {kl: null, loss: {epsilon: 0.1}, entropy: {bonus: 0.01}}\n")
+    algorithm = load_config(path, ["algorithm.kl.beta=0.02", "algorithm.loss={epsilon_high: 0.3}", "entropy=null"]).algorithm
+    assert algorithm.kl == KLConfig(beta=0.02)
+    assert algorithm.loss == ClipLoss(epsilon=0.1, epsilon_high=0.3)
+    assert algorithm.entropy is None
+
+
+def test_a_section_made_in_python_is_taken_whole():
+    assert AlgorithmConfig(preset="ppo", kl=KLConfig(beta=0.1)).kl == KLConfig(beta=0.1)
+    assert AlgorithmConfig(loss=CispoLoss()).loss == CispoLoss()
+    assert AlgorithmConfig(preset="dapo", loss=ClipLoss()).loss.aggregation == "sequence_mean"
+    given = KLConfig(beta=0.1)
+    Config(algorithm={"kl": given}).algorithm.kl.beta = 0.2
+    assert given.beta == 0.1
+
+
+# Assignment.
+
+
+def test_what_was_assigned_stays_and_the_rest_follows_the_preset():
+    config = Config()
+    config.algorithm.kl.beta = 0.02
+    config.algorithm.loss.epsilon = 0.11
+    config.algorithm.preset = "dapo"
+    assert config.algorithm.loss == ClipLoss(epsilon=0.11, epsilon_high=0.28, aggregation="token_mean")
+    assert config.algorithm.kl == KLConfig(beta=0.02)
+    config.algorithm.kl = None
+    config.algorithm.advantage = {"type": "gae", "lam": 1.0}
+    assert config.algorithm.advantage == GaeAdvantage(lam=1.0)
+    assert config.algorithm.value == ValueConfig()
+    config.algorithm.preset = "grpo"
+    assert config.algorithm.kl is None
+    assert config.algorithm.needs_values
+    config.algorithm.loss = {"type": "reinforce"}
+    assert config.algorithm.loss == ReinforceLoss()
+
+
+def test_a_refused_assignment_changes_nothing():
+    config = Config(algorithm={"loss": {"epsilon": 0.1}})
+    before = config.model_copy(deep=True)
+    for name, value in (("loss", {"type": "reinforce", "epsilon": 0.2}), ("kl", {"beta": 0}), ("preset", "ppg")):
+        with pytest.raises(ConfigError):
+            setattr(config.algorithm, name, value)
+    with pytest.raises(ConfigError, match=re.escape("assign a whole section, such as config.algorithm.loss = {'type': 'cispo'}")):
+        config.algorithm.loss.type = "cispo"
+    with pytest.raises(ConfigError, match=re.escape("algorithm.loss.tau_positive is not a setting of type clip, but of sapo")):
+        config.algorithm.loss.tau_positive = 2.0
+    assert config == before
+
+
+def test_a_copy_with_a_section_changed_is_that_config():
+    config = Config(algorithm={"preset": "ppo"})
+    copied = config.algorithm.model_copy(update={"kl": None})
+    assert copied == AlgorithmConfig(preset="ppo", kl=None)
+    assert config.algorithm.kl is not None
+
+
+# What cannot be written.
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": {"type": "reinforce", "epsilon": 0.1}}, "loss.epsilon is not a setting of type reinforce, but of clip, cispo, gmpo"),
+        ({"loss": {"type": "cispo", "dual_clip": 3.0}}, "loss.dual_clip is not a setting of type cispo, but of clip: leave it out"),
+        ({"loss": {"type": "gmpo", "ratio": "token"}}, "loss.ratio is not a setting of type gmpo, but of clip, cispo"),
+        ({"advantage": {"type": "gae", "scale": "none"}}, "algorithm.advantage.scale is not a setting of type gae, but of group"),
+        ({"advantage": {"gamma": 0.9}}, "algorithm.advantage.gamma is not a setting of type group, but of gae"),
+        ({"loss": {"type": "clop"}}, "loss.type is 'clop', but must be one of clip, cispo, reinforce, sapo, vespo, gmpo, dppo (did"),
+        ({"loss": {"type": "my_loss.py"}}, "or a function of your own, such as my_loss.py:loss"),
+        ({"advantage": {"type": "groop"}}, "(did you mean group?)"),
+        ({"loss": {"type": "my_loss.py:loss", "epsilon": 0.1}}, "is not a setting of a function of your own, whose settings are"),
+        ({"kl": {"beta": 0}}, "algorithm.kl.beta is 0, but a KL has a weight above 0: write algorithm.kl=null for none"),
+        ({"kl": {"beta": -1.0}}, "algorithm.kl.beta is -1.0, but must be greater than 0"),
+        ({"kl": {"gain": 0.5}}, "algorithm.kl.gain is 0.5, but without algorithm.kl.target beta stays as it is"),
+        ({"kl": {"importance_weighted": True, "placement": "reward"}}, "algorithm.kl.importance_weighted is true, but placement is reward"),
+        ({"kl": {"reference_mixing": 0.5}}, "the reference is never renewed; set reference_every"),
+        ({"entropy": {"floor": 0.2}}, "nothing would lift the entropy; set bonus"),
+        ({"entropy": {"bonus": 0.0}}, "it would do nothing: set one of them, or write algorithm.entropy=null"),
+        ({"preset": "ppo", "value": {"critic_learning_rate": 1e-3}}, "critic is shared, so no second model is learned"),
+        ({"preset": "ppo", "value": {"critic": "copy", "trains_trunk": True}}, "which the value's error always reaches"),
+        ({"advantage": {"type": "maxrl"}, "kl": {"placement": "reward"}}, "is for rewards without a KL in them; set placement to 'loss'"),
+        ({"loss": 0.2}, "algorithm.loss is 0.2, but must be a section of settings, such as {type: clip}"),
+        ({"kl": 0.04}, "algorithm.kl is 0.04, but must be a section of settings"),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_or_means_nothing_gets_one_sentence(settings, said):
+    for sentence in refusals(settings):
+        assert said in sentence
+        assert "\n" not in sentence
+
+
+def test_the_hint_is_that_of_the_type():
+    of_cispo, of_gmpo = ({"loss": {"type": kind, "epsilon": -1}} for kind in ("cispo", "gmpo"))
+    assert all(
+        said.endswith("the weight is at least 1 - epsilon; at 1 or more there is no lower bound") for said in refusals(of_cispo)
+    )
+    assert all("clip range of each token's log-ratio" in said for said in refusals(of_gmpo))
+
+
+# Functions of one's own.
+
+
+def test_a_function_of_ones_own_has_settings_of_its_own():
+    loss = chosen("loss.type=my_loss.py:loss", "algorithm.loss.settings.tau=2", "algorithm.loss.settings.sides=[1, 2]").loss
+    assert loss == OwnLoss(type="my_loss.py:loss", settings={"tau": 2, "sides": [1, 2]})
+    config = Config(algorithm={"advantage": {"type": "package.module:advantage", "settings": {"a": {"b": 1}}}})
+    assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_registered_name_is_a_type(monkeypatch):
+    monkeypatch.setitem(REGISTERED, "loss", {"mine"})
+    assert chosen("loss.type=mine", "loss.settings={x: 1}").loss == OwnLoss(type="mine", settings={"x": 1})
+    with pytest.raises(ConfigError, match=re.escape("dppo, mine (did you mean mine?)")):
+        chosen("loss.type=mime")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage\.type is 'mine'"):
+        chosen("advantage.type=mine")
+
+
+# Former keys.
+
+
+@pytest.mark.parametrize("name", sorted(FORMER))
+def test_a_former_key_is_answered_with_its_place(name):
+    for said in refusals({name: 0.5}):
+        assert said.startswith(f"algorithm.{name} has moved: write algorithm.")
+    place = re.match(r"[\w.]+", FORMER[name]).group()
+    assert place in field_paths()
+
+
+def test_a_former_key_without_its_section_is_answered_too():
+    with pytest.raises(ConfigError, match=re.escape("algorithm.kl_target has moved: write algorithm.kl.target")):
+        load_config(None, ["kl_target=0.1"])
+    assert chosen("beta=0.3").kl.beta == 0.3, "whose last part is still unique"
+
+
+def test_the_settings_of_an_older_run_are_read_without_what_has_moved():
+    settings = {"algorithm": {"preset": "dapo", "updates_per_batch": 2, "beta": 0.0, "epsilon": 0.1}}
+    config, left_out = build_known(settings)
+    assert sorted(left_out) == ["algorithm.beta", "algorithm.epsilon"]
+    assert (config.algorithm.preset, config.algorithm.updates_per_batch) == ("dapo", 2)
+    config, left_out = build_known({"algorithm": {"preset": "dapo", "loss": {"type": "clop", "epsilon": 0.1}}})
+    assert left_out == ["algorithm.loss"]
+    assert config.algorithm == AlgorithmConfig(preset="dapo")
+
+
+# The whole.
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_reads_back_the_same(preset):
+    config = Config(algorithm={"preset": preset})
+    again = build_config(yaml.safe_load(dump_config(config)))
+    assert again == config
+    assert again.algorithm.model_fields_set == set(AlgorithmConfig.model_fields), "all of it is written now"
+
+
+def test_sections_that_come_in_types_are_known_with_all_of_them():
+    assert {kind.__name__ for kind in sections()["algorithm.loss"]} >= {"ClipLoss", "CispoLoss", "DppoLoss", "OwnLoss"}
+    assert sections()["algorithm.kl"] == (KLConfig,)
+    assert (DppoLoss().limit, DppoLoss(divergence="kl").limit, DppoLoss(threshold=0.3).limit) == (0.15, 0.05, 0.3)
+    assert EntropyConfig().bonus == 0, "what a run without the section has"
