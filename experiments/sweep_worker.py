@@ -88,7 +88,7 @@ def _point(learner: Learner, groups: list[Group], budget: int, folder: Path, set
         _, metrics = learner.learn(groups)
     finally:
         learner.optimizer.step = step
-    found |= {"loss": metrics["policy/loss"].value, "passes": len(learner._cut(groups))}
+    found |= {"loss": metrics["policy/loss"].value, "passes": len(learner.window(groups).micro_batches)}
     if not settings["repeats"]:
         return found
     release_freed_memory()

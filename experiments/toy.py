@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.algorithm import BatchCounts, Objective, policy_loss
+from groupwise.algorithm import AdvantageInputs, BatchCounts, Objective, policy_loss
 
 __all__ = ["KEY_TOKENS", "STOP", "Batch", "ToyPolicy", "backward", "objective"]
 
@@ -118,8 +118,10 @@ def backward(
 
     ``train_stop`` off leaves the stop token out of the loss, as a mask by pad id does where pad = eos. ``first``: on-policy.
     """
-    groups = batch.rewards_N.view(-1, batch.group).tolist()
-    advantages_N = torch.tensor([a for group in chosen.advantages(groups) for a in group])
+    inputs = AdvantageInputs(
+        rewards_N=batch.rewards_N.double(), group_N=torch.arange(len(batch.rewards_N)) // batch.group, length_N=batch.lengths_N
+    )
+    advantages_N = chosen.advantages(inputs).per_completion(inputs).float()
     logprobs_T = policy.logprobs(batch)
     weights_T = chosen.weights(batch.lengths_N, batch.sequence_T, counts or batch.counts())
     if not train_stop:

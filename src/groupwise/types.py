@@ -90,6 +90,8 @@ class Completion:
     """Index within the group, 0 to G - 1; part of the completion's seed."""
     policy_version: int = 0
     """How many optimiser steps the sampling weights had seen."""
+    temperature: float = 1.0
+    """At which it was sampled; its log-probabilities are scored at the same."""
 
     @property
     def stopped(self) -> bool:
@@ -131,6 +133,8 @@ class Group:
     """Rewards of steps, by function. In ``components`` and ``rewards`` they count as their sum."""
     outcome_rewards: tuple[float, ...] | None = None
     """``rewards`` without those of steps; ``None`` where there are no steps."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The reward functions' weights, by name."""
 
     @property
     def outcomes(self) -> tuple[float, ...]:

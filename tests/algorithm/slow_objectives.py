@@ -23,6 +23,8 @@ class Batch:
     ref: Ragged
     values: Ragged
     """What the critic said of each token's state when the batch was sampled."""
+    second: list[list[float]]
+    """Scores of a second reward function, of weight 0.5, which ``rewards`` does not hold."""
     max_tokens: int = 9
 
 
@@ -38,7 +40,8 @@ def random_batch(seed: int, drift: float, groups: int = 3) -> Batch:
         ref.append([o + 0.3 * rng.standard_normal(len(o)) for o in old[-1]])
     rewards[0] = [0.0] * (len(rewards[0]) - 1) + [2.8]  # at least one group has something to say
     values = [[rng.standard_normal(len(o)) for o in group] for group in old]
-    return Batch(rewards, lp, old, ref, values)
+    second = [[float(x) for x in rng.choice([0.0, 1.0, 5.0], size=len(group))] for group in rewards]
+    return Batch(rewards, lp, old, ref, values, second)
 
 
 def normalised(r: list[float], eps: float = 1e-4) -> list[float]:
@@ -142,6 +145,48 @@ def vespo(b: Batch, lp: Ragged, held: Ragged) -> float:
     return -total / _tokens(lp)
 
 
+def gmpo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2507.20673 eq. 4: the |o|-th root of the product of a completion's token ratios, each clipped at exp(0.4) or exp(-0.4)."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            product = 1.0
+            for x, o in zip(lp[g][i], b.old[g][i], strict=True):
+                ratio = np.exp(x - o)
+                product *= min(ratio, np.exp(0.4)) if a > 0 else max(ratio, np.exp(-0.4))
+            total, n = total + a * product ** (1 / len(lp[g][i])), n + 1
+    return -total / n
+
+
+def dppo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2602.04879 with binary total variation: r A, without the tokens whose probability has moved by more than 0.15 already and
+    would move further."""
+    total = 0.0
+    for g, r in enumerate(b.rewards):
+        for i, a in enumerate(normalised(r)):
+            for x, now, o in zip(lp[g][i], held[g][i], b.old[g][i], strict=True):
+                further = (now > o and a > 0) or (now < o and a < 0)
+                if not (further and abs(np.exp(now) - np.exp(o)) > 0.15):
+                    total += np.exp(x - o) * a
+    return -total / _tokens(lp)
+
+
+def maxrl(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2602.02710: the difference to the group's mean, divided by that mean; PPO's clip around it."""
+    advantages = [[(x - sum(r) / len(r)) / (sum(r) / len(r) + 1e-4) for x in r] for r in b.rewards]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
+
+
+def gdpo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2601.05242 eq. 4 to 6: each function normalised in its group, the weighted sum, and that normalised over the batch."""
+    summed = [
+        [x + 0.5 * y for x, y in zip(normalised(r), normalised(s), strict=True)] for r, s in zip(b.rewards, b.second, strict=True)
+    ]
+    flat = np.array([x for group in summed for x in group])
+    advantages = [[(x - flat.mean()) / (flat.std(ddof=1) + 1e-4) for x in group] for group in summed]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
+
+
 def rloo(b: Batch, lp: Ragged, held: Ragged) -> float:
     """arXiv 2402.14740 eq. 2 and the k-sample estimator: R = r - beta log(pi / ref) of the whole completion, beta 0.03."""
     total, n = 0.0, 0
@@ -225,6 +270,12 @@ SLOW = {
     "reinforce++": reinforce_pp,
     "bnpo": bnpo,
     "ppo": ppo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
 }
 VARIANTS = {
     "reinforce++ with baseline": (

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nested import token_advantages
 
-from groupwise.algorithm import gae, group_advantages, token_advantages
+from groupwise.algorithm import gae, group_advantages
 from groupwise.errors import RewardError
 from groupwise.types import Completion, Group, Problem, Prompt
 

@@ -6,6 +6,7 @@ Skipped where TRL is not installed (``pip install -e ".[bench]"``). Written agai
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import re
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.algorithm import BatchCounts, Objective, policy_loss, sampler_correction
+from groupwise.algorithm import BatchCounts, Objective, group_advantages, policy_loss, sampler_correction
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.trl import GRPOConfig
@@ -66,7 +67,7 @@ def given(seed: int = 0, drift: float = 0.3) -> Given:
     mask = (torch.arange(LONGEST) < lengths[:, None]).long()
     noise = torch.randn(3, N, LONGEST, generator=random, dtype=torch.float64)
     old = -3 * torch.rand(N, LONGEST, generator=random, dtype=torch.float64) - 0.05
-    advantages = Objective().advantages(REWARDS)
+    advantages = group_advantages(REWARDS)
     return Given(
         ids=torch.randint(5, 60, (N, LONGEST), generator=random),
         mask=mask,
@@ -98,7 +99,8 @@ def make(shared_data, tmp_path_factory):
         Qwen2ForCausalLM(small).save_pretrained(folder)
 
     def made(kind: str = "GRPO", rewards: list[float] | None = None, **settings: Any) -> Any:
-        arguments = getattr(trl, f"{kind}Config")(
+        source = importlib.import_module("trl.experimental.gmpo") if kind == "GMPO" else trl
+        arguments = getattr(source, f"{kind}Config")(
             output_dir=folder,
             use_cpu=True,
             bf16=False,
@@ -109,7 +111,7 @@ def make(shared_data, tmp_path_factory):
             # the KL times the ratio is TRL's default, and ours is DeepSeekMath's KL: both are compared
             **(({"use_bias_correction_kl": False} if kind == "GRPO" else {}) | settings),
         )
-        trainer = getattr(trl, f"{kind}Trainer")(
+        trainer = getattr(source, f"{kind}Trainer")(
             model=Qwen2ForCausalLM.from_pretrained(folder),
             reward_funcs=lambda completions, **columns: (rewards or [0.0] * N)[: len(completions)],
             args=arguments,
@@ -227,6 +229,9 @@ SAME = {
         {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.3},
         {"preset": "dapo", "loss": {"dual_clip": 1.3}},
     ),
+    # TRL rounds its temperatures to fp32, which 1 survives
+    "sapo": ({"loss_type": "sapo", "sapo_temperature_neg": 1.0}, {"preset": "sapo", "loss": {"tau_negative": 1.0}}),
+    "vespo": ({"loss_type": "vespo"}, {"preset": "vespo"}),
     "two-sided delta is the dual clip": ({"loss_type": "grpo", "delta": 1.5}, {"loss": {"dual_clip": 1.5}, "kl": None}),
 }
 DRIFT = {"gspo": 1e-3, "gspo with KL": 1e-3, "gspo, corrected KL": 1e-3, "cispo": 1.5}
@@ -238,6 +243,18 @@ def test_loss_and_gradient_are_trls(name, make, monkeypatch):
     for seed in range(3):
         g = given(seed, DRIFT.get(name, 0.3))
         loss, gradient = ours(SAME[name][1], g)
+        expected, expected_gradient = theirs(trainer, g, monkeypatch)
+        assert loss == pytest.approx(expected, rel=1e-10, abs=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+        assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_gmpo_is_trls(beta, make, monkeypatch):
+    trainer = make("GMPO", beta=beta)
+    for seed in range(3):
+        g = given(seed)
+        loss, gradient = ours({"preset": "gmpo", "kl": {"beta": beta} if beta else None}, g)
         expected, expected_gradient = theirs(trainer, g, monkeypatch)
         assert loss == pytest.approx(expected, rel=1e-10, abs=1e-12)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
@@ -410,14 +427,14 @@ def test_advantages_are_trls(trls, scale, make):
     """From its own sampling and scoring, with rewards that we choose; its tensors are fp32."""
     trainer = make(scale_rewards=trls, rewards=[r for group in REWARDS for r in group])
     batch = trainer._generate_and_score_completions([{"prompt": p} for p in ("one", "two") for _ in range(G)])
-    expected = Objective(scale=scale).advantages(REWARDS)
+    expected = group_advantages(REWARDS, scale=scale)
     assert batch["advantages"].tolist() == pytest.approx([a for group in expected for a in group], rel=1e-5, abs=1e-6)
 
 
 def test_advantages_of_rloo_are_trls(make):
     trainer = make("RLOO", beta=0.0, normalize_advantages=False, rewards=[r for group in REWARDS for r in group])
     batch = trainer._generate_and_score_completions([{"prompt": p} for p in ("one", "two") for _ in range(G)])
-    expected = Objective(baseline="leave_one_out", scale="none").advantages(REWARDS)
+    expected = group_advantages(REWARDS, "leave_one_out", "none")
     assert batch["advantages"].tolist() == pytest.approx([a for group in expected for a in group], rel=1e-5, abs=1e-6)
 
 

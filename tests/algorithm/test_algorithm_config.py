@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import subprocess
 import sys
@@ -10,47 +11,61 @@ from typing import get_args
 
 import pytest
 import torch
+from nested import inputs_of
 from pydantic import ValidationError
 
-from groupwise.algorithm import BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
-from groupwise.algorithm.advantages import BASELINES, SCALES
+from groupwise.algorithm import KL, BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
+from groupwise.algorithm.advantages import ADVANTAGES, BASELINES, SCALES
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.kl import ESTIMATORS
-from groupwise.algorithm.ratio import RATIOS
-from groupwise.algorithm.surrogate import SURROGATES, ClipBounds
-from groupwise.config.advantage import GroupAdvantage, ValueConfig
+from groupwise.algorithm.losses import LOSSES
+from groupwise.config.advantage import ADVANTAGE_TYPES, GroupAdvantage, ValueConfig
 from groupwise.config.algorithm import KLConfig
-from groupwise.config.loss import LOSS_TYPES, CispoLoss, ClipLoss, LossSection
+from groupwise.config.loss import LOSS_TYPES, ClipLoss, LossSection
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig, Config
 
+CLIP = {"ratio": "token", "epsilon": 0.2, "epsilon_high": None, "dual_clip": None}
+GROUP = {"baseline": "group_mean", "scale": "group_std", "epsilon": 1e-4}
 FORMER_ROWS = {
-    "grpo": {},
-    "dr_grpo": {"scale": "none", "aggregation": "fixed", "beta": 0.0},
-    "dapo": {"bounds": ClipBounds(0.2, 0.28), "aggregation": "token_mean", "beta": 0.0},
-    "gspo": {"ratio_level": "sequence", "bounds": ClipBounds(3e-4, 4e-4), "beta": 0.0},
-    "cispo": {"surrogate": "cispo", "bounds": ClipBounds(1.0, 4.0), "aggregation": "token_mean", "beta": 0.0},
+    "grpo": {"kl": KL(0.04, "k3", "loss")},
+    "dr_grpo": {"advantage": ("group", GROUP | {"scale": "none"}), "aggregation": "fixed"},
+    "dapo": {"loss": ("clip", CLIP | {"epsilon_high": 0.28}), "aggregation": "token_mean"},
+    "gspo": {"loss": ("clip", CLIP | {"ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4})},
+    "cispo": {"loss": ("cispo", {"ratio": "token", "epsilon": 1.0, "epsilon_high": 4.0}), "aggregation": "token_mean"},
     "rloo": {
-        "baseline": "leave_one_out", "scale": "none", "surrogate": "reinforce", "aggregation": "sequence_sum", "kl_estimator": "k1",
-        "kl_placement": "reward", "beta": 0.03,
+        "advantage": ("group", GROUP | {"baseline": "leave_one_out", "scale": "none"}), "loss": ("reinforce", {}),
+        "aggregation": "sequence_sum", "kl": KL(0.03, "k1", "reward"),
     },
     "reinforce++": {
-        "baseline": "batch_mean", "scale": "batch_std", "aggregation": "token_mean", "kl_estimator": "k1",
-        "kl_placement": "token_reward", "beta": 0.01,
+        "advantage": ("group", GROUP | {"baseline": "batch_mean", "scale": "batch_std"}), "aggregation": "token_mean",
+        "kl": KL(0.01, "k1", "token_reward"),
     },
-    "bnpo": {"aggregation": "token_mean", "beta": 0.0},
+    "bnpo": {"aggregation": "token_mean"},
     "ppo": {
-        "baseline": "value", "scale": "batch_std", "aggregation": "token_mean", "kl_estimator": "k1", "kl_placement": "token_reward",
-        "beta": 0.02, "gamma": 1.0, "gae_lambda": 0.95, "value_clip": 0.2,
+        "advantage": ("gae", {"gamma": 1.0, "lam": 0.95, "whiten": True, "epsilon": 1e-4}), "aggregation": "token_mean",
+        "kl": KL(0.02, "k1", "token_reward"),
     },
 }  # fmt: skip
-"""What each preset's flat row of version 0.1 made of the objective, beside GRPO's."""
+"""What each preset's flat row of version 0.1 made of the objective, where it is not GRPO without a KL."""
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def parts(objective: Objective) -> dict[str, object]:
+    """An objective by the names and settings of its functions."""
+    names = {function: name for table in (LOSSES, ADVANTAGES) for name, function in table.items()}
+    return {
+        "advantage": (names[objective.advantage.func], objective.advantage.keywords),
+        "loss": (names[objective.loss.func], objective.loss.keywords),
+        "aggregation": objective.aggregation,
+        "kl": objective.kl,
+    }
+
+
+@pytest.mark.parametrize("name", FORMER_ROWS)
 def test_every_preset_does_what_its_flat_row_did(name):
     config = AlgorithmConfig(preset=name)
-    assert Objective.from_config(config) == Objective(**FORMER_ROWS[name])
+    plain = {"advantage": ("group", GROUP), "loss": ("clip", CLIP), "aggregation": "sequence_mean", "kl": None}
+    assert parts(Objective.from_config(config)) == plain | FORMER_ROWS[name]
     assert (config.updates_per_batch, config.mask_truncated, config.correction, config.entropy) == (1, False, None, None)
     assert config.value == (ValueConfig(clip=0.2, loss_weight=0.1) if name == "ppo" else None)
     rest = KLConfig(reference_updates=1, reference_every=None, reference_mixing=1.0, skip_zero_variance=True, target=None)
@@ -86,9 +101,12 @@ def choices(section, name):
 def test_every_choice_has_its_function():
     assert choices(GroupAdvantage, "baseline") == set(BASELINES)
     assert choices(GroupAdvantage, "scale") == set(SCALES)
-    own = {"whole_sequence", "product"}  # groupwise.trl's, and VESPO's
-    assert choices(ClipLoss, "ratio") == choices(CispoLoss, "ratio") == RATIOS.keys() - own
-    assert set(SURROGATES) == {"clip", "cispo", "reinforce"} < set(LOSS_TYPES)
+    assert set(ADVANTAGES) == set(ADVANTAGE_TYPES)
+    assert set(LOSSES) == set(LOSS_TYPES)
+    for types, table in ((ADVANTAGE_TYPES, ADVANTAGES), (LOSS_TYPES, LOSSES)):
+        for name, section in types.items():
+            settings = set(section.model_fields) - {"type", "aggregation"}
+            assert settings <= set(inspect.signature(table[name]).parameters), name
     assert choices(LossSection, "aggregation") == set(AGGREGATIONS)
     assert choices(KLConfig, "estimator") == set(ESTIMATORS)
 
@@ -121,7 +139,7 @@ def test_a_resolved_config_reads_back_the_same():
     for name in PRESETS:
         config = Config(algorithm={"preset": name, "advantage": {"epsilon": 0.11}})
         again = Config.model_validate(config.model_dump())
-        assert Objective.from_config(again.algorithm) == Objective.from_config(config.algorithm)
+        assert parts(Objective.from_config(again.algorithm)) == parts(Objective.from_config(config.algorithm))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +227,7 @@ def test_every_combination_works_or_is_refused():
 
 def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T) -> torch.Tensor:
     """By the way that the objective's properties prescribe, for the batch of the test above."""
-    cut = {"beta": objective.beta, "estimator": objective.kl_estimator}
+    cut = {"beta": objective.beta, "estimator": objective.kl.estimator}
     penalties = None
     if objective.kl_in_reward:
         taken = kl_in_reward(old_T, reference_T, sequence_T, 4, **cut).tolist()
@@ -217,24 +235,21 @@ def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequen
     elif objective.kl_in_token_reward:
         a, b, c, d = kl_penalty(old_T, reference_T, **cut).split([2, 1, 1, 3])
         penalties = [[a.tolist(), b.tolist()], [c.tolist(), d.tolist()]]
-    if objective.needs_values:
-        nested, _ = objective.value_advantages(rewards, values, penalties)
-    elif penalties is not None:
-        nested = objective.token_advantages(rewards, penalties)
-    else:
-        return torch.tensor([a for group in objective.advantages(rewards) for a in group], dtype=torch.float64)[sequence_T]
-    return torch.tensor([x for group in nested for tokens in group for x in tokens], dtype=torch.float64)
+    inputs = inputs_of(rewards, [[2, 1], [1, 3]], penalties=penalties, values=values)
+    return objective.advantages(inputs).per_token(inputs)
 
 
 def test_objective_takes_every_setting():
     loss = {"type": "clip", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}
     objective = Objective.from_config(AlgorithmConfig(preset="rloo", loss=loss, advantage={"epsilon": 1e-6}))
-    assert (objective.bounds.low, objective.bounds.high, objective.bounds.dual) == (0.1, 0.3, 4.0)
-    assert (objective.baseline, objective.scale, objective.aggregation) == ("leave_one_out", "none", "sequence_sum")
-    assert (objective.kl_estimator, objective.kl_placement, objective.beta) == ("k1", "reward", 0.03)
-    assert objective.advantage_epsilon == 1e-6
-    assert Objective.from_config(AlgorithmConfig()).bounds.high == 0.2
-    assert Objective.from_config(AlgorithmConfig()) == Objective()
+    assert parts(objective) == {
+        "advantage": ("group", {"baseline": "leave_one_out", "scale": "none", "epsilon": 1e-6}),
+        "loss": ("clip", {"ratio": "token", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}),
+        "aggregation": "sequence_sum",
+        "kl": KL(0.03, "k1", "reward"),
+    }
+    weighted = Objective.from_config(AlgorithmConfig(preset="gspo", kl={"importance_weighted": True}))
+    assert weighted.kl == KL(0.04, "k3", "loss", "sequence")
 
 
 def test_the_table_needs_no_torch():

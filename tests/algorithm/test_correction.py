@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from groupwise.algorithm import Objective, policy_loss, sampler_correction
-from groupwise.config.schema import AlgorithmConfig
+from groupwise.algorithm import KL, Objective, policy_loss, sampler_correction
 
 SEQUENCE = torch.tensor([0, 0, 1, 1, 1])
 SAMPLED = torch.log(torch.tensor([0.5, 0.5, 0.2, 0.8, 0.5], dtype=torch.float64))
@@ -49,7 +48,7 @@ def test_one_policy_needs_no_correction_and_a_far_one_stays_finite():
 
 
 def test_the_factor_is_on_the_surrogate_and_not_on_the_kl():
-    objective = Objective.from_config(AlgorithmConfig(kl={"beta": 0.1}))
+    objective = Objective(kl=KL(0.1))
     given = {
         "logprobs_T": OLD.clone().requires_grad_(),
         "reference_logprobs_T": SAMPLED,

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algorithm import AdaptiveKL, Objective, kl_in_reward, kl_penalty, kl_per_token, policy_loss
+from groupwise.algorithm import KL, AdaptiveKL, Objective, kl_in_reward, kl_penalty, kl_per_token, policy_loss
 from groupwise.algorithm.kl import MAX_LOG_DIFFERENCE
+from groupwise.algorithm.losses import clip_loss, reinforce_loss
 
 
 def family(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,7 @@ def test_times_the_ratio_k3_has_the_gradient_of_the_kl_off_policy_too(old_seed: 
     """arXiv 2512.02556: samples are of the old policy, the expectation over them is that of the new one's KL to the reference."""
     theta, reference = family(0)
     old = (theta if old_seed is None else family(old_seed)[0]).detach().log_softmax(0)
-    objective = Objective(beta=1.0, kl_correction=True, surrogate="reinforce")
+    objective = Objective(loss=reinforce_loss, kl=KL(1.0, importance="token"))
     zeros = torch.zeros(6, dtype=torch.float64)
     loss, _ = policy_loss(
         objective, logprobs_T=theta.log_softmax(0), old_logprobs_T=old, sequence_T=torch.arange(6), weights_T=old.exp(),
@@ -69,7 +71,7 @@ def test_of_a_whole_completion_the_ratio_that_corrects_the_kl_runs_into_every_to
     theta = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     old, reference = torch.tensor([-1.1, -1.0, -0.5]).double(), torch.tensor([-1.0, -1.5, -0.7]).double()
     sequence_T, weights_T = torch.tensor([0, 0, 1]), torch.tensor([0.25, 0.25, 0.5]).double()
-    objective = Objective(beta=1.0, kl_correction=True, ratio_level="sequence")
+    objective = Objective(loss=partial(clip_loss, ratio="sequence"), kl=KL(1.0, importance="sequence"))
     loss, _ = policy_loss(
         objective, logprobs_T=theta, old_logprobs_T=old, sequence_T=sequence_T, weights_T=weights_T,
         advantages_N=torch.zeros(2).double(), reference_logprobs_T=reference,

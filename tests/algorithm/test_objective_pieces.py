@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algorithm import BatchCounts, Objective, policy_loss, token_weights
+from groupwise.algorithm import KL, BatchCounts, Objective, policy_loss, token_weights
 from groupwise.algorithm.aggregate import AGGREGATIONS
-from groupwise.algorithm.ratio import sequence_ratio, token_ratio
-from groupwise.algorithm.surrogate import ClipBounds, cispo, clip, dual_clip, two_sided
+from groupwise.algorithm.losses import LOSSES, cispo, clip, clip_loss, dual_clip, reinforce_loss, sequence_ratio, token_ratio
 
 ratios = st.floats(0.01, 20)
 advantages = st.floats(-5, 5)
@@ -45,7 +45,13 @@ def test_clip_by_hand(ratio: float, advantage: float, loss: float, slope: float)
 
 @settings(max_examples=100, deadline=None)
 @given(ratios, advantages, st.floats(1.5, 6))
-def test_dual_clip_and_two_sided_are_the_same_and_only_cap_bad_tokens(ratio: float, advantage: float, cap: float):
+def test_dual_clip_is_intellect_2s_delta_and_only_caps_bad_tokens(ratio: float, advantage: float, cap: float):
+    """-min(min(r, delta) A, clip(r) A): arXiv 2505.07291, section 3.4."""
+
+    def two_sided(r, a, low, high, delta):
+        loss, clipped = clip(r.clamp(max=delta), a, low, high)
+        return loss, clipped | ((a < 0) & (r > delta))
+
     dual, sided = scalar(dual_clip, ratio, advantage, 0.2, 0.28, cap), scalar(two_sided, ratio, advantage, 0.2, 0.28, cap)
     assert dual[0] == pytest.approx(sided[0], rel=1e-12)
     assert dual[2] == sided[2]
@@ -119,7 +125,7 @@ def inputs(dtype: torch.dtype = torch.float64, **changes: object) -> dict:
 
 
 def test_closed_form_with_its_metrics():
-    loss, metrics = policy_loss(Objective(beta=0.1), **inputs())
+    loss, metrics = policy_loss(Objective(kl=KL(0.1)), **inputs())
     r = [math.exp(0.1), math.exp(-1), 1.0]
     policy = -(0.25 * r[0] + 0.25 * r[1] - 0.5 * 0.5 * r[2])
     kl = [math.exp(d) - 1 - d for d in (0.0, 0.5, -0.2)]
@@ -156,30 +162,30 @@ def test_clip_shares_are_told_apart():
         advantages_N=torch.tensor([1.0, -1.0, -1.0, 1.0]),
         weights_T=torch.full((4,), 0.25),
     )
-    _, metrics = policy_loss(Objective(beta=0.0), **given)
+    _, metrics = policy_loss(Objective(kl=None), **given)
     assert (metrics["clip_high"].value, metrics["clip_low"].value) == (0.25, 0.25)
-    _, metrics = policy_loss(Objective(beta=0.0, bounds=ClipBounds(0.2, 0.2, dual=1.5)), **given)
+    _, metrics = policy_loss(Objective(kl=None, loss=partial(clip_loss, dual_clip=1.5)), **given)
     assert metrics["clip_high"].value == 0.5  # the bad token that became 1.65 times likelier is capped too
 
 
 def test_beta_zero_needs_no_reference_and_a_missing_one_is_named():
-    loss, metrics = policy_loss(Objective(beta=0.0), **inputs(reference_logprobs_T=None))
+    loss, metrics = policy_loss(Objective(kl=None), **inputs(reference_logprobs_T=None))
     assert "kl" not in metrics
-    assert policy_loss(Objective(beta=0.3), **inputs(reference_logprobs_T=None), beta=0.0)[0].item() == loss.item()
+    assert policy_loss(Objective(kl=KL(0.3)), **inputs(reference_logprobs_T=None), beta=0.0)[0].item() == loss.item()
     with pytest.raises(ValueError, match="no reference logprobs"):
-        policy_loss(Objective(beta=0.3), **inputs(reference_logprobs_T=None))
+        policy_loss(Objective(kl=KL(0.3)), **inputs(reference_logprobs_T=None))
 
 
 def test_kl_in_the_reward_is_not_in_the_loss_too():
-    objective = Objective(beta=0.3, kl_placement="reward")
-    assert policy_loss(objective, **inputs())[0].item() == policy_loss(Objective(beta=0.0), **inputs())[0].item()
+    objective = Objective(kl=KL(0.3, placement="reward"))
+    assert policy_loss(objective, **inputs())[0].item() == policy_loss(Objective(kl=None), **inputs())[0].item()
     assert objective.kl_in_reward
-    assert not Objective(beta=0.0, kl_placement="reward").kl_in_reward
+    assert not Objective(kl=None).kl_in_reward
 
 
 def test_on_policy_is_ratio_one_without_old_logprobs():
     given = inputs(old_logprobs_T=None)
-    loss, metrics = policy_loss(Objective(beta=0.0), **given)
+    loss, metrics = policy_loss(Objective(kl=None), **given)
     loss.backward()
     assert given["logprobs_T"].grad.tolist() == [-0.25, -0.25, 0.25]
     assert (metrics["ratio_deviation_max"].value, metrics["kl_old"].value) == (0, 0)
@@ -187,11 +193,11 @@ def test_on_policy_is_ratio_one_without_old_logprobs():
 
 def test_half_precision_is_computed_in_fp32():
     half = inputs(torch.bfloat16)
-    loss, _ = policy_loss(Objective(beta=0.1), **half)
+    loss, _ = policy_loss(Objective(kl=KL(0.1)), **half)
     loss.backward()
     same = {k: v.float() if v.is_floating_point() else v for k, v in ((k, v.detach()) for k, v in half.items())}
     assert loss.dtype == torch.float32
-    assert loss.item() == policy_loss(Objective(beta=0.1), **same)[0].item()
+    assert loss.item() == policy_loss(Objective(kl=KL(0.1)), **same)[0].item()
     assert half["logprobs_T"].grad.dtype == torch.bfloat16
 
 
@@ -202,7 +208,8 @@ def test_a_policy_that_ran_away_gives_finite_numbers(surrogate: str, level: str,
     lp = torch.tensor([-1.0, -2.0 + min(far, 0), -0.5], requires_grad=True)
     other = torch.tensor([-1.0, -2.0 - max(far, 0), -0.5])
     given = inputs(torch.float32, logprobs_T=lp, old_logprobs_T=other, reference_logprobs_T=-2 - other)
-    loss, metrics = policy_loss(Objective(beta=0.04, surrogate=surrogate, ratio_level=level), **given)
+    chosen = reinforce_loss if surrogate == "reinforce" else partial(LOSSES[surrogate], ratio=level)
+    loss, metrics = policy_loss(Objective(loss=chosen), **given)
     loss.backward()
     assert torch.isfinite(lp.grad).all()
     assert all(math.isfinite(m.value) for m in metrics.values())
@@ -220,7 +227,7 @@ def test_nothing_but_the_policy_gets_a_gradient():
 def test_a_masked_token_of_a_sequence_ratio_still_moves_the_ratio(surrogate):
     """One ratio for five tokens of which the mask keeps two: the loss is 2/5 s A, and s is moved by every token, 1/5 s each. CISPO's
     weight carries no gradient, so there a token that is masked has none."""
-    objective = Objective(ratio_level="whole_sequence", surrogate=surrogate, beta=0.0, bounds=ClipBounds(0.2, 0.2))
+    objective = Objective(loss=partial(LOSSES[surrogate], ratio="whole_sequence", epsilon=0.2), kl=None)
     old = torch.linspace(-2, -1, 5, dtype=torch.float64)
     logprobs = old.clone().requires_grad_()
     loss, _ = policy_loss(

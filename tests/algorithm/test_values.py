@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from nested import explained_variance, inputs_of, value_advantages
 from slow_objectives import gae_by_the_sum, ppo_token_rewards, ppo_value, random_batch
 
-from groupwise.algorithm import Objective, explained_variance, value_advantages, value_loss
+from groupwise.algorithm import Objective, value_loss
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.errors import RewardError
 
@@ -34,7 +35,8 @@ def test_without_a_critic_and_without_discount_every_token_has_the_outcome():
     nothing = [[np.zeros_like(v) for v in group] for group in b.values]
     advantages, returns = value_advantages(b.rewards, nothing, gamma=1.0, lam=1.0)
     assert advantages == returns == [[[r] * len(b.lp[g][i]) for i, r in enumerate(group)] for g, group in enumerate(b.rewards)]
-    plain = Objective.from_config(AlgorithmConfig(advantage={"baseline": "none", "scale": "none"}, kl=None)).advantages(b.rewards)
+    settings = AlgorithmConfig(advantage={"baseline": "none", "scale": "none"}, kl=None)
+    plain = inputs_of(b.rewards).by_group(Objective.from_config(settings).advantages(inputs_of(b.rewards)).advantages_N)
     assert [[tokens[0] for tokens in group] for group in advantages] == plain
 
 
@@ -58,12 +60,12 @@ def test_a_perfect_value_leaves_nothing_to_learn():
 def test_whitening_is_over_all_tokens_of_the_batch_and_spares_the_returns():
     b = random_batch(5, 0.2)
     raw, returns = value_advantages(b.rewards, b.values)
-    white, again = value_advantages(b.rewards, b.values, scale="batch_std", epsilon=1e-6)
+    white, again = value_advantages(b.rewards, b.values, whiten=True, epsilon=1e-6)
     flat = np.array([x for g in raw for c in g for x in c])
     whitened = np.array([x for g in white for c in g for x in c])
     np.testing.assert_allclose(whitened, (flat - flat.mean()) / (flat.std(ddof=1) + 1e-6), rtol=1e-12, atol=1e-13)
     assert returns == again
-    assert value_advantages([[1.0]], [[[0.5]]], scale="batch_std")[0] == [[[0.0]]]
+    assert value_advantages([[1.0]], [[[0.5]]], whiten=True)[0] == [[[0.0]]]
 
 
 def test_a_reward_that_is_no_number_is_refused():

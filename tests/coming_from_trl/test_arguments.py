@@ -238,9 +238,10 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
     """Tokens with a positive advantage alone."""
     import torch
 
+    from groupwise.algorithm import LossInputs
     from groupwise.trl.translate import objective
 
     found = objective(GRPOConfig("out", loss_type="cispo", epsilon_high=2.0))
     ratios, advantages = torch.tensor([3.0, 3.0, 1.0]), torch.tensor([1.0, -1.0, 1.0])
-    _, clipped = found.surrogate(ratios, advantages, ratios.log(), found.bounds)
-    assert clipped.tolist() == [True, False, False]
+    inputs = LossInputs(ratios.log(), torch.zeros(3), advantages, torch.arange(3), 3)
+    assert found.loss(inputs).clipped_T.tolist() == [True, False, False]

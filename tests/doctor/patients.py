@@ -262,13 +262,14 @@ def stranded_adapter() -> Iterator[None]:
 
 @contextmanager
 def another_temperature() -> Iterator[None]:
-    """The engine draws at another temperature than the one at which the trainer scores."""
+    """The engine draws at another temperature than the one that it says, at which the trainer scores."""
     from groupwise.engines.builtin.engine import BuiltinEngine
 
     real = BuiltinEngine.sample
 
     def sample(self: Any, prompts: Any, count: int, settings: Any, **rest: Any) -> Any:
-        return real(self, prompts, count, replace(settings, temperature=1.5), **rest)
+        groups = real(self, prompts, count, replace(settings, temperature=1.5), **rest)
+        return [tuple(replace(c, temperature=settings.temperature) for c in group) for group in groups]
 
     with mock.patch.object(BuiltinEngine, "sample", sample):
         yield

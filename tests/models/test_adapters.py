@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config, LoraConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -262,7 +263,7 @@ def test_old_logprobs_are_those_of_the_mask_that_later_sweeps_have(tiny_llama):
     learner, groups, _ = dropping_out(tiny_llama())
     members = [(g, m) for g in range(2) for m in range(4)]
     shares = [Share(members[::2], learner.counts(groups)), Share(members[1::2], learner.counts(groups))]
-    for prepared in learner.prepare(groups, shares, learner.objective.advantages([g.rewards for g in groups]), off_policy=True):
+    for prepared in learner.prepare(groups, shares, group_advantages([g.rewards for g in groups]), off_policy=True):
         assert learner.accumulate(prepared, first=True)["policy/ratio_deviation"].value < 1e-4
 
 

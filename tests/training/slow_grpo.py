@@ -50,7 +50,9 @@ def make_groups(model, rewards, seed=0, vocabulary=128, longest=9, temperature=1
             ids = (*ids, END) if rng.random() < 0.7 else ids
             with torch.no_grad():
                 logprobs = tuple(slow_logprobs(model, prompt_ids, ids, temperature).tolist())
-            completions.append(Completion("", ids, logprobs, "stop" if ids[-1] == END else "length", sample))
+            completions.append(
+                Completion("", ids, logprobs, "stop" if ids[-1] == END else "length", sample, temperature=temperature)
+            )
         groups.append(Group(prompt, tuple(completions), tuple(group_rewards), {}))
     return groups
 

@@ -20,6 +20,7 @@ from slow_grpo import (
     watch_gradients,
 )
 
+from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config
 from groupwise.training.learner import Share
 
@@ -237,7 +238,7 @@ def test_shares_of_a_batch_add_up_to_the_whole(tiny_llama):
     counts = learner.counts(groups)
     shares = [Share(everyone[::2], counts), Share([], counts), Share(everyone[1::2], counts)]
     seen = watch_gradients(learner)
-    batch = learner.prepare(groups, shares, learner.objective.advantages(REWARDS), off_policy=False)
+    batch = learner.prepare(groups, shares, group_advantages(REWARDS), off_policy=False)
     for micro_batches in batch:
         learner.accumulate(micro_batches, first=True)
     learner.step(1e-3)
@@ -253,7 +254,7 @@ def test_a_share_whose_turn_comes_later_is_measured_from_the_policy_that_sampled
     halves = [[(g, m) for g in range(3) for m in members] for members in ((0, 1), (2, 3))]
     shares = [Share(half, learner.counts(groups)) for half in halves]
     seen = watch_gradients(learner)
-    first, second = learner.prepare(groups, shares, learner.objective.advantages(REWARDS), off_policy=True)
+    first, second = learner.prepare(groups, shares, group_advantages(REWARDS), off_policy=True)
     learner.accumulate(first, first=True)
     learner.step(2e-2)
     moved = present_model(learner, before)

@@ -117,7 +117,8 @@ def test_a_learned_value_sums_steps_up_as_rewards_of_tokens(tiny_llama):
     kept, accumulate = [], learner.accumulate
     learner.accumulate = lambda micro_batches, **rest: kept.extend(micro_batches) or accumulate(micro_batches, **rest)
     learner.learn(groups)
-    found = {member: returns for m in kept for member, returns in m.by_member(m.returns_T)}
+    batch = kept[0].batch
+    found = {member: returns.tolist() for member, returns in batch.by_member(batch.returns_T)}
     for i, (reward, steps) in enumerate(zip(groups[0].outcomes, groups[0].process["p"].steps, strict=True)):
         length = len(groups[0].completions[i].token_ids)
         expected = [reward + sum(2.0 * r for end, r in steps if end >= t) for t in range(length)]

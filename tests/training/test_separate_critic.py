@@ -17,6 +17,7 @@ from slow_grpo import (
 )  # fmt: skip
 
 from groupwise.errors import ConfigError, ModelError
+from groupwise.metrics import Max
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 from tests.tiny import write_tiny_llama, write_tiny_qwen2
@@ -96,9 +97,9 @@ def test_values_and_gradients_are_those_of_the_module_with_a_linear_head(family,
 def test_every_token_of_a_completion_has_its_value(tiny_llama):
     learner, before, slow = with_own_critic(tiny_llama(seed=3), budget=40)
     groups = make_groups(before, REWARDS)
-    micro_batches = learner._cut(groups)
-    learner._look_ahead(micro_batches)
-    found = {member: piece for m in micro_batches for member, piece in m.by_member(m.values_T)}
+    window = learner.window(groups)
+    learner._look_ahead(window.micro_batches)
+    found = {member: piece.tolist() for member, piece in window.batch.by_member(window.batch.values_T)}
     weight = learner.critic.weight.detach().double()
     for g, group in enumerate(groups):
         for m, completion in enumerate(group.completions):
@@ -111,14 +112,13 @@ def test_a_critic_packed_another_way_says_the_same(tiny_llama):
 
     learner, before, _ = with_own_critic(tiny_llama(seed=3), budget=40)
     groups, module = make_groups(before, REWARDS), copy.deepcopy(learner.critic.trunk.module)
-    packed = learner._cut(groups)
-    learner._look_ahead(packed)
+    packed = learner.window(groups)
+    learner._look_ahead(packed.micro_batches)
     learner.critic.trunk = ModuleScorer(module)
-    padded = learner._cut(groups)
-    assert all(m.critic_batch is not None for m in padded)
-    learner._look_ahead(padded)
-    for one, other in zip(packed, padded, strict=True):
-        torch.testing.assert_close(one.values_T, other.values_T, rtol=1e-5, atol=1e-5)
+    padded = learner.window(groups)
+    assert all(m.critic_packed is not None for m in padded.micro_batches)
+    learner._look_ahead(padded.micro_batches)
+    torch.testing.assert_close(packed.batch.values_T, padded.batch.values_T, rtol=1e-5, atol=1e-5)
 
 
 def test_it_starts_as_the_policy_and_shares_no_memory_with_it(tiny_llama):
@@ -144,7 +144,10 @@ def test_an_untied_output_head_has_no_moments(tiny_llama):
 def test_where_either_gradient_is_not_finite_the_critic_stays(broken, tiny_llama):
     learner, before, _ = with_own_critic(tiny_llama(seed=3))
     start = {name: p.detach().clone() for name, p in learner.critic.trunk.named_parameters()}
-    learner.accumulate(_ready(learner, make_groups(before, REWARDS)), first=True)
+    groups, step = make_groups(before, REWARDS), learner.step
+    learner.step = lambda: {"optimizer/learning_rate": Max(0.0)}  # the gradients stay
+    learner.learn(groups)
+    learner.step = step
     chosen = learner.scorer if broken == "policy" else learner.critic.trunk
     chosen.named_parameters()[0][1].grad[0, 0] = float("nan")
     weight = learner.critic.weight.detach().clone()
@@ -152,14 +155,6 @@ def test_where_either_gradient_is_not_finite_the_critic_stays(broken, tiny_llama
     assert all(torch.equal(start[name], p) for name, p in learner.critic.trunk.named_parameters())
     assert torch.equal(learner.critic.weight, weight)
     assert all(p.grad is None for _, p in learner.critic.trunk.named_parameters())
-
-
-def _ready(learner, groups):
-    from groupwise.training.window import Window
-
-    window = Window(groups, [], learner._cut(groups))
-    learner._open(window)
-    return window.micro_batches
 
 
 def test_its_value_comes_to_explain_the_returns(tiny_llama):

@@ -1,6 +1,7 @@
-"""Advantages: how much better a completion did than expected. Computed on whole groups, before anything is filtered or cut.
+"""Advantages: how much better a completion did than expected. Computed once a step, on whole groups, before anything is cut.
 
-Axes: N completions (flattened over groups), T tokens (flattened over completions, ragged).
+An advantage is a function ``AdvantageInputs -> AdvantageOutputs`` with its settings as keywords. Axes: P problems, N completions
+(flattened over groups), T tokens (flattened over completions, ragged), S steps of process supervision.
 
 The standard deviation is the sample one (ddof = 1), as ``torch.std`` computes it, and with it TRL and the from-scratch tutorials.
 DeepSeekMath does not say which it means; the population form would make advantages sqrt(G / (G - 1)) times larger.
@@ -9,16 +10,108 @@ DeepSeekMath does not say which it means; the population form would make advanta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from groupwise.algorithm.sequences import segment_sum
+from groupwise.algorithm.values import explained_variance, value_advantages
 from groupwise.errors import RewardError
+from groupwise.metrics import Mean, Metric
 
-__all__ = ["STD_DDOF", "Rewards", "check_finite", "group_advantages", "mean", "token_advantages"]
+__all__ = [
+    "ADVANTAGES", "STD_DDOF", "Advantage", "AdvantageInputs", "AdvantageOutputs", "FunctionScores", "StepRewards", "gae_advantage",
+    "gdpo_advantage", "group_advantage", "group_advantages", "maxrl_advantage", "process_advantages", "to_go", "token_advantages",
+]  # fmt: skip
 
 STD_DDOF = 1
 """Degrees of freedom taken off in every standard deviation of rewards: 1, the sample standard deviation."""
 
 Rewards = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """What one reward function gave."""
+
+    weight: float
+    scores_N: Tensor
+    """NaN where it does not apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRewards:
+    """What one reward function gave to steps of completions, in the order of completions."""
+
+    sequence_S: Tensor
+    """The completion of each step."""
+    end_S: Tensor
+    """Index of its last token among all T."""
+    rewards_S: Tensor
+    weight_N: Tensor
+    """The function's weight at each completion; 0 where it gave none to the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """The whole step, all processes together: float64, on the CPU. Groups are whole, completions in the order of their groups."""
+
+    rewards_N: Tensor
+    """For whole completions, less their KL where that is part of the reward."""
+    group_N: Tensor
+    """0 to P - 1, not decreasing."""
+    length_N: Tensor
+    """Tokens of each completion."""
+    functions: Mapping[str, FunctionScores] = field(default_factory=dict)
+    """Each reward function's own scores for whole completions, by name."""
+    steps: Mapping[str, StepRewards] = field(default_factory=dict)
+    """Rewards of steps (process supervision), by function."""
+    penalties_T: Tensor | None = None
+    """beta x KL of each token, where it is the token's own negative reward."""
+    values_T: Tensor | None = None
+    """The critic's value of the state before each token, for advantages that need it."""
+    taking_part_N: Tensor | None = None
+    """False for completions that the config leaves out of the loss (``mask_truncated``); None: all take part."""
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The completion of each token."""
+        return torch.repeat_interleave(torch.arange(len(self.length_N)), self.length_N)
+
+    def by_group(self, numbers_N: Tensor) -> list[list[float]]:
+        """One number per completion, as ``[p][g]``."""
+        return [piece.tolist() for piece in numbers_N.split(torch.bincount(self.group_N).tolist())]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutputs:
+    """One advantage per completion, or one per token."""
+
+    advantages_N: Tensor | None = None
+    advantages_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    """What the values should have been."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    def per_token(self, inputs: AdvantageInputs) -> Tensor:
+        """``[T]``, float64."""
+        if self.advantages_T is not None:
+            return self.advantages_T
+        assert self.advantages_N is not None, "an advantage returns advantages_N or advantages_T"
+        return self.advantages_N[inputs.sequence_T]
+
+    def per_completion(self, inputs: AdvantageInputs) -> Tensor:
+        """``[N]``, float64: the mean over each completion's tokens where they differ."""
+        if self.advantages_T is None:
+            assert self.advantages_N is not None, "an advantage returns advantages_N or advantages_T"
+            return self.advantages_N
+        return segment_sum(self.advantages_T, inputs.sequence_T, len(inputs.length_N)) / inputs.length_N.clamp(min=1)
+
+
+Advantage = Callable[..., AdvantageOutputs]
+"""``advantage(inputs, **settings)``. An attribute ``needs`` (a set of "values") asks for a critic."""
 
 
 def mean(numbers: Sequence[float]) -> float:
@@ -100,7 +193,7 @@ def check_finite(rewards: Rewards) -> None:
     for index, group in enumerate(rewards):
         for r in group:
             if not math.isfinite(r):
-                raise RewardError(f"group {index} has a reward of {r}, but rewards must be finite; mend the reward function")
+                raise RewardError(f"group {index} has a reward of {r}, but rewards must be finite; fix the reward function")
 
 
 def group_advantages(
@@ -129,36 +222,186 @@ def group_advantages(
 
 def token_advantages(
     rewards: Rewards,
-    penalties: Sequence[Sequence[Sequence[float]]],
+    penalties_T: Tensor,
+    length_N: Tensor,
     baseline: str = "batch_mean",
     scale: str = "batch_std",
     epsilon: float = 1e-4,
-) -> list[list[list[float]]]:
+) -> Tensor:
     """An advantage for each token when the KL is each token's own (negative) reward: REINFORCE++, arXiv 2501.03262.
 
-    The return of token t is its completion's reward less the penalties from t to the end. ``penalties[p][g][t]`` is beta times
-    the KL estimate of that token (see ``kl.kl_penalty``). ``batch_mean``, ``batch_std`` and ``centred_std`` are over the returns
-    of all tokens of the batch; group choices are over the completions' rewards, as in ``group_advantages``.
+    The return of token t is its completion's reward less the penalties from t to the end. ``penalties_T`` is beta times the KL estimate
+    of each token (see ``kl.kl_penalty``). ``batch_mean``, ``batch_std`` and ``centred_std`` are over the returns of all tokens of the
+    batch; group choices are over the completions' rewards, as in ``group_advantages``. Returns ``[T]`` in float64.
     """
     check_finite(rewards)
-    returns = [
-        [[r - x for x in _to_go(penalty)] for r, penalty in zip(group, group_penalties, strict=True)]
-        for group, group_penalties in zip(rewards, penalties, strict=True)
-    ]
-    tokens = [x for group in returns for completion in group for x in completion]
+    rewards_N = torch.tensor([r for group in rewards for r in group], dtype=torch.float64)
+    sequence_T = torch.repeat_interleave(torch.arange(len(length_N)), length_N)
+    returns_T = rewards_N[sequence_T] - to_go(penalties_T.double(), length_N)
+    tokens = returns_T.tolist()
     baselines = BASELINES[baseline](rewards, tokens)
-    centred = [
-        [[x - b for x in completion] for completion, b in zip(group, bs, strict=True)]
-        for group, bs in zip(returns, baselines, strict=True)
-    ]
-    divisors = SCALES[scale](rewards, tokens, [x for group in centred for completion in group for x in completion], epsilon)
-    return [[[x / d for x in completion] for completion in group] for group, d in zip(centred, divisors, strict=True)]
+    centred_T = returns_T - torch.tensor([b for group in baselines for b in group], dtype=torch.float64)[sequence_T]
+    divisors = SCALES[scale](rewards, tokens, centred_T.tolist(), epsilon)
+    sizes = torch.tensor([len(group) for group in rewards])
+    return centred_T / torch.tensor(divisors, dtype=torch.float64).repeat_interleave(sizes)[sequence_T]
 
 
-def _to_go(penalties: Sequence[float]) -> list[float]:
-    """Sum from each token to the end."""
-    total, out = 0.0, []
-    for penalty in reversed(penalties):
-        total += penalty
-        out.append(total)
-    return out[::-1]
+def to_go(numbers_T: Tensor, length_N: Tensor) -> Tensor:
+    """The sum from each token to the end of its completion, ``[T]``."""
+    pieces = numbers_T.split(length_N.tolist())
+    return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in pieces]) if pieces else numbers_T
+
+
+def process_advantages(
+    steps: StepRewards, group_N: Tensor, length_N: Tensor, baseline: str = "group_mean", scale: str = "group_std",
+    epsilon: float = 1e-4,
+) -> Tensor:  # fmt: skip
+    """DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3), ``[T]`` in float64.
+
+    All step rewards of a group are normalised together, (r - mean(R)) / (std(R) + epsilon), and a token's advantage is the sum of the
+    normalised rewards of the steps that end with it or after it. With one step at the last token of every completion, this is
+    ``group_advantages`` of the steps' rewards, at every token.
+
+    The other choices mean the same as there, of steps instead of completions: ``leave_one_out`` is the mean over the steps of the
+    other completions; ``batch_mean``, ``batch_std`` and ``centred_std`` are over all steps of the batch. A group whose steps all have one
+    reward gets exactly 0 under a group baseline, also where completions have different numbers of them. Raises ``RewardError`` for a reward
+    that is not finite.
+    """
+    groups = int(group_N[-1]) + 1 if len(group_N) else 0
+    group_S = group_N[steps.sequence_S]
+    pools = [steps.rewards_S[group_S == g].tolist() for g in range(groups)]
+    check_finite(pools)
+    everything = [r for pool in pools for r in pool]
+    centred_S = steps.rewards_S - _step_baselines(baseline, steps, group_S, pools, everything)
+    divisors = torch.tensor(SCALES[scale](pools, everything, centred_S.tolist(), epsilon), dtype=torch.float64)
+    at_T = torch.zeros(int(length_N.sum()), dtype=torch.float64)
+    at_T.index_add_(0, steps.end_S, centred_S / divisors[group_S])
+    return to_go(at_T, length_N)
+
+
+def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: Rewards, everything: Sequence[float]) -> Tensor:
+    """What each step is compared with, ``[S]``."""
+    if baseline == "group_mean":
+        return torch.tensor([mean(pool) for pool in pools], dtype=torch.float64)[group_S]
+    if baseline == "batch_mean":
+        return torch.full_like(steps.rewards_S, mean(everything))
+    if baseline == "none":
+        return torch.zeros_like(steps.rewards_S)
+    found = {}
+    for n in set(steps.sequence_S.tolist()):
+        own = steps.sequence_S == n
+        same = group_S == group_S[own][0]
+        others = steps.rewards_S[same & ~own].tolist()
+        found[n] = mean(others or steps.rewards_S[same].tolist())  # without others there is nothing to compare with but its own
+    return torch.tensor([found[n] for n in steps.sequence_S.tolist()], dtype=torch.float64)
+
+
+# Advantages by name; keywords are the fields of their settings sections (``config.algorithm``).
+
+
+def group_advantage(
+    inputs: AdvantageInputs, *, baseline: str = "group_mean", scale: str = "group_std", epsilon: float = 1e-4
+) -> AdvantageOutputs:
+    """``group_advantages``, or ``token_advantages`` where the KL is part of the tokens' rewards, plus ``process_advantages``.
+
+    Rewards of steps are judged apart from those of whole completions, each with its own mean, so that many small step rewards are not
+    measured by one large outcome; a function's weight is applied after its steps are normalised.
+    """
+    rewards = inputs.by_group(inputs.rewards_N)
+    if inputs.penalties_T is None:
+        out = AdvantageOutputs(_flat(group_advantages(rewards, baseline, scale, epsilon)))
+    else:
+        out = AdvantageOutputs(
+            advantages_T=token_advantages(rewards, inputs.penalties_T, inputs.length_N, baseline, scale, epsilon)
+        )
+    return _with_steps(inputs, out, baseline, scale, epsilon)
+
+
+def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs:
+    """(r - mean) / (mean + epsilon) of the group: MaxRL (arXiv 2602.02710), for rewards from 0 to 1.
+
+    A group that succeeds in a share p of its completions weighs as 1 / p, which makes the expected gradient approach that of the
+    log-likelihood of success. A group without any success gets 0.
+    """
+    groups = inputs.by_group(inputs.rewards_N)
+    check_finite(groups)
+    found = []
+    for group in groups:
+        if min(group) < 0:
+            raise RewardError(
+                f"advantage maxrl got a reward of {min(group):g}, but it divides by the group's mean reward: use rewards of 0 and above"
+            )
+        centre = mean(group)
+        found.append([(r - centre) / (centre + epsilon) for r in group])
+    return _with_steps(inputs, AdvantageOutputs(_flat(found)), "group_mean", "group_std", epsilon)
+
+
+def gdpo_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> AdvantageOutputs:
+    """GDPO (arXiv 2601.05242, eq. 4 to 6): each reward function normalised by itself within the group, the weighted sum over functions,
+    and that normalised over the batch.
+
+    Normalising the sum lets different combinations of scores collapse into one advantage. A completion to which a function does not apply
+    gets 0 for it.
+    """
+    total_N = torch.zeros_like(inputs.rewards_N)
+    for function in inputs.functions.values():
+        known = [[r for r in group if not math.isnan(r)] for group in inputs.by_group(function.scores_N)]
+        normalised = _flat(group_advantages(known, "group_mean", "group_std", epsilon))
+        total_N[~function.scores_N.isnan()] += function.weight * normalised
+    everything = total_N.tolist()
+    return AdvantageOutputs((total_N - mean(everything)) / (_std(everything) + epsilon))
+
+
+def gae_advantage(
+    inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = False, epsilon: float = 1e-4
+) -> AdvantageOutputs:
+    """Generalised advantage estimation (arXiv 1506.02438) over the completions that take part; the others get 0 (PPO).
+
+    Rewards of steps, and the KL where it is part of the tokens' rewards, arrive at their tokens, a completion's reward at its last.
+    """
+    rewards_T = torch.zeros(int(inputs.length_N.sum()), dtype=torch.float64)
+    if inputs.penalties_T is not None:
+        rewards_T -= inputs.penalties_T
+    for steps in inputs.steps.values():
+        rewards_T.index_add_(0, steps.end_S, steps.weight_N[steps.sequence_S] * steps.rewards_S)
+    assert inputs.values_T is not None, "this advantage needs values"
+    part_N = torch.ones(len(inputs.length_N), dtype=torch.bool) if inputs.taking_part_N is None else inputs.taking_part_N
+    part_T = part_N[inputs.sequence_T]
+    values_T = inputs.values_T[part_T]
+    advantages_T, returns_T = value_advantages(
+        inputs.rewards_N[part_N], values_T, inputs.length_N[part_N], rewards_T[part_T],
+        gamma=gamma, lam=lam, whiten=whiten, epsilon=epsilon,
+    )  # fmt: skip
+    explained = explained_variance(values_T, returns_T)
+    out_T, goals_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)
+    out_T[part_T], goals_T[part_T] = advantages_T, returns_T
+    # Where returns do not vary there is nothing to explain, and no number.
+    metrics = {} if math.isnan(explained) else {"value/explained_variance": Mean(explained, 1)}
+    return AdvantageOutputs(advantages_T=out_T, returns_T=goals_T, metrics=metrics)
+
+
+gae_advantage.needs = frozenset({"values"})  # type: ignore[attr-defined]
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group": group_advantage,
+    "gae": gae_advantage,
+    "maxrl": maxrl_advantage,
+    "gdpo": gdpo_advantage,
+}
+"""By ``algorithm.advantage.type``; ``groupwise.register_advantage`` adds to it."""
+
+
+def _with_steps(
+    inputs: AdvantageInputs, outcome: AdvantageOutputs, baseline: str, scale: str, epsilon: float
+) -> AdvantageOutputs:
+    if not inputs.steps:
+        return outcome
+    total_T = outcome.per_token(inputs)
+    for steps in inputs.steps.values():
+        of_steps_T = process_advantages(steps, inputs.group_N, inputs.length_N, baseline, scale, epsilon)
+        total_T = total_T + steps.weight_N[inputs.sequence_T] * of_steps_T
+    return AdvantageOutputs(advantages_T=total_T)
+
+
+def _flat(numbers: Rewards) -> Tensor:
+    return torch.tensor([x for group in numbers for x in group], dtype=torch.float64)

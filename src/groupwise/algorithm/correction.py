@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.ratio import MAX_LOG_RATIO
+from groupwise.algorithm.losses import MAX_LOG_RATIO
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean, segment_sum
 from groupwise.metrics import Mean, Metric
 

@@ -1,153 +1,125 @@
-"""The loss of one micro-batch: ratio -> surrogate (+ beta x KL) -> weighted sum, with the numbers worth watching.
+"""The objective of one run, put together: advantage x loss x aggregation x KL, and the loss of one micro-batch by it.
 
 Axes: N completions in the micro-batch (whole ones), T their sampled tokens, flattened and ragged: there is no padding.
-``sequence_T`` (long, non-decreasing) gives the completion 0..N-1 of each token.
+``sequence_T`` (long, not decreasing) gives the completion 0..N-1 of each token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.advantages import Rewards, group_advantages, token_advantages
+from groupwise.algorithm.advantages import AdvantageInputs, AdvantageOutputs, group_advantage
 from groupwise.algorithm.aggregate import BatchCounts, token_weights
 from groupwise.algorithm.correction import off_policy_mask
 from groupwise.algorithm.kl import k3, kl_per_token
-from groupwise.algorithm.process import Steps, process_advantages
-from groupwise.algorithm.ratio import IMPORTANCE, RATIOS
+from groupwise.algorithm.losses import Loss, LossInputs, clip_loss, sequence_importance, token_ratio
+from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.algorithm.sequences import at_least_fp32, segment_mean
-from groupwise.algorithm.surrogate import SURROGATES, ClipBounds, Surrogate, sapo, vespo
-from groupwise.algorithm.values import PerToken, value_advantages
-from groupwise.config.advantage import AdvantageSection, GaeAdvantage, GroupAdvantage
-from groupwise.config.algorithm import AlgorithmConfig, KLConfig
-from groupwise.config.loss import CispoLoss, ClipLoss, LossSection, ReinforceLoss, SapoLoss, VespoLoss
+from groupwise.config.schema import AlgorithmConfig
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
-__all__ = ["Objective", "policy_loss"]
+__all__ = ["KL", "Objective", "policy_loss"]
+
+_IMPORTANCE = {"token": token_ratio, "sequence": sequence_importance, "whole_sequence": sequence_importance}
+
+
+@dataclass(frozen=True, slots=True)
+class KL:
+    """The KL to the reference: its weight, estimate and place."""
+
+    beta: float = 0.04
+    estimator: str = "k3"
+    placement: Literal["loss", "reward", "token_reward"] = "loss"
+    importance: str | None = None
+    """In the loss: the level of the ratio that it is multiplied by, "token" or "sequence"; None: by none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The choices that make up one method of the GRPO family; see ``AlgorithmConfig`` for what each does."""
+    """One method of the GRPO family as functions; see ``AlgorithmConfig`` for the settings they come from. The default is GRPO's."""
 
-    baseline: str = "group_mean"
-    scale: str = "group_std"
-    advantage_epsilon: float = 1e-4
-    ratio_level: str = "token"
-    surrogate: str | Surrogate = "clip"
-    bounds: ClipBounds = ClipBounds(0.2, 0.2)  # noqa: RUF009 (frozen)
+    advantage: Any = group_advantage
+    """An ``Advantage``, its settings bound: called with ``AdvantageInputs`` alone."""
+    loss: Loss = clip_loss
+    """A ``Loss``, its settings bound: called with ``LossInputs`` alone."""
     aggregation: str = "sequence_mean"
-    kl_estimator: str = "k3"
-    kl_placement: str = "loss"
-    beta: float = 0.04
-    kl_correction: bool = False
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    value_clip: float | None = None
+    kl: KL | None = field(default_factory=KL)
     off_policy_limit: float | None = None
     """See ``correction.off_policy_mask``; None: nothing is left out."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
-        kl = config.kl or KLConfig()
+        """Raises ConfigError for a function of the user's that cannot be loaded."""
+        kl, loss, advantage = config.kl, config.loss, config.advantage
+        importance = getattr(loss, "ratio", "token")
         return cls(
-            **_advantage_choices(config.advantage),
-            **_loss_choices(config.loss),
-            aggregation=config.loss.aggregation,
-            kl_estimator=kl.estimator,
-            kl_placement=kl.placement,
-            beta=config.beta,
-            kl_correction=kl.importance_weighted,
-            value_clip=None if config.value is None else config.value.clip,
+            advantage=find_advantage(advantage.type, _keywords(advantage)),
+            loss=find_loss(loss.type, _keywords(loss)),
+            aggregation=loss.aggregation,
+            kl=None if kl is None else KL(kl.beta, kl.estimator, kl.placement, importance if kl.importance_weighted else None),
         )
+
+    @property
+    def beta(self) -> float:
+        return 0.0 if self.kl is None else self.kl.beta
 
     @property
     def needs_reference(self) -> bool:
-        """False at beta 0: no reference model is loaded or run."""
-        return self.beta > 0
+        """False without a KL, unless the loss reads the reference by itself: no reference model is loaded or run."""
+        return self.beta > 0 or "reference" in needs_of(self.loss)
 
     @property
     def needs_values(self) -> bool:
-        """True where a learned value is the baseline: the trainer passes its values to ``value_advantages``."""
-        return self.baseline == "value"
+        """True where a learned value is the baseline."""
+        return "values" in needs_of(self.advantage)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return "entropy" in needs_of(self.loss)
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.kl_placement == "loss"
+        return self.kl is None or self.kl.placement == "loss"
 
     @property
     def kl_in_reward(self) -> bool:
-        """The trainer takes ``kl.kl_in_reward`` off each completion's reward before ``advantages``."""
-        return self.needs_reference and self.kl_placement == "reward"
+        """The trainer takes the KL of each completion off its reward before the advantages."""
+        return self.beta > 0 and not self.kl_in_loss and self.kl is not None and self.kl.placement == "reward"
 
     @property
     def kl_in_token_reward(self) -> bool:
-        """The trainer passes ``kl.kl_penalty`` to ``token_advantages`` and the result as ``advantages_T`` to ``policy_loss``."""
-        return self.needs_reference and self.kl_placement == "token_reward"
+        """The trainer passes ``kl.kl_penalty`` of each token to the advantages."""
+        return self.beta > 0 and self.kl is not None and self.kl.placement == "token_reward"
 
-    def advantages(self, rewards: Rewards) -> list[list[float]]:
-        """``group_advantages`` with this objective's choices: whole groups of the whole batch, before any filtering."""
-        assert not self.needs_values, "a learned value's advantages come from value_advantages"
-        return group_advantages(rewards, self.baseline, self.scale, self.advantage_epsilon)
-
-    def process_advantages(self, steps: Steps, lengths: list[list[int]]) -> list[list[list[float]]]:
-        """``process.process_advantages`` with this objective's choices."""
-        assert not self.needs_values, "under a learned value the steps' rewards are rewards of tokens"
-        return process_advantages(steps, lengths, self.baseline, self.scale, self.advantage_epsilon)
-
-    def token_advantages(self, rewards: Rewards, penalties: list[list[list[float]]]) -> list[list[list[float]]]:
-        """``advantages.token_advantages`` with this objective's choices."""
-        return token_advantages(rewards, penalties, self.baseline, self.scale, self.advantage_epsilon)
-
-    def value_advantages(
-        self, rewards: Rewards, values: PerToken, penalties: PerToken | None = None
-    ) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
-        """``values.value_advantages`` with this objective's choices: every token's advantage, and its return, the value's target."""
-        return value_advantages(
-            rewards,
-            values,
-            penalties,
-            gamma=self.gamma,
-            lam=self.gae_lambda,
-            scale=self.scale,
-            epsilon=self.advantage_epsilon,
-        )
+    def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """Of whole groups of the whole batch, before anything is left out. Checks the shapes of what a user's function returns."""
+        found: AdvantageOutputs = self.advantage(inputs)
+        for name, like in (
+            ("advantages_N", inputs.rewards_N),
+            ("advantages_T", inputs.sequence_T),
+            ("returns_T", inputs.sequence_T),
+        ):
+            numbers = getattr(found, name)
+            assert numbers is None or numbers.shape == like.shape, (
+                f"{name} has shape {tuple(numbers.shape)}, not {tuple(like.shape)}"
+            )
+        return found
 
     def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
         """``token_weights`` with this objective's aggregation."""
         return token_weights(lengths_N, sequence_T, self.aggregation, counts, dtype)
 
-    def value_weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts) -> Tensor:
-        """Weights of the value's loss: the mean over all tokens of the batch, whichever way the policy's loss is aggregated."""
-        return token_weights(lengths_N, sequence_T, "token_mean", counts)
 
-
-def _advantage_choices(advantage: AdvantageSection) -> dict[str, Any]:
-    if isinstance(advantage, GroupAdvantage):
-        return {"baseline": advantage.baseline, "scale": advantage.scale, "advantage_epsilon": advantage.epsilon}
-    if isinstance(advantage, GaeAdvantage):
-        scale = "batch_std" if advantage.whiten else "none"
-        learned = {"gamma": advantage.gamma, "gae_lambda": advantage.lam}
-        return {"baseline": "value", "scale": scale, "advantage_epsilon": advantage.epsilon, **learned}
-    raise NotImplementedError(f"algorithm.advantage.type={advantage.type}")
-
-
-def _loss_choices(loss: LossSection) -> dict[str, Any]:
-    if isinstance(loss, ClipLoss | CispoLoss):
-        bounds = ClipBounds(loss.epsilon, loss.high, loss.dual_clip if isinstance(loss, ClipLoss) else None)
-        return {"surrogate": loss.type, "ratio_level": loss.ratio, "bounds": bounds}
-    if isinstance(loss, ReinforceLoss):
-        return {"surrogate": "reinforce"}
-    if isinstance(loss, SapoLoss):
-        return {"surrogate": partial(sapo, positive=loss.tau_positive, negative=loss.tau_negative)}
-    if isinstance(loss, VespoLoss):
-        by_sign = {"positive": (loss.k_positive, loss.lambda_positive), "negative": (loss.k_negative, loss.lambda_negative)}
-        return {"surrogate": partial(vespo, **by_sign), "ratio_level": "product"}
-    raise NotImplementedError(f"algorithm.loss.type={loss.type}")
+def _keywords(section: Any) -> dict[str, Any]:
+    """A settings section's fields as keywords of the function that its ``type`` names."""
+    fixed = {
+        name: getattr(section, name) for name in type(section).model_fields if name not in ("type", "aggregation", "settings")
+    }
+    return fixed | dict(getattr(section, "settings", None) or {})
 
 
 def policy_loss(
@@ -160,10 +132,13 @@ def policy_loss(
     advantages_N: Tensor | None = None,
     advantages_T: Tensor | None = None,
     reference_logprobs_T: Tensor | None = None,
+    sampler_logprobs_T: Tensor | None = None,
+    entropy_T: Tensor | None = None,
     factor_T: Tensor | None = None,
     beta: float | None = None,
+    completions: int | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """sum_t w_t (surrogate_t + beta KL_t) over a micro-batch, ready for ``backward``, and its metrics.
+    """sum_t w_t (loss_t + beta KL_t) over a micro-batch, ready for ``backward``, and its metrics.
 
     The sum of this over all micro-batches is the batch's loss; with weights from ``token_weights`` nothing is divided again.
     With the default objective it is GRPO's, arXiv 2402.03300 eq. 3 and 4, with the sign turned.
@@ -171,40 +146,49 @@ def policy_loss(
     ``old_logprobs_T``: of the policy that sampled; ``None`` means that the batch is on-policy (the ratio is then exactly 1).
     Exactly one of ``advantages_N`` (one per completion) and ``advantages_T`` (one per token) is given. ``reference_logprobs_T``
     is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given anyway, it is logged.
-    ``factor_T`` multiplies the surrogate, not the KL: ``correction.sampler_correction``, or a mask of tokens.
-    Half-precision inputs are computed in fp32. The gradient flows into ``logprobs_T`` alone. Raises ``ValueError`` for a
-    missing reference.
+    ``factor_T`` multiplies the loss of the tokens, not the KL: ``correction.sampler_correction``, or a mask of tokens.
+    ``completions`` is N, by default counted from the others. Half-precision inputs are computed in fp32. The gradient flows into
+    ``logprobs_T`` alone. Raises ``ValueError`` for a missing reference, or a loss that does not return one number per token.
     """
     beta = objective.beta if beta is None else beta
     kl_weight = beta if objective.kl_in_loss else 0.0
     if kl_weight and reference_logprobs_T is None:
         raise ValueError(
-            f"beta is {beta} and the KL is in the loss, but there are no reference logprobs; pass them, or set beta 0"
+            f"beta is {beta} and the KL is in the loss, but there are no reference logprobs; pass them, or set algorithm.kl to null"
         )
     assert (advantages_N is None) != (advantages_T is None), "pass advantages_N or advantages_T"
-    completions = len(advantages_N) if advantages_N is not None else int(sequence_T[-1]) + 1 if len(sequence_T) else 0
+    if completions is None:
+        completions = len(advantages_N) if advantages_N is not None else int(sequence_T[-1]) + 1 if len(sequence_T) else 0
     logprobs_T = at_least_fp32(logprobs_T)
     old_T = (logprobs_T if old_logprobs_T is None else old_logprobs_T).detach().to(logprobs_T.dtype)
-    spread = advantages_T if advantages_T is not None else advantages_N[sequence_T]  # type: ignore[index]
-    advantages_T = spread.detach().to(logprobs_T.dtype)
-    weights_T = weights_T.detach().to(logprobs_T.dtype)
+    given_T = advantages_T if advantages_T is not None else advantages_N[sequence_T]  # type: ignore[index]
+    advantages_T, weights_T = (x.detach().to(logprobs_T.dtype) for x in (given_T, weights_T))
     assert logprobs_T.shape == old_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, "one value per token"
 
-    ratio_T = RATIOS[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
-    surrogate = SURROGATES[objective.surrogate] if isinstance(objective.surrogate, str) else objective.surrogate
-    surrogate_T, clipped_T = surrogate(ratio_T, advantages_T, logprobs_T, objective.bounds)
+    found = objective.loss(
+        LossInputs(logprobs_T, old_T, advantages_T, sequence_T, completions, sampler_logprobs_T, reference_logprobs_T, entropy_T)
+    )
+    if found.loss_T.shape != logprobs_T.shape:
+        raise ValueError(
+            f"the loss returned a tensor of shape {tuple(found.loss_T.shape)}, but it must return one number for each of the "
+            f"{len(logprobs_T)} tokens: leave sums and means to algorithm.loss.aggregation"
+        )
+    ratio_T = token_ratio(logprobs_T, old_T, sequence_T, completions) if found.ratio_T is None else found.ratio_T
+    clipped_T = torch.zeros_like(logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
+    loss_T = found.loss_T
     if objective.off_policy_limit is not None:
         kept_T = off_policy_mask(logprobs_T, old_T, advantages_T, sequence_T, completions, objective.off_policy_limit)
-        surrogate_T = surrogate_T * kept_T.to(surrogate_T.dtype)
+        loss_T = loss_T * kept_T.to(loss_T.dtype)
     if factor_T is not None:
-        surrogate_T = surrogate_T * factor_T.detach().to(surrogate_T.dtype)
-    loss = policy = (weights_T * surrogate_T).sum()
-    more: dict[str, Metric] = {}
+        loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
+    loss = policy = (weights_T * loss_T).sum()
+    more = {f"loss/{name}": number for name, number in found.metrics.items()}
     if kl_weight:
         assert reference_logprobs_T is not None
-        kl_T = kl_per_token(logprobs_T, reference_logprobs_T, objective.kl_estimator)
-        if objective.kl_correction:
-            kl_T = kl_T * IMPORTANCE[objective.ratio_level](logprobs_T, old_T, sequence_T, completions)
+        kl = objective.kl or KL(beta)
+        kl_T = kl_per_token(logprobs_T, reference_logprobs_T, kl.estimator)
+        if kl.importance is not None:
+            kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_T, sequence_T, completions)
             more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
     metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)

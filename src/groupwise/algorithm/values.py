@@ -1,26 +1,22 @@
 """What a learned value is good for: advantages by generalised advantage estimation, and the loss that teaches the value.
 
-Axes: P problem, G completion in its group, T token (flattened over completions, ragged). ``values[t]`` is the value of the state in
-which token t was chosen: prompt and completion up to, not including, token t. A completion that was cut at the token limit ends
+Axes: N completions, T tokens (flattened over completions, ragged). ``values_T[t]`` is the value of the state in which token t was
+chosen: prompt and completion up to, not including, token t. A completion that was cut at the token limit ends
 there like any other: its reward was given for the text as it stands, so nothing is bootstrapped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.advantages import STD_DDOF, Rewards, check_finite
 from groupwise.algorithm.sequences import at_least_fp32, lengths_of
+from groupwise.errors import RewardError
 from groupwise.metrics import Mean, Metric, Sum
 
-__all__ = ["PerToken", "explained_variance", "gae", "value_advantages", "value_loss"]
-
-PerToken = Sequence[Sequence[Sequence[float]]]
-"""One number per token of the batch: ``[p][g][t]``."""
+__all__ = ["explained_variance", "gae", "value_advantages", "value_loss"]
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -45,35 +41,34 @@ def gae(rewards_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, gamma: float
 
 
 def value_advantages(
-    rewards: Rewards,
-    values: PerToken,
-    penalties: PerToken | None = None,
+    rewards_N: Tensor,
+    values_T: Tensor,
+    length_N: Tensor,
+    rewards_T: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
-    scale: str = "none",
+    whiten: bool = False,
     epsilon: float = 1e-4,
-) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
-    """``advantages, returns`` of every token of the whole batch, both as ``[p][g][t]``, in float64: PPO (arXiv 1707.06347).
+) -> tuple[Tensor, Tensor]:
+    """``advantages_T, returns_T`` of every token of the whole batch in float64: PPO (arXiv 1707.06347).
 
-    A completion's reward arrives with its last token; ``penalties[p][g][t]`` (see ``kl.kl_penalty``) are taken off token by
-    token, as in arXiv 1909.08593. ``scale`` is ``none`` or ``batch_std``, which whitens: the mean over all tokens of the batch is
-    taken off the advantages and they are divided by their standard deviation + ``epsilon``. Returns, the value's targets, are
-    never whitened. Pass the groups of the whole batch. Raises ``RewardError`` for a reward that is not finite.
+    A completion's reward arrives with its last token; ``rewards_T`` are rewards of tokens, such as the negative KL of each (arXiv
+    1909.08593). ``whiten`` takes the mean over all tokens of the batch off the advantages and divides them by their standard deviation +
+    ``epsilon``. Returns, the value's targets, are never whitened. Pass the completions of the whole batch. Raises ``RewardError`` for a
+    reward that is not finite.
     """
-    check_finite(rewards)
-    lengths = [len(tokens) for group in values for tokens in group]
-    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
-    values_T = _flat(values)
-    rewards_T = torch.zeros_like(values_T) if penalties is None else -_flat(penalties)
-    assert rewards_T.shape == values_T.shape, "one penalty per token"
-    last_N = torch.tensor(lengths, dtype=torch.long).cumsum(0) - 1
-    rewards_N = torch.tensor([r for group in rewards for r in group], dtype=torch.float64)
-    rewards_T.index_add_(0, last_N, rewards_N)
-    advantages_T, returns_T = gae(rewards_T, values_T, sequence_T, gamma=gamma, lam=lam)
-    if scale == "batch_std":
-        advantages_T = _whiten(advantages_T, epsilon)
-    return _like(advantages_T, values), _like(returns_T, values)
+    if not bool(rewards_N.isfinite().all()):
+        raise RewardError(
+            f"a reward is {rewards_N[~rewards_N.isfinite()][0].item()}, but rewards must be finite: fix the reward function"
+        )
+    sequence_T = torch.repeat_interleave(torch.arange(len(length_N)), length_N)
+    values_T = values_T.double()
+    at_T = torch.zeros_like(values_T) if rewards_T is None else rewards_T.double().clone()
+    assert at_T.shape == values_T.shape, "one reward per token"
+    at_T.index_add_(0, length_N.cumsum(0) - 1, rewards_N.double())
+    advantages_T, returns_T = gae(at_T, values_T, sequence_T, gamma=gamma, lam=lam)
+    return _whitened(advantages_T, epsilon) if whiten else advantages_T, returns_T
 
 
 def value_loss(
@@ -103,26 +98,17 @@ def value_loss(
     return loss, {"value_loss": Sum(total), "value_clipped": Mean(clipped, tokens), "value_error": Mean(error, tokens)}
 
 
-def explained_variance(values: PerToken, returns: PerToken) -> float:
+def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     """1 - Var(R - V) / Var(R) over all tokens of the batch: 1 for a perfect value, 0 for a constant, below 0 for a harmful one.
 
     Not a number when the returns do not vary.
     """
-    values_T, returns_T = _flat(values), _flat(returns)
+    values_T, returns_T = values_T.double(), returns_T.double()
     variance = float(returns_T.var(correction=0)) if len(returns_T) else 0.0
     return 1 - float((returns_T - values_T).var(correction=0)) / variance if variance > 0 else math.nan
 
 
-def _whiten(advantages_T: Tensor, epsilon: float) -> Tensor:
-    if len(advantages_T) <= STD_DDOF:
+def _whitened(advantages_T: Tensor, epsilon: float) -> Tensor:
+    if len(advantages_T) <= 1:
         return torch.zeros_like(advantages_T)  # it is its own mean
-    return (advantages_T - advantages_T.mean()) / (advantages_T.std(correction=STD_DDOF) + epsilon)
-
-
-def _flat(nested: PerToken) -> Tensor:
-    return torch.tensor([x for group in nested for tokens in group for x in tokens], dtype=torch.float64)
-
-
-def _like(values_T: Tensor, nested: PerToken) -> list[list[list[float]]]:
-    rest = iter(values_T.tolist())
-    return [[[next(rest) for _ in tokens] for tokens in group] for group in nested]
+    return (advantages_T - advantages_T.mean()) / (advantages_T.std() + epsilon)

@@ -18,7 +18,9 @@ from groupwise.config.section import Section, type_of
 
 __all__ = ["FORMER", "AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName", "former_key"]
 
-PresetName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo"]
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo", "sapo", "vespo", "gmpo", "dppo", "maxrl", "gdpo"
+]  # fmt: skip
 
 FORMER = {
     "epsilon": "algorithm.loss.epsilon",

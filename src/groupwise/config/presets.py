@@ -151,4 +151,73 @@ PRESETS: Mapping[str, Preset] = {
             "Several updates per batch are usual: set algorithm.updates_per_batch to 4 for that."
         ),
     ),
+    "sapo": Preset(
+        title="SAPO",
+        paper="2511.20347",
+        summary="A sigmoid gate in place of the clip: an update fades as its token's ratio leaves 1, and never stops all at once.",
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "sapo", "tau_positive": 1.0, "tau_negative": 1.05, "aggregation": "sequence_mean"},
+            "kl": None,
+        },
+    ),
+    "vespo": Preset(
+        title="VESPO",
+        paper="2602.10693",
+        summary="A smooth weight of the whole completion's ratio, 1 where the policy has not moved and 0 far away on either side.",
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {
+                "type": "vespo",
+                "k_positive": 2.0,
+                "lambda_positive": 3.0,
+                "k_negative": 3.0,
+                "lambda_negative": 2.0,
+                "aggregation": "token_mean",
+            },
+            "kl": None,
+        },
+    ),
+    "gmpo": Preset(
+        title="GMPO",
+        paper="2507.20673",
+        summary="The geometric mean of a completion's clipped token ratios: one outlier cannot dominate a completion.",
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "gmpo", "epsilon": 0.4, "aggregation": "sequence_mean"},
+            "kl": None,
+        },
+    ),
+    "dppo": Preset(
+        title="DPPO",
+        paper="2602.04879",
+        summary="Leaves out a token by how far its probability has moved, not by its ratio, which cuts unlikely tokens too early.",
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
+            "loss": {"type": "dppo", "divergence": "tv", "threshold": 0.15, "aggregation": "token_mean"},
+            "kl": None,
+        },
+        beyond="The paper measures from the policy that sampled; here it is the one before the batch's first update, as everywhere.",
+    ),
+    "maxrl": Preset(
+        title="MaxRL",
+        paper="2602.02710",
+        summary="Divides by the group's mean reward: a problem that is rarely solved weighs more, as in maximum likelihood.",
+        values={
+            "advantage": {"type": "maxrl", "epsilon": 1e-4},
+            "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": None,
+        },
+        beyond="For rewards from 0 to 1. The paper's gradient is on-policy; the clip acts only with updates_per_batch above 1.",
+    ),
+    "gdpo": Preset(
+        title="GDPO",
+        paper="2601.05242",
+        summary="Normalises each reward function by itself before they are added, so that none drowns in another's variance.",
+        values={
+            "advantage": {"type": "gdpo", "epsilon": 1e-4},
+            "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": None,
+        },
+    ),
 }

@@ -125,6 +125,14 @@ class World:
         for bucket in _buckets([make_zero(i) if gradient is None else gradient for i, gradient in found]):
             self._sum(bucket)
 
+    def assemble(self, own: Tensor, places: Tensor, size: int) -> Tensor:
+        """For all at once: ``size`` numbers in float64 on the CPU, to which each process gives ``own`` at ``places``; 0 where none does."""
+        whole = torch.zeros(size, dtype=torch.float64)
+        whole[places] = own.detach().double().cpu()
+        if self.size > 1:
+            self._add_up(whole, self._control)
+        return whole
+
     def add_up(self, tensor: Tensor) -> None:
         """For all at once: the sum over processes, in place."""
         if self.size > 1:

@@ -83,7 +83,7 @@ class TransformersEngine:
         while missing():
             sequences = self.limit.attempt(decode_next, missing)
             for (index, sample), sequence in zip(jobs[start:], sequences, strict=False):
-                done[index][sample] = self._completion(sequence)
+                done[index][sample] = self._completion(sequence, settings)
             start += len(sequences)
             tokens += sum(len(s.tokens) for s in sequences)
         return [tuple(group[k] for k in sorted(group)) for group in done]
@@ -98,14 +98,14 @@ class TransformersEngine:
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 on_text(text[len(shown) :])
                 shown = text
-        completion = self._completion(sequence)
+        completion = self._completion(sequence, settings)
         on_text(completion.text[len(shown) :])
         return completion
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _completion(self, sequence: _Sequence) -> Completion:
+    def _completion(self, sequence: _Sequence, settings: SamplingSettings) -> Completion:
         return Completion(
             text=self._text(sequence.tokens),
             token_ids=tuple(sequence.tokens),
@@ -113,6 +113,7 @@ class TransformersEngine:
             finish_reason="stop" if sequence.tokens[-1] in self.end_token_ids else "length",
             sample=sequence.sample,
             policy_version=self.policy_version,
+            temperature=settings.temperature,
         )
 
     def _decode(self, sequences: list[_Sequence], settings: SamplingSettings) -> Iterator[None]:

@@ -19,11 +19,27 @@ from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
 from groupwise.models.module_scorer import ModuleScorer
 
 __all__ = [
-    "Scorer", "Trunk", "as_in_learning", "attention_note", "copy_trunk", "freeze_output_head", "make_reference", "make_scorer",
+    "PackedTokens", "Scorer", "Trunk", "as_in_learning", "attention_note", "copy_trunk", "freeze_output_head", "make_reference",
+    "make_scorer",
 ]  # fmt: skip
 
 Trunk = Decoder | ModuleScorer
 """A scorer that also gives the bare states in which tokens are chosen (``states``)."""
+
+
+class PackedTokens(Protocol):
+    """Completions with their prompts, prepared for one pass: N completions, T predicted tokens."""
+
+    @property
+    def targets_T(self) -> Tensor: ...
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The completion, 0 to N - 1, of each token."""
+        ...
+
+    @property
+    def lengths_N(self) -> Tensor: ...
 
 
 class Scorer(Protocol):

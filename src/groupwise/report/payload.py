@@ -114,12 +114,12 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
         return None
     algorithm, rollout = run.config.algorithm, run.config.rollout
     advantage, kl = algorithm.advantage, algorithm.kl
-    by_group = isinstance(advantage, GroupAdvantage)
+    by_group = advantage if isinstance(advantage, GroupAdvantage) else None
     return {
         "type": advantage.type,
-        "baseline": advantage.baseline if by_group else None,
-        "scale": advantage.scale if by_group else None,
-        "epsilon": advantage.epsilon if by_group else None,
+        "baseline": by_group and by_group.baseline,
+        "scale": by_group and by_group.scale,
+        "epsilon": by_group and by_group.epsilon,
         "aggregation": algorithm.loss.aggregation,
         "kl_placement": kl.placement if kl else None,
         "steps": any(name.startswith("steps/") for name in run.metric_names()),

@@ -37,17 +37,18 @@ class Sums:
     outcomes: list[float] | None
     """Of the scores for whole completions; None where there are only steps."""
     process: dict[str, StepScores]
+    weights: dict[str, float]
 
     def group(self, prompt: Prompt, completions: Sequence[Completion], components: Components, total: Shaper) -> Group:
         scores = {name: tuple(_sum(one) for one in judged) for name, judged in components.items()}
         outcomes = tuple(0.0 if self.outcomes is None else total(self.outcomes[i]) for i in range(len(completions)))
         if not self.process:
-            return Group(prompt, tuple(completions), outcomes, scores)
+            return Group(prompt, tuple(completions), outcomes, scores, weights=self.weights)
         of_steps = [
             math.fsum(s.weight * r for s in self.process.values() for _, r in s.steps[i]) for i in range(len(completions))
         ]
         rewards = tuple(a + b for a, b in zip(outcomes, of_steps, strict=True))
-        return Group(prompt, tuple(completions), rewards, scores, self.process, outcomes)
+        return Group(prompt, tuple(completions), rewards, scores, self.process, outcomes, self.weights)
 
 
 def add_up(
@@ -64,7 +65,7 @@ def add_up(
             message = f"no reward function applies to completion {i} of problem {problem_id!r}: {names} returned None for it"
             return RewardFailure(names, problem_id, "not_a_number", message)
         sums.append(math.fsum(r.weight * r.shaper(x) for r in whole for x in numbers_of(components[r.name][i])))
-    return Sums(sums if whole else None, process)
+    return Sums(sums if whole else None, process, {reward.name: reward.weight for reward in judges})
 
 
 def _steps(reward: LoadedReward, completions: Sequence[Completion], judged: Sequence[Judged]) -> StepScores:

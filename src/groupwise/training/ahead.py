@@ -305,7 +305,7 @@ class _Patient:
 def _texts(pairs: Pairs) -> list[list[Any]]:
     """All but the numbers, by place; and how many tokens each completion has."""
     return [
-        [place, [[c.text, c.finish_reason, c.sample, c.policy_version, len(c.token_ids)] for c in completions]]
+        [place, [[c.text, c.finish_reason, c.sample, c.policy_version, c.temperature, len(c.token_ids)] for c in completions]]
         for place, completions in pairs
     ]
 
@@ -321,8 +321,9 @@ def _numbers(pairs: Pairs) -> dict[str, Tensor]:
 def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) -> Pairs:
     flat_tokens, flat_logprobs = iter(tokens.tolist()), iter(logprobs.tolist())
 
-    def completion(text: str, finish_reason: Any, sample: int, version: int, size: int) -> Completion:
+    def completion(text: str, finish_reason: Any, sample: int, version: int, temperature: float, size: int) -> Completion:
         ids = tuple(next(flat_tokens) for _ in range(size))
-        return Completion(text, ids, tuple(next(flat_logprobs) for _ in range(size)), finish_reason, sample, version)
+        logprobs = tuple(next(flat_logprobs) for _ in range(size))
+        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature)
 
     return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]

@@ -69,5 +69,4 @@ class PassBudget:
 
 def largest_divisible(micro_batches: Sequence[MicroBatch]) -> int | None:
     """Tokens of the largest micro-batch that has several completions, each prompt once; None where all have one."""
-    sizes = [len(m.sampled_T) + sum(m.prompt_tokens) for m in micro_batches if sum(len(part.members) for part in m.parts) > 1]
-    return max(sizes, default=None)
+    return max((m.tokens for m in micro_batches if len(m.rows) > 1), default=None)

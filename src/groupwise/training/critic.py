@@ -22,7 +22,6 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer, Trunk, copy_trunk, freeze_output_head, make_scorer
 from groupwise.training.microbatches import MicroBatch, pack_for, packs_alike
 from groupwise.training.optimizer import MasterAdamW
-from groupwise.types import Group
 
 __all__ = ["Critic", "check_critic", "make_critic"]
 
@@ -63,14 +62,16 @@ class Critic:
     def value_of(self, micro_batch: MicroBatch, scored: Scored | None) -> Tensor:
         """``[T]`` of a micro-batch, by the trunk, or from the states that the policy's pass ``scored`` has kept."""
         if self.trunk is not None:
-            return self.values(self.trunk.states(micro_batch.critic_batch or micro_batch.packed))
+            packed: Any = micro_batch.critic_packed or micro_batch.packed  # as this kind of trunk wants it
+            return self.values(self.trunk.states(packed))
         assert scored is not None
         assert scored.hidden_T is not None
         return self.values(scored.hidden_T)
 
     def loss_of(self, micro_batch: MicroBatch, scored: Scored | None) -> tuple[Tensor, dict[str, Metric]]:
         """The value's loss, times its weight, with the metrics of it."""
-        old_T, returns_T, weights_T = micro_batch.values_T, micro_batch.returns_T, micro_batch.value_weights_T
+        view = micro_batch.view
+        old_T, returns_T, weights_T = view.values_T, view.returns_T, view.value_weights_T
         assert old_T is not None
         assert returns_T is not None
         assert weights_T is not None
@@ -85,11 +86,11 @@ class Critic:
         }
         return self.config.loss_weight * loss, found
 
-    def pack(self, groups: Sequence[Group], micro_batches: Sequence[MicroBatch], policy: Scorer) -> None:
+    def pack(self, micro_batches: Sequence[MicroBatch], policy: Scorer) -> None:
         """Prepare the micro-batches for a trunk that is of another kind than ``policy``, which they were packed for."""
         if self.trunk is not None and not packs_alike(self.trunk, policy):
             for micro_batch in micro_batches:
-                micro_batch.critic_batch = pack_for(self.trunk, groups, micro_batch)
+                micro_batch.critic_packed = pack_for(self.trunk, micro_batch.view)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

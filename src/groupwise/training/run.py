@@ -38,7 +38,7 @@ from groupwise.training.sharding import Sharding, with_whole_weights
 from groupwise.training.short_memory import planned, rows_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
-from groupwise.training.window import HeldWindow, WindowOpenError
+from groupwise.training.window import HeldWindow, Paused
 from groupwise.training.writer import CheckpointWriter
 from groupwise.types import Group
 
@@ -304,20 +304,20 @@ class Run:
         if not rollout.groups:
             return []
         self.writer.finish()  # it writes from the weights that are about to change
-        try:
-            advantages, found = self.learner.learn(
-                rollout.groups,
-                step=self.done,
-                stop=self.signals.at_once_and_received,
-                held=self.held.take(),
-                within=self.ahead is None,
-            )
-        except WindowOpenError as halfway:
-            if halfway.window.updates == 0:
+        learnt = self.learner.learn(
+            rollout.groups,
+            step=self.done,
+            stop=self.signals.at_once_and_received,
+            held=self.held.take(),
+            within=self.ahead is None,
+        )
+        if isinstance(learnt, Paused):
+            if learnt.window.updates == 0:
                 self.prepared.rewards.load_state_dict(self.known)
                 self.stop()
-            self.held.window, self.held.rollout_metrics = halfway.window, self.metrics
-            self.stop(halfway.window.updates)
+            self.held.window, self.held.rollout_metrics = learnt.window, self.metrics
+            self.stop(learnt.window.updates)
+        advantages, found = learnt
         self.metrics |= found
         if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
             self.engine.refresh(self.learner.updates)

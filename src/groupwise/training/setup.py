@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import torch
 
+from groupwise.algorithm import Objective
 from groupwise.config.notes import note_on_processes, notes
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
@@ -100,13 +101,14 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         ModelError: the model cannot be loaded (a folder without weights, an unknown name).
         RewardError: a reward function cannot be loaded, or needs a column that the data lacks.
         DataError, AnswerError: the data is missing, empty or unreadable, or a prompt does not fit the context.
-        ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, or the processes cannot
-            divide the model as they are asked to.
+        ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, a loss or an advantage of
+            the user's cannot be found or does not take its settings, or the processes cannot divide the model as they are asked to.
         TrainingError: the disk has no room for the final model.
     """
     check_trainable(config.model)
     check_model(config.model)
     check_trackers(config)
+    Objective.from_config(config.algorithm)  # finds a loss or an advantage of the user's
     system, answer_style = resolve_system(config.prompt, config.data)
     suite = RewardSuite.from_config(
         config.rewards, answer_style, named_rewards(rewards), max_completion_tokens=config.rollout.max_completion_tokens,

@@ -1,7 +1,7 @@
 """A batch between its optimiser steps: what a run needs to go on inside a window of mu updates.
 
 The later updates of a window are measured by what the weights said before its first (old logprobs, values, which tokens count), so
-those numbers are kept with the batch. They are kept by completion, not by micro-batch: a run may carry on with another token budget.
+those numbers are kept with the batch. They do not depend on how it is cut: a run may resume with another token budget.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from groupwise import metrics
+from groupwise.batch import Batch
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Metric
-from groupwise.training.credit import Advantages
-from groupwise.training.microbatches import MicroBatch, members_of
+from groupwise.training.advantages import Advantages
+from groupwise.training.microbatches import MicroBatch
 from groupwise.types import Completion, Group, Prompt, StepScores
 
-__all__ = ["HeldWindow", "Stateful", "Window", "WindowOpenError"]
+__all__ = ["HeldWindow", "Paused", "Stateful", "Window"]
 
-_PER_TOKEN = ("advantages_T", "reference_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T")
-_PER_COMPLETION = ("advantages_N",)
 _METRICS = {kind.__name__: kind for kind in (metrics.Mean, metrics.Sum, metrics.Max, metrics.Min)}
 
 
@@ -43,13 +41,13 @@ class Window:
     """One batch with everything that was noted about it, and how many of its updates are made."""
 
     groups: Sequence[Group]
-    advantages: Advantages
+    batch: Batch
+    """This process's completions."""
     micro_batches: list[MicroBatch]
+    advantages: Advantages = field(default_factory=list)
     found: list[dict[str, Metric]] = field(default_factory=list)
     """What each pass measured so far."""
     updates: int = 0
-    judged: list[MicroBatch] = field(default_factory=list)
-    """Completions that the loss leaves out, while what they are worth to the others is being found out."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors and JSON values. Prompts are not among them: they are rendered again from the problems' ids."""
@@ -59,57 +57,21 @@ class Window:
             "groups": [_group_values(group) for group in self.groups],
             "found": [metric_values(numbers) for numbers in self.found],
         }
-        return self.notes(), values
-
-    def notes(self, without: Sequence[str] = ()) -> dict[str, Tensor]:
-        """What was noted about completions and their tokens, by name, in the order of completions."""
-        first = self.micro_batches[0]
-        names = [n for n in (*_PER_TOKEN, *_PER_COMPLETION) if n not in without and getattr(first, n) is not None]
-        return {name: self._gathered(name) for name in names}
-
-    def cut_anew(self, micro_batches: list[MicroBatch], notes: Mapping[str, Tensor]) -> None:
-        """Other micro-batches of the same completions, with what was noted about these."""
-        self.micro_batches[:] = micro_batches
-        for name, flat in notes.items():
-            self._spread(name, flat)
+        return self.batch.notes(), values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Into a window that was cut anew from the same groups. Raises KeyError, ValueError or RuntimeError for those of another."""
-        for name, flat in tensors.items():
-            if name not in (*_PER_TOKEN, *_PER_COMPLETION):
-                raise ValueError(f"a batch has no {name}")
-            self._spread(name, flat)
+        """Into a window of the same groups. Raises KeyError or ValueError for those of another."""
+        self.batch.restore(tensors)
         self.advantages = [list(group) for group in values["advantages"]]
         self.found = [metrics_of(numbers) for numbers in values["found"]]
         self.updates = int(values["updates"])
 
-    def _sizes(self, name: str) -> dict[tuple[int, int], int]:
-        """How many numbers each completion has, in the order in which they are kept."""
-        members = sorted(member for micro_batch in self.micro_batches for member in members_of(micro_batch))
-        return {(g, m): 1 if name in _PER_COMPLETION else len(self.groups[g].completions[m].token_ids) for g, m in members}
 
-    def _gathered(self, name: str) -> Tensor:
-        sizes = self._sizes(name)
-        pieces: dict[tuple[int, int], Tensor] = {}
-        for micro_batch in self.micro_batches:
-            members = members_of(micro_batch)
-            pieces |= dict(zip(members, getattr(micro_batch, name).split([sizes[m] for m in members]), strict=True))
-        return torch.cat([pieces[member] for member in sizes]).cpu()
+@dataclass(frozen=True)
+class Paused:
+    """Learning was asked to stop, and did before all updates of the batch were made."""
 
-    def _spread(self, name: str, flat: Tensor) -> None:
-        sizes = self._sizes(name)
-        pieces = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
-        for micro_batch in self.micro_batches:
-            chosen = torch.cat([pieces[member] for member in members_of(micro_batch)])
-            setattr(micro_batch, name, chosen.to(micro_batch.sampled_T.device))
-
-
-class WindowOpenError(Exception):
-    """Learning was asked to stop, and did between two updates of one batch."""
-
-    def __init__(self, window: Window) -> None:
-        super().__init__(f"stopped after update {window.updates} of a batch")
-        self.window = window
+    window: Window
 
 
 class HeldWindow:
@@ -137,11 +99,11 @@ class HeldWindow:
         return bool(self._values)
 
     def refuse_to_be_shared(self, processes: int, checkpoint: Path | None) -> None:
-        """Raise CheckpointError where several processes would carry on inside it."""
+        """Raise CheckpointError where several processes would resume inside it."""
         if processes > 1:
             raise CheckpointError(
                 f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} "
-                "were started: carry on with one, or from an earlier checkpoint"
+                "were started: resume with one, or from an earlier checkpoint"
             )
 
     def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
@@ -172,6 +134,7 @@ def _group_values(group: Group) -> dict[str, Any]:
         "components": {name: list(scores) for name, scores in group.components.items()},
         "process": {name: asdict(scores) for name, scores in group.process.items()},
         "outcome_rewards": group.outcome_rewards,
+        "weights": dict(group.weights),
     }
 
 
@@ -187,4 +150,4 @@ def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
     }
     outcomes = values.get("outcome_rewards")
     outcomes = None if outcomes is None else tuple(outcomes)
-    return Group(prompt, completions, tuple(values["rewards"]), components, process, outcomes)
+    return Group(prompt, completions, tuple(values["rewards"]), components, process, outcomes, values.get("weights", {}))

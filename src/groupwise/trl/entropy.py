@@ -43,14 +43,15 @@ class EntropyControl:
     def sweep(self, learner: Learner, sweep: Sequence[MicroBatch], first_pass: bool, scale: float) -> dict[str, Metric]:
         """Forward and backward of a sweep, divided by one number; ``detail/entropy_bonus`` is what the bonus took off its loss."""
         if not self.acts:
-            return learner.accumulate(sweep, first=first_pass, scale=scale)
+            return learner.accumulate(sweep, first=first_pass, scale=scale) or {}
         self._prepare(learner, sweep)
-        found = learner.accumulate(sweep, first=first_pass, scale=scale)
+        found = learner.accumulate(sweep, first=first_pass, scale=scale) or {}
         if self.has_bonus:
             mean = found["detail/weighted_entropy"].value
             found["detail/entropy_bonus"] = Sum((learner.entropy_bonus or 0.0) * scale * mean)
             if torch.is_grad_enabled():
-                tokens = sum(float(len(m.sampled_T) if m.mask_T is None else m.mask_T.sum()) for m in sweep)
+                views = [m.view for m in sweep]
+                tokens = sum(float(len(v.weights_T) if v.mask_T is None else v.mask_T.sum()) for v in views)
                 self._entropy, self._tokens = self._entropy + mean * tokens, self._tokens + tokens
         return found
 
@@ -74,10 +75,11 @@ class EntropyControl:
             threshold = torch.quantile(torch.cat(entropies), 1 - self.args.top_entropy_quantile)
             mask_below(sweep, entropies, threshold)
         if self.has_bonus:
-            counted = [torch.ones_like(m.sampled_T) if m.mask_T is None else m.mask_T for m in sweep]
+            views = [m.view for m in sweep]
+            counted = [torch.ones_like(v.weights_T) if v.mask_T is None else v.mask_T for v in views]
             tokens = max(1.0, sum(float(c.sum()) for c in counted))
             for micro_batch, counts_T in zip(sweep, counted, strict=True):
-                micro_batch.entropy_weights_T = counts_T / tokens
+                micro_batch.note(entropy_weights_T=counts_T / tokens)
 
     def step(self) -> None:
         """After an optimiser step: the coefficient moves towards the target entropy (Skywork-OR1, arXiv 2505.22312)."""

@@ -128,8 +128,7 @@ class GRPOTrainer(Outputs):
         given, self.lr_scheduler = optimizers
         scorer, self.engine = make_parts(self.policy, self.config, given is not None)
         own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.learner = Learner(scorer, self.config, own)
-        self.learner.objective = objective(args)
+        self.learner = Learner(scorer, self.config, own, objective=objective(args))
         self.optimizer = self.learner.optimizer.adamw
         self._as_made = args.to_dict()
         self._own_optimizer = given is not None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from groupwise.algorithm import Objective
-from groupwise.algorithm.surrogate import ClipBounds, cispo
+from groupwise.algorithm import LossInputs, LossOutputs, Objective
+from groupwise.algorithm.losses import cispo_loss, clip_loss
 from groupwise.config.advantage import GroupAdvantage
 from groupwise.config.loss import ClipLoss, LossSection, SapoLoss, VespoLoss
 from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
@@ -95,20 +94,24 @@ def objective(args: GRPOConfig) -> Objective:
     ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    chosen: dict[str, Any] = {"bounds": ClipBounds(args.epsilon, high, args.delta)}
+    ratio = "whole_sequence" if args.importance_sampling_level == "sequence" else "token"
+    made = Objective.from_config(algorithm_config(args))
+    loss = made.loss
     if args.loss_type == "cispo":
-        chosen = {"surrogate": _cispo, "bounds": ClipBounds(1.0, high - 1)}
-    elif args.loss_type in ("sapo", "vespo"):
-        chosen = {}
-    if args.importance_sampling_level == "sequence":
-        chosen["ratio_level"] = "whole_sequence"
-    return replace(Objective.from_config(algorithm_config(args)), off_policy_limit=args.off_policy_mask_threshold, **chosen)
+        loss = partial(_cispo, high=high - 1, ratio=ratio)
+    elif args.loss_type == "sapo":
+        loss = partial(made.loss, ratio=ratio)
+    elif args.loss_type != "vespo":
+        loss = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
+    kl = made.kl and replace(made.kl, importance=made.kl.importance and ratio)
+    return replace(made, loss=loss, kl=kl, off_policy_limit=args.off_policy_mask_threshold)
 
 
-def _cispo(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, bounds: ClipBounds) -> tuple[Tensor, Tensor]:
+def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:
     """As everywhere, but TRL's ``cispo_clip_ratio`` counts tokens with a positive advantage alone."""
-    loss_T, clipped_T = cispo(ratio_T, advantages_T, logprobs_T, bounds.low, bounds.high)
-    return loss_T, clipped_T & (advantages_T > 0)
+    found = cispo_loss(inputs, epsilon=1.0, epsilon_high=high, ratio=ratio)
+    assert found.clipped_T is not None
+    return replace(found, clipped_T=found.clipped_T & (inputs.advantages_T > 0))
 
 
 def model_config(args: GRPOConfig, name: str) -> ModelConfig:

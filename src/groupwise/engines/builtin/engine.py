@@ -273,6 +273,7 @@ class _Batch:
             finish_reason="stop" if stopped else "length",
             sample=row.sample,
             policy_version=self.engine.policy_version,
+            temperature=self.settings.temperature,
         )
         self.finished += 1
         place, last = self.rows.index(row), len(self.rows) - 1

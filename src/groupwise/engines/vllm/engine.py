@@ -137,7 +137,7 @@ class VllmEngine:
         done: dict[int, Completion] = {}
         tokens, version = 0, self.policy_version
         for place, row in self._rows(jobs, settings):
-            done[place] = self._completion(row, places[place][1], version)
+            done[place] = self._completion(row, places[place][1], version, settings)
             tokens += len(row["tokens"])
             self._prompt_tokens += len(jobs[place].prompt)
             self._cached_tokens += row["cached"]
@@ -160,7 +160,7 @@ class VllmEngine:
                 shown = text
 
         ((_, row),) = self._rows([job], settings, show)
-        completion = self._completion(row, 0, self.policy_version)
+        completion = self._completion(row, 0, self.policy_version, settings)
         on_text(completion.text[len(shown) :])
         return completion
 
@@ -238,11 +238,12 @@ class VllmEngine:
         if wrong:
             raise TrainingError(f"a completion from {self.link.where} {wrong}: look at the server's version and its model")
 
-    def _completion(self, row: dict[str, Any], sample: int, version: int) -> Completion:
+    def _completion(self, row: dict[str, Any], sample: int, version: int, settings: SamplingSettings) -> Completion:
         tokens = row["tokens"]
         return Completion(
             text=self._text(tokens), token_ids=tuple(tokens), logprobs=tuple(row["logprobs"]), sample=sample,
             finish_reason="stop" if tokens[-1] in self.end_token_ids else "length", policy_version=version,
+            temperature=settings.temperature,
         )  # fmt: skip
 
     def _text(self, tokens: Sequence[int]) -> str:

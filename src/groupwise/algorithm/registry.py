@@ -1,0 +1,107 @@
+"""Losses and advantages by name, and the door for those of the user: registered from Python, or named by place in a config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from groupwise.algorithm.advantages import ADVANTAGES, Advantage
+from groupwise.algorithm.losses import LOSSES, Loss
+from groupwise.config.section import REGISTERED
+from groupwise.errors import ConfigError
+from groupwise.importing import import_member, nearest
+
+__all__ = ["find_advantage", "find_loss", "needs", "needs_of", "register_advantage", "register_loss"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_NEEDS = ("reference", "entropy")
+
+
+def register_loss(name: str) -> Callable[[Function], Function]:
+    """Let ``algorithm.loss.type`` name a function ``loss(inputs: LossInputs, **settings) -> LossOutputs``.
+
+    >>> @register_loss("reinforce_squared")
+    ... def loss(inputs, *, power=2.0):
+    ...     return LossOutputs(-inputs.advantages_T * inputs.logprobs_T.exp() ** power)
+    """
+    return _register(LOSSES, "loss", name)
+
+
+def register_advantage(name: str) -> Callable[[Function], Function]:
+    """Let ``algorithm.advantage.type`` name a function ``advantage(inputs: AdvantageInputs, **settings) -> AdvantageOutputs``."""
+    return _register(ADVANTAGES, "advantage", name)
+
+
+def needs(*what: str) -> Callable[[Function], Function]:
+    """Declare what a loss reads that would otherwise not be computed: "reference" (a copy of the weights), "entropy".
+
+    The planner does not know of a reference that a loss of yours asks for.
+    """
+    if unknown := set(what) - set(_NEEDS):
+        raise ConfigError(f"needs names {', '.join(sorted(unknown))}, but a loss may need {' or '.join(_NEEDS)}")
+
+    def declare(function: Function) -> Function:
+        function.needs = frozenset(what)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def needs_of(function: Any) -> frozenset[str]:
+    """What a function declared, also through ``functools.partial``."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "needs", frozenset())
+
+
+def find_loss(name: str, settings: Mapping[str, Any]) -> Loss:
+    """By registered name or by place (``my_loss.py:loss``), with its settings bound.
+
+    Raises ConfigError for one that is not there, and for settings that it does not take.
+    """
+    return _find(LOSSES, name, settings, "loss")
+
+
+def find_advantage(name: str, settings: Mapping[str, Any]) -> Advantage:
+    """By registered name or by place (``my_advantage.py:advantage``), with its settings bound. Raises as ``find_loss`` does."""
+    return _find(ADVANTAGES, name, settings, "advantage")
+
+
+def _register(table: dict[str, Any], what: str, name: str) -> Callable[[Function], Function]:
+    def declare(function: Function) -> Function:
+        table[name] = function
+        REGISTERED[what].add(name)
+        return function
+
+    return declare
+
+
+def _find(table: dict[str, Any], name: str, settings: Mapping[str, Any], what: str) -> Any:
+    function = table[name] if name in table else _imported(table, name, what)
+    parameters = inspect.signature(function).parameters.values()
+    taken = [p.name for p in list(parameters)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in settings:
+        if key not in taken and not takes_all:
+            listed = f"it takes {', '.join(taken)}" if taken else "it takes none"
+            raise ConfigError(
+                f"algorithm.{what}.settings has {key!r}, but {name!r} takes no such keyword{nearest(key, taken)}: {listed}"
+            )
+    missing = [p.name for p in list(parameters)[1:] if p.name in taken and p.default is p.empty and p.name not in settings]
+    if missing:
+        raise ConfigError(f"algorithm.{what}.settings lacks {', '.join(missing)}, which {name!r} cannot do without: set it")
+    return partial(function, **settings)
+
+
+def _imported(table: dict[str, Any], name: str, what: str) -> Any:
+    if ":" not in name:
+        raise ConfigError(
+            f"algorithm.{what}.type is {name!r}{nearest(name, table)}, but known are {', '.join(table)}: name one of them, or your own "
+            f"as path/to/file.py:function"
+        )
+    function, _ = import_member(name, what, ConfigError)
+    if not callable(function):
+        raise ConfigError(f"algorithm.{what}.type is {name!r}, which is a {type(function).__name__}: name a function")
+    return function

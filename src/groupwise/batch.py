@@ -1,0 +1,188 @@
+"""One step's completions as flat tensors: what passes, objective, checkpoints and other processes read and write.
+
+Axes: N completions, T their tokens, flattened and ragged: there is no padding. Names end with the axis. Per-token columns lie on the
+device that computes. A micro-batch is a range of completions, and its `view` shares the batch's memory: cutting the batch anew moves no
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from groupwise.errors import TrainingError
+from groupwise.types import Group
+
+__all__ = ["Batch", "Member", "tokens_of"]
+
+Member = tuple[int, int]
+"""A completion by its group's index in the step and its own index in the group."""
+
+
+@dataclass
+class Batch:
+    """Completions in the order in which they are packed, with everything that is known about their tokens.
+
+    The first ``learnt`` completions are those the loss is about. Those after them are scored only, because their KL is part of the
+    reward that the others are compared with. Columns that are None have not been needed yet.
+    """
+
+    prompts: dict[int, tuple[int, ...]]
+    """Token ids of each group's prompt, by the group's index."""
+    group_N: Tensor
+    """Index of each completion's group in the step, on the CPU."""
+    member_N: Tensor
+    """Index of each completion in its group, on the CPU."""
+    length_N: Tensor
+    """Tokens of each completion, on the CPU."""
+    learnt: int
+    temperature: float
+    """At which every token was sampled, and is scored."""
+    token_ids_T: Tensor
+    """On the CPU."""
+    sampled_T: Tensor
+    """True where the policy sampled the token; others (a tool's answer) are context and are not trained."""
+    sampler_logprobs_T: Tensor
+    """Log-probabilities under the distribution that each token was drawn from, in nats."""
+    weights_T: Tensor
+    """Of each token in the policy's loss, see ``algorithm.aggregate``."""
+    advantages_T: Tensor | None = None
+    reference_T: Tensor | None = None
+    """Log-probabilities under the reference."""
+    policy_T: Tensor | None = None
+    """The policy's own before the first update, where something needs them and the sampler's are others."""
+    old_T: Tensor | None = None
+    """Those that the ratio is measured from; None while the ratio is 1 by definition."""
+    correction_T: Tensor | None = None
+    """Importance weights for the sampler's mismatch, from the first update on."""
+    mask_T: Tensor | None = None
+    """1 for tokens that take part in the policy's loss, else 0; None for all."""
+    entropy_T: Tensor | None = None
+    """Entropies of the whole distributions before the first update, where tokens are chosen by them."""
+    entropy_weights_T: Tensor | None = None
+    """Weights in the entropy bonus; None for those of the loss."""
+    values_T: Tensor | None = None
+    """The critic's values before the first update."""
+    returns_T: Tensor | None = None
+    """The values' targets."""
+    value_weights_T: Tensor | None = None
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], members: Sequence[Member], device: torch.device, learnt: int | None = None) -> Batch:
+        """The completions ``members`` of ``groups``, weights still 0. ``learnt``: how many of them the loss is about, by default all.
+
+        Raises TrainingError where they were sampled at several temperatures: one pass scores at one.
+        """
+        chosen = [groups[g].completions[m] for g, m in members]
+        temperatures = sorted({c.temperature for c in chosen})
+        if len(temperatures) > 1:
+            raise TrainingError(
+                f"the batch was sampled at temperatures {', '.join(f'{t:g}' for t in temperatures)}, but log-probabilities are scored at "
+                "one: sample a step's completions with one rollout.temperature"
+            )
+        length_N = torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.long)
+        tokens = int(length_N.sum())
+        logprobs = torch.tensor([x for c in chosen for x in c.logprobs], dtype=torch.float32)
+        return cls(
+            prompts={g: groups[g].prompt.token_ids for g, _ in members},
+            group_N=torch.tensor([g for g, _ in members], dtype=torch.long),
+            member_N=torch.tensor([m for _, m in members], dtype=torch.long),
+            length_N=length_N,
+            learnt=len(members) if learnt is None else learnt,
+            temperature=temperatures[0] if temperatures else 1.0,
+            token_ids_T=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
+            sampled_T=torch.ones(tokens, dtype=torch.bool, device=device),
+            sampler_logprobs_T=logprobs.to(device),
+            weights_T=torch.zeros(tokens, device=device),
+        )
+
+    def __len__(self) -> int:
+        return len(self.length_N)
+
+    @property
+    def own_T(self) -> Tensor:
+        """The policy's log-probabilities before the first update: the sampler's where those are the policy's."""
+        return self.sampler_logprobs_T if self.policy_T is None else self.policy_T
+
+    @property
+    def factor_T(self) -> Tensor | None:
+        """What multiplies each token's surrogate."""
+        found = [x for x in (self.correction_T, self.mask_T) if x is not None]
+        return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
+
+    @property
+    def members(self) -> list[Member]:
+        return list(zip(self.group_N.tolist(), self.member_N.tolist(), strict=True))
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """Which of the N completions each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.length_N).to(self.weights_T.device)
+
+    def tokens(self, rows: range) -> slice:
+        """The tokens of the completions ``rows``."""
+        start = int(self.length_N[: rows.start].sum())
+        return slice(start, start + int(self.length_N[rows.start : rows.stop].sum()))
+
+    def view(self, rows: range) -> Batch:
+        """The completions ``rows`` alone: their columns are parts of this batch's."""
+        span, chosen = self.tokens(rows), slice(rows.start, rows.stop)
+        parts = {name: column[chosen if name.endswith("_N") else span] for name, column in self._columns()}
+        groups = dict.fromkeys(self.group_N[chosen].tolist())
+        learnt = max(0, min(self.learnt, rows.stop) - rows.start)
+        return Batch({g: self.prompts[g] for g in groups}, learnt=learnt, temperature=self.temperature, **parts)
+
+    def note(self, rows: range, **columns: Tensor) -> None:
+        """Write numbers about the tokens of ``rows`` into columns, which are made where they are not there yet."""
+        span = self.tokens(rows)
+        for name, values in columns.items():
+            column = getattr(self, name)
+            if column is None:
+                column = torch.zeros(len(self.weights_T), dtype=values.dtype, device=self.weights_T.device)
+                setattr(self, name, column)
+            column[span] = values
+
+    def packing(self) -> list[tuple[tuple[int, ...], list[list[int]]]]:
+        """``(prompt ids, [completion ids, ...])`` of each group, as ``Scorer.prepare`` takes them."""
+        ids = [piece.tolist() for piece in self.token_ids_T.split(self.length_N.tolist())]
+        numbered = zip(self.group_N.tolist(), ids, strict=True)
+        return [(self.prompts[g], [own for _, own in pieces]) for g, pieces in groupby(numbered, key=lambda pair: pair[0])]
+
+    def by_member(self, numbers_T: Tensor) -> Iterator[tuple[Member, Tensor]]:
+        """One number per token, split by completion."""
+        return zip(self.members, numbers_T.split(self.length_N.tolist()), strict=True)
+
+    def notes(self) -> dict[str, Tensor]:
+        """What was found out about the tokens since the batch was made, by column, on the CPU: for a checkpoint."""
+        return {name: column.cpu().clone() for name, column in self._columns() if name in _NOTED}
+
+    def restore(self, notes: Mapping[str, Tensor]) -> None:
+        """Take the columns that ``notes`` gave. Raises ValueError for those of another batch."""
+        for name, column in notes.items():
+            if name not in _NOTED or len(column) != len(self.weights_T):
+                raise ValueError(f"this batch of {len(self.weights_T)} tokens has no column {name} of {len(column)}")
+            setattr(self, name, column.to(self.weights_T.device))
+
+    def _columns(self) -> Iterator[tuple[str, Tensor]]:
+        for f in fields(self):
+            column = getattr(self, f.name)
+            if isinstance(column, Tensor):
+                yield f.name, column
+
+
+_NOTED = frozenset(("advantages_T", "reference_T", "policy_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T"))
+
+
+def tokens_of(groups: Sequence[Group], members: Sequence[Member]) -> Tensor:
+    """Where the tokens of ``members`` lie among those of all completions of ``groups``, in the order of ``groups``: ``[T]``."""
+    lengths = torch.tensor([len(c.token_ids) for group in groups for c in group.completions], dtype=torch.long)
+    first = [0, *torch.tensor([len(group.completions) for group in groups]).cumsum(0).tolist()]
+    ends = lengths.cumsum(0)
+    rows = [first[g] + m for g, m in members]
+    if not rows:
+        return torch.zeros(0, dtype=torch.long)
+    return torch.cat([torch.arange(int(ends[n] - lengths[n]), int(ends[n])) for n in rows])
