@@ -114,11 +114,12 @@ def report(numbers: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{x:.2f} (G = {g})" for g, x in numbers["by_size"].items())
     lengths = ", ".join(f"{x:.2f} ({tokens} tokens)" for tokens, x in numbers["by_length"].items())
     limits = ", ".join(f"{x['cut']:.0%} at {x['limit']} tokens" for x in numbers["limits"])
+    completions, batches = numbers["completions"], numbers["batches"]
     return (
-        f"![Groups that vary by accuracy; gradient noise by G and by length](../figures/group_size.svg)\n\n"
-        f"Share of groups that vary, 1 - p^G - (1 - p)^G:\n\n{shares}\n\nToy, noise / signal of the gradient of {numbers['completions']} completions, "
-        f"{numbers['batches']} batches each: {sizes}; with G = 8: {lengths}.\n\nReal, {numbers['limits'][0]['n']} completions of quickstart problems before any training, cut: "
-        f"{limits}. {describe(numbers)}"
+        "![Groups that vary by accuracy; gradient noise by G and by length](../figures/group_size.svg)\n\nShare of groups that vary, "
+        f"1 - p^G - (1 - p)^G:\n\n{shares}\n\nToy, noise / signal of the gradient of {completions} completions, {batches} batches "
+        f"each: {sizes}; with G = 8: {lengths}.\n\nReal, {numbers['limits'][0]['n']} completions of quickstart problems before any "
+        f"training, cut: {limits}. {describe(numbers)}"
     )
 
 

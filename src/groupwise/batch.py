@@ -1,7 +1,7 @@
 """One step's completions as flat tensors: what passes, objective, checkpoints and other processes read and write.
 
 Axes: N completions, T their tokens, flattened and ragged: there is no padding. Names end with the axis. Per-token columns lie on the
-device that computes. A micro-batch is a range of completions, and its `view` shares the batch's memory: cutting the batch anew moves no
+device that computes. A micro-batch is a range of completions, and its `view` shares the batch's memory: cutting the batch again moves no
 number.
 """
 

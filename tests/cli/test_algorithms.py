@@ -67,9 +67,9 @@ def test_one_preset_shows_its_formula_and_its_settings(groupwise, name):
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
-    refused = groupwise("algorithms", "dappo")
+    refused = groupwise("algorithms", "dapoo")
     assert refused.exit_code == 2
-    assert "dappo is not a preset: did you mean dapo?" in refused.stderr
+    assert "dapoo is not a preset: did you mean dapo?" in refused.stderr
     assert "choose one of grpo, dr_grpo" in groupwise("algorithms", "xyz").stderr
 
 

@@ -263,8 +263,9 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
             logged |= row.keys() - {"step", "time_s"}
     assert [name for name in sorted(logged) if describe_metric(name) is None] == []
     names = ("correctness", "format", "letters", "steps")
-    # Those of reward models need one, and are held in tests of their own.
-    families = {name for name in METRICS if name.endswith("<component>") and not name.startswith("reward_model/")}
+    # Those of reward models and of own losses need one, and are held in tests of their own.
+    elsewhere = ("reward_model/", "loss/")
+    families = {name for name in METRICS if name.endswith("<component>") and not name.startswith(elsewhere)}
     components = {family.replace("<component>", name) for family in families for name in names}
     assert {family for family in families if not any(family.replace("<component>", name) in logged for name in names)} == set()
     assert {f"reward/{name}" for name in names} <= logged

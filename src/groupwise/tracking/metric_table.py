@@ -72,7 +72,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "policy/entropy_bonus": ("1", "Weight of the entropy bonus in this step: 0 while the entropy is above its floor."),
     "policy/tokens_kept": ("share", "Tokens that the top-entropy share lets take part in the policy's loss."),
-    "loss/<component>": ("", "A number that a loss of your own returns."),
+    "loss/<component>": ("own", "A number that a loss of your own returns."),
     "policy/sampler_kl": (
         "nats",
         "Mean k3 estimate of the KL of the sampler from the trainer, per token; only with algorithm.correction.",

@@ -32,7 +32,7 @@ class PassBudget:
 
         Args:
             largest: tokens of its largest pass that can be divided; None where there is none.
-            restart: drops what the failed attempt left, and cuts the batch anew by ``tokens``.
+            restart: drops what the failed attempt left, and cuts the batch again by ``tokens``.
         Raises the ``torch.OutOfMemoryError``, with a note on what to set, where no pass can be divided, or none may be.
         """
         while True:

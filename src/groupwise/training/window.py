@@ -107,7 +107,7 @@ class HeldWindow:
             )
 
     def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
-        """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that is gone."""
+        """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that the data no longer has."""
         return [_group_of(row, prompt_of(row["problem"])) for row in self._values["groups"]]
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
