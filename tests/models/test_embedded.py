@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.errors import ModelError
@@ -39,10 +39,47 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(gguf_file: Path) -> Path:
+def reader(gguf_file: Path) -> GGUFReader:
+    """Once: it takes seconds to go through the words."""
+    return GGUFReader(str(gguf_file))
+
+
+@pytest.fixture(scope="module")
+def folder(gguf_file: Path, reader: GGUFReader) -> Path:
     """Converted by the code as it is now, not taken from the cache."""
-    embedded._convert(gguf_file, gguf_file.parent / "converted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "GGUFReader", lambda path: reader)
+        embedded._convert(gguf_file, gguf_file.parent / "converted")
     return gguf_file.parent / "converted"
+
+
+@pytest.fixture(scope="module")
+def small_gguf(reader: GGUFReader, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same file with its first three layers and the first 512 words."""
+    path, layers, words = tmp_path_factory.mktemp("small") / "small.gguf", 3, 512
+    content = {name: field.contents() for name, field in reader.fields.items()}
+    known = set(content["tokenizer.ggml.tokens"][:words])
+    content |= {
+        "llama.block_count": layers,
+        "llama.vocab_size": words,
+        "tokenizer.ggml.tokens": content["tokenizer.ggml.tokens"][:words],
+        "tokenizer.ggml.token_type": content["tokenizer.ggml.token_type"][:words],
+        "tokenizer.ggml.merges": [pair for pair in content["tokenizer.ggml.merges"] if pair.replace(" ", "") in known],
+    }
+    writer = GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, content[name], field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        _, _, rest = tensor.name.partition("blk.")
+        if not rest or int(rest.partition(".")[0]) < layers:
+            data = tensor.data[:words] if tensor.name == "token_embd.weight" else tensor.data
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +97,20 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
     return encoded["input_ids"]
 
 
+def test_a_few_layers_equal_those_of_transformers_own_gguf_loading(small_gguf: Path) -> None:
+    embedded._convert(small_gguf, small_gguf.parent / "converted")
+    ours = AutoModelForCausalLM.from_pretrained(small_gguf.parent / "converted", dtype=torch.bfloat16)
+    assert len(ours.model.layers) == 3
+    as_theirs(ours, small_gguf, torch.arange(0, 512, 7)[None])
+
+
+@pytest.mark.soak
 def test_logits_equal_those_of_transformers_own_gguf_loading(model: Any, tokenizer: Any, gguf_file: Path) -> None:
+    as_theirs(model, gguf_file, chat_ids(tokenizer, FRANCE))
+
+
+def as_theirs(model: Any, gguf_file: Path, ids: torch.Tensor) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.bfloat16)
-    ids = chat_ids(tokenizer, FRANCE)
     with torch.no_grad():
         ours_TV, theirs_TV = model(ids).logits[0].float(), theirs(ids).logits[0].float()
     assert theirs_TV.std() > 1
@@ -99,8 +147,8 @@ def test_digits_are_cut_out_before_anything_else_and_text_survives(tokenizer: An
         assert all(len(piece) == 1 for piece in pieces if any(c.isdigit() for c in piece))
 
 
-def test_token_ids_are_those_of_the_gguf_file(tokenizer: Any, gguf_file: Path) -> None:
-    field = GGUFReader(str(gguf_file)).fields["tokenizer.ggml.tokens"]
+def test_token_ids_are_those_of_the_gguf_file(tokenizer: Any, reader: GGUFReader) -> None:
+    field = reader.fields["tokenizer.ggml.tokens"]
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == field.contents()
     assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", "<|im_end|>", 2)
     assert tokenizer.all_special_ids  # skipped in decoding
