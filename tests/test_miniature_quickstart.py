@@ -9,14 +9,15 @@ import pytest
 from tests.warm import python
 
 SHORTER = [
+    "data.arithmetic.problems=300",
     "warm_start.steps=2",
     "warm_start.examples_per_step=2",
     "training.steps=2",
     "rollout.prompts_per_step=2",
     "rollout.completions_per_prompt=2",
-    "rollout.max_completion_tokens=24",
+    "rollout.max_completion_tokens=8",
     "evaluation.problems=4",
-    "evaluation.max_completion_tokens=24",
+    "evaluation.max_completion_tokens=8",
 ]
 
 
@@ -54,7 +55,7 @@ def test_train_eval_and_generate_on_the_embedded_model(embedded_model_folder, tm
 
     judged = groupwise(
         "eval", "run/final_model", "--json", "evaluation.problems=2", "evaluation.modes=[greedy]", "data.source=arithmetic",
-        "rollout.max_completion_tokens=8", cwd=tmp_path,
+        "data.arithmetic.problems=300", "rollout.max_completion_tokens=8", cwd=tmp_path,
     )  # fmt: skip
     assert judged.returncode == 0, judged.stderr
     assert json.loads(judged.stdout)["evaluations"][0]["n"] == 2

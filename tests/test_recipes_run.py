@@ -24,16 +24,35 @@ def varied(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def shortened(tokenizer):
+    """Qwen2.5's tokenizer, its template and special tokens included, with the first 4096 of its 151,643 pieces."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    said = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, first = said["model"], 4096
+    model["vocab"] = {piece: number for piece, number in model["vocab"].items() if number < first}
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
+    for number, token in enumerate(sorted(said["added_tokens"], key=lambda token: token["id"]), first):
+        token["id"] = number
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(said)), chat_template=tokenizer.chat_template, eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen_folder(qwen_tokenizer, tmp_path_factory):
-    """``tiny_qwen_folder(tied)``: Qwen2.5 with its real tokenizer and vocabulary, two layers deep and 16 wide."""
+    """``tiny_qwen_folder(tied)``: Qwen2.5, two layers deep and 16 wide; ``whole``: with its real vocabulary, which is most of the work."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    def make(tied: bool) -> Path:
-        folder = tmp_path_factory.getbasetemp() / f"tiny-qwen-{'tied' if tied else 'untied'}"
+    def make(tied: bool, whole: bool = False) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"tiny-qwen-{'tied' if tied else 'untied'}-{'whole' if whole else 'short'}"
         if not folder.exists():
+            tokenizer = qwen_tokenizer if whole else shortened(qwen_tokenizer)
             config = Qwen2Config(
-                vocab_size=151936,
+                vocab_size=151936 if whole else 4224,
                 hidden_size=16,
                 intermediate_size=32,
                 num_hidden_layers=2,
@@ -41,17 +60,30 @@ def tiny_qwen_folder(qwen_tokenizer, tmp_path_factory):
                 num_key_value_heads=2,
                 max_position_embeddings=32768,
                 rms_norm_eps=1e-6,
-                bos_token_id=151643,
-                eos_token_id=151645,
+                bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+                eos_token_id=tokenizer.eos_token_id,
                 tie_word_embeddings=tied,
             )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-            qwen_tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gsm8k(shared_data, tmp_path_factory):
+    """The first real rows of the data set, by split."""
+
+    def cut(split: str) -> Path:
+        path = tmp_path_factory.getbasetemp() / f"gsm8k-{split}.jsonl"
+        lines = (shared_data / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(lines[:600]), encoding="utf-8")
+        return path
+
+    return {split: cut(split) for split in ("train", "test")}
 
 
 def run(name, changes, folder):
@@ -89,13 +121,12 @@ def test_every_recipe_is_here():
 
 
 @pytest.mark.parametrize("name", GSM8K)
-def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, shared_data, tmp_path):
+def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, gsm8k, tmp_path):
     changes = {
-        "model.name": tiny_qwen_folder(tied="7b" not in name),
-        "data.source": shared_data / "gsm8k" / "train.jsonl",
-        "data.eval_source": shared_data / "gsm8k" / "test.jsonl",
+        "model.name": tiny_qwen_folder(tied="7b" not in name, whole=name == "gsm8k-0.5b"),
+        "data.source": gsm8k["train"],
+        "data.eval_source": gsm8k["test"],
         "data.eval_split": None,
-        "data.limit": 600,
     }
     config, result, seen = run(name, changes, tmp_path / "run")
     check(config, result, seen)
@@ -125,7 +156,12 @@ def test_a_polaris_recipe_runs_on_competition_rows(name, tiny_qwen_folder, share
 
 def test_the_quickstart_recipe_runs(tiny_qwen_folder, tmp_path):
     """On the generator's problems, its warm start included."""
-    changes = {"model.name": tiny_qwen_folder(tied=True), "warm_start.steps": 2, "warm_start.examples_per_step": 2}
+    changes = {
+        "model.name": tiny_qwen_folder(tied=True),
+        "data.arithmetic.problems": 600,
+        "warm_start.steps": 2,
+        "warm_start.examples_per_step": 2,
+    }
     config, result, seen = run("quickstart", changes, tmp_path / "run")
     check(config, result, seen)
     assert [row["stage"] for row in result.summary["evaluations"]] == ["base", "warm_start", "final"]
