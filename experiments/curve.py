@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common import ROOT, Experiment, describe, main, markdown_table
+from experiments.common import ROOT, Experiment, describe, main
 from groupwise.distributed.launch import launch
 
 __all__ = ["EXPERIMENT", "SETTINGS", "carry_out", "draw", "measure", "report"]
@@ -149,16 +149,11 @@ def report(numbers: Mapping[str, Any]) -> str:
     """Figure, and the largest differences from the first setting."""
     lines, found = numbers["lines"], differences(numbers)
     first = next(iter(lines.values()))
-    rows = [
-        [
-            name,
-            f"{sum(a == b for a, b in zip(lines[name]['completions'], first['completions'], strict=True))} of "
-            f"{len(first['completions'])} the same",
-            *(f"{found[name][key]:.1e}" for key in CURVES),
-            f"{lines[name]['weights']:.1e}",
-        ]
+    same = [
+        sum(a == b for a, b in zip(lines[name]["completions"], first["completions"], strict=True)) / len(first["completions"])
         for name in found
     ]
+    largest = ", ".join(f"{title} {max(found[name][key] for name in found):.1e}" for key, title in CURVES.items())
     spans = "; ".join(
         f"{title} {min(first['curves'][key]):.2g} to {max(first['curves'][key]):.2g}" for key, title in CURVES.items()
     )
@@ -166,13 +161,12 @@ def report(numbers: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "![Reward, loss and gradient norm of eight steps at four settings, over each other](../figures/curve.svg)",
-            markdown_table(["against the first", "completions", *CURVES.values(), "final weights"], rows),
+            f"{', '.join(lines)}: {min(same):.0%} of the completions are those of the first. Largest differences from it over all steps: "
+            f"{largest}, final weights {max(lines[name]['weights'] for name in found):.1e}. Its own numbers: {spans}.",
             f"{given['training.steps']} steps of {given['rollout.prompts_per_step']} prompts x "
             f"{given['rollout.completions_per_prompt']} completions of up to {given['rollout.max_completion_tokens']} tokens in "
             f"{given['model.dtype']}, {given['algorithm.updates_per_batch']} updates of each batch, "
-            f"learning rate {given['optimizer.learning_rate']}, reward the share of lower-case letters. Largest "
-            f"differences over all steps; the first setting's own numbers: {spans}.",
-            describe(numbers),
+            f"learning rate {given['optimizer.learning_rate']}, reward the share of lower-case letters. {describe(numbers)}",
         ]
     )
 

@@ -145,10 +145,8 @@ def report(numbers: Mapping[str, Any]) -> str:
             markdown_table(["", *(f"{budget:,} tokens" for budget in budgets)], rows),
             f"One update on {sizes['groups']} prompts x {sizes['completions']} completions, {numbers['completion_tokens']:,} completion "
             f"tokens, bfloat16 weights with fp32 masters, no reference; median of {sizes['repeats']}; {numbers['cores']} threads in all. "
-            "Memory: the larger process's, which holds the whole model and the optimiser's state. A budget counts each prompt once "
-            "for its group; padded rows repeat it.",
-            f"Every setting has the gradient of the first: {said}.",
-            describe(numbers),
+            "Memory: the larger process's. A budget counts each prompt once for its group; padded rows repeat it.",
+            f"Every setting has the gradient of the first: {said}. {describe(numbers)}",
         ]
     )
 
