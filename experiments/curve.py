@@ -161,7 +161,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "![Reward, loss and gradient norm of eight steps at four settings, over each other](../figures/curve.svg)",
-            f"{', '.join(lines)}: {min(same):.0%} of the completions are those of the first. Largest differences from it over all steps: "
+            f"Settings: {'; '.join(lines)}. {min(same):.0%} of the completions are those of the first. Largest differences over all steps: "
             f"{largest}, final weights {max(lines[name]['weights'] for name in found):.1e}. Its own numbers: {spans}.",
             f"{given['training.steps']} steps of {given['rollout.prompts_per_step']} prompts x "
             f"{given['rollout.completions_per_prompt']} completions of up to {given['rollout.max_completion_tokens']} tokens in "

@@ -25,7 +25,7 @@ def test_no_setting_changes_the_curve(tmp_path, tiny_folder, sums):
     shown = numbers | {"environment": environment()}
     draw(shown, tmp_path / "curve.svg")
     assert "<svg" in (tmp_path / "curve.svg").read_text(encoding="utf-8")
-    assert "36 of 36 the same" in report(shown)
+    assert "100% of the completions are those of the first." in report(shown)
 
 
 def test_the_page_shows_the_curves_that_are_committed():
