@@ -206,4 +206,5 @@ def max_grad_norm(numbers: Mapping[str, Any], name: str) -> float | None:
     """The clipping norm that a variant's runs had."""
     from groupwise import load_config
 
-    return load_config("quickstart", [*numbers["settings"], *numbers["variants"][name]]).optimizer.max_grad_norm
+    words = [*numbers["settings"], *numbers["variants"][name]]  # of earlier versions too, whose other settings had other names
+    return load_config("quickstart", [word for word in words if word.startswith("optimizer.")]).optimizer.max_grad_norm
