@@ -124,6 +124,15 @@ def tiny_qwen3() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
+def tiny_gemma3() -> Callable[..., PreTrainedModel]:
+    """``tiny_gemma3(seed=0, **config)``: a random Gemma 3 whose first layer sees 6 positions, fewer than prompts and completions here have,
+    and whose second sees all; its output head is its own, or it would mostly say the last token again."""
+    kinds = ["sliding_attention", "full_attention"]
+    own = {"layer_types": kinds, "sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
+    return lambda seed=0, **config: tiny_model(Gemma3TextConfig(**{**TINY, **own, **config}), seed)
+
+
+@pytest.fixture
 def tiny_mistral() -> Callable[..., PreTrainedModel]:
     """``tiny_mistral(seed=0, **config)``: a random Mistral (no sliding window; heads narrower than their share of the width)."""
     from transformers import MistralConfig

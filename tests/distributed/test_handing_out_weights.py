@@ -52,7 +52,8 @@ def test_a_process_that_reads_nothing_has_the_same_model_in_shape_and_takes_no_m
     assert all(p.untyped_storage().nbytes() <= 4 for p in policy.model.parameters())
     for one in (read, decoder):
         one.reserve_positions(50)
-    assert all(torch.equal(*pair) for pair in zip(read.rope(torch.arange(50)), decoder.rope(torch.arange(50)), strict=True))
+    (ours,), (theirs,) = read.ropes(torch.arange(50)), decoder.ropes(torch.arange(50))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def test_each_gets_the_first_ones_weights_bit_for_bit(config, monkeypatch, in_threads):

@@ -70,10 +70,10 @@ def test_one_gpu_for_several_processes_is_refused(small_config):
         check_sharding(config, LLAMA, 2)
 
 
-def test_mistral_is_divided_but_for_the_first_with_their_sliding_windows(small_config):
-    check_fsdp2(small_config(), MistralConfig(sliding_window=None))
-    with pytest.raises(ConfigError, match="some layers use sliding-window attention"):
-        check_fsdp2(small_config(), MistralConfig())
+def test_what_the_lean_decoder_does_not_compute_is_not_divided(small_config):
+    check_fsdp2(small_config(), MistralConfig())
+    with pytest.raises(ConfigError, match="this model \\(activation 'gelu' is not one of silu"):
+        check_fsdp2(small_config(), MistralConfig(hidden_act="gelu"))
 
 
 @pytest.mark.parametrize(

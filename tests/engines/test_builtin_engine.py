@@ -23,8 +23,8 @@ ENDS = (2, 11, 60, 90)
 
 
 @pytest.fixture
-def family(request, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral):
-    return {"llama": tiny_llama, "qwen2": tiny_qwen2, "qwen3": tiny_qwen3, "mistral": tiny_mistral}[request.param]
+def family(request):
+    return request.getfixturevalue(f"tiny_{request.param}")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def scored(decoder, prompts, groups, temperature=1.0):
         return decoder.logprobs(batch, temperature)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"], indirect=True)
 def test_greedy_equals_the_librarys_generate(family, make_engine, make_prompts):
     model, prompts = family(), make_prompts(LENGTHS)
     groups = make_engine(family()).sample(prompts, 1, SamplingSettings(max_tokens=30, greedy=True), seed=0, scope="greedy")
@@ -55,7 +55,7 @@ def test_greedy_equals_the_librarys_generate(family, make_engine, make_prompts):
     assert {completion.finish_reason for (completion,) in groups} == {"stop", "length"}  # both happened
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
 @pytest.mark.parametrize("max_rows", [1, 3, 13])
 def test_samples_do_not_depend_on_the_rows_in_flight(family, max_rows, make_engine, make_prompts, ids_of):
     prompts = make_prompts(LENGTHS)
@@ -128,7 +128,7 @@ def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_
     assert ids_of(make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")) == ids_of(whole)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_recorded_log_probabilities_are_those_the_trainer_computes(family, temperature, make_engine, make_prompts):
     engine, prompts = make_engine(family(), max_rows=9), make_prompts(LENGTHS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +29,22 @@ def random_groups(shapes: Sequence[tuple[int, Sequence[int]]] = SHAPES, vocabula
 
 def slow_logprobs(module: Any, groups: Groups, temperature: float = 1.0) -> Tensor:
     """``[T]``: every prompt with every completion, alone, unpadded, all logits kept."""
+    found = _slow_scores(module, groups, temperature)
+    return torch.cat([scores[torch.arange(len(completion)), torch.tensor(completion)] for scores, completion in found])
+
+
+def slow_entropies(module: Any, groups: Groups, temperature: float = 1.0) -> Tensor:
+    """``[T]``, in the same way."""
+    return torch.cat([-(scores.exp() * scores).sum(-1) for scores, _ in _slow_scores(module, groups, temperature)])
+
+
+def _slow_scores(module: Any, groups: Groups, temperature: float) -> Iterator[tuple[Tensor, Ids]]:
     # The tiny models' pad token is an ordinary token here, as an end of turn is in a conversation: its row learns like any other.
     module.get_input_embeddings().padding_idx = None
-    out = []
     for prompt, completions in groups:
         for completion in completions:
             logits = module(torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-            scores = torch.log_softmax(logits / temperature, dim=-1)
-            out.append(scores[torch.arange(len(completion)), torch.tensor(completion)])
-    return torch.cat(out)
+            yield torch.log_softmax(logits / temperature, dim=-1), completion
 
 
 def token_weights(count: int) -> Tensor:

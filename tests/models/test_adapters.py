@@ -67,9 +67,10 @@ def mismatch(policy: Policy, completions: tuple[Completion, ...]) -> float:
     return max(float(x.abs().max()) for x in found)
 
 
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3"])
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
-def test_an_update_of_the_adapter_reaches_the_sampler(tiny_llama, engine):
-    policy, config = adapted(tiny_llama()), settings()
+def test_an_update_of_the_adapter_reaches_the_sampler(engine, family, request):
+    policy, config = adapted(request.getfixturevalue(family)()), settings()
     config.rollout.engine = engine
     learner, sampler = Learner(make_scorer(policy, config.model), config), make_engine(policy, config.rollout)
     assert isinstance(sampler, BuiltinEngine if engine == "auto" else TransformersEngine)
@@ -84,8 +85,9 @@ def test_an_update_of_the_adapter_reaches_the_sampler(tiny_llama, engine):
     assert {c.policy_version for c in after} == {3}
 
 
-def test_the_gradient_is_that_of_peft_s_own_module_and_the_base_stays(tiny_qwen2):
-    policy, config = adapted(tiny_qwen2()), settings()
+@pytest.mark.parametrize("family", ["tiny_qwen2", "tiny_gemma3"])
+def test_the_gradient_is_that_of_peft_s_own_module_and_the_base_stays(family, request):
+    policy, config = adapted(request.getfixturevalue(family)()), settings()
     twin = copy.deepcopy(policy.model)
     learner = Learner(make_scorer(policy, config.model), config)
     group = group_of(sample(make_engine(policy, config.rollout)))

@@ -22,7 +22,16 @@ from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_scorer
 from groupwise.training.reference import Reference
 
-from .slow import SHAPES, Groups, assert_equal_gradients, module_gradients, random_groups, slow_logprobs, token_weights
+from .slow import (
+    SHAPES,
+    Groups,
+    assert_equal_gradients,
+    module_gradients,
+    random_groups,
+    slow_entropies,
+    slow_logprobs,
+    token_weights,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,7 +81,7 @@ def check_parity(model: Any, temperature: float = 1.0, **options: Any) -> None:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 @pytest.mark.usefixtures("small_blocks")
 def test_packed_equals_one_completion_at_a_time(
     family: str, tied: bool, attention: str, gradient_checkpointing: bool, tiny: Callable[..., Any]
@@ -148,7 +157,7 @@ def test_without_gradients_the_logprobs_are_the_same(tiny_qwen3: Callable[..., A
         torch.testing.assert_close(decoder.logprobs(batch, 0.7), learning.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 def test_the_module_sees_every_update_of_the_fused_tensors(family: str, tiny: Callable[..., Any]) -> None:
     decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
     with torch.no_grad():
@@ -165,7 +174,7 @@ def test_the_module_sees_every_update_of_the_fused_tensors(family: str, tiny: Ca
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 def test_what_was_trained_is_what_is_saved(family: str, tiny: Callable[..., Any], tmp_path: Path) -> None:
     decoder, ids = Decoder(tiny(family)), torch.tensor([[5, 9, 77, 3]])
     with torch.no_grad():
@@ -201,6 +210,34 @@ def test_a_reference_shares_no_memory_and_is_renewed_exactly(tied: bool, tiny_qw
     assert torch.equal(reference.logprobs(batch), scorer.logprobs(batch))
 
 
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_entropies_and_their_gradients(family: str, attention: str, tiny: Callable[..., Any]) -> None:
+    model, groups = tiny(family), random_groups()
+    reference, decoder = copy.deepcopy(model), Decoder(model, attention=attention)
+    ours, expected = decoder.score(decoder.prepare(groups), 0.8, entropy=True).entropy_T, slow_entropies(reference, groups, 0.8)
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    weights = token_weights(len(ours))
+    (ours * weights).sum().backward()
+    (expected * weights).sum().backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert_equal_gradients(module_gradients(decoder), wanted, relative=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [({"final_logit_softcapping": 30.0}, "caps of logits"), ({"attn_logit_softcapping": 50.0}, "caps of attention"),
+     ({"use_bidirectional_attention": True}, "both directions"), ({"hidden_activation": "gelu"}, "'gelu'")],
+    ids=["logit_cap", "attention_cap", "bidirectional", "activation"],
+)  # fmt: skip
+def test_variants_of_gemma_that_it_does_not_compute_are_told(
+    config: dict[str, Any], reason: str, tiny_gemma3: Callable[..., Any]
+) -> None:
+    assert why_unsupported(tiny_gemma3()) is None
+    assert reason in (why_unsupported(tiny_gemma3(**config)) or "")
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -216,14 +253,23 @@ def test_variants_it_does_not_compute_are_told(config: dict[str, Any], reason: s
     assert reason in (why_unsupported(tiny_llama(**config)) or "")
 
 
-def test_sliding_windows_are_told(tiny_qwen2: Callable[..., Any]) -> None:
-    model = tiny_qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    assert "sliding-window" in (why_unsupported(model) or "")
-
-
-def test_sliding_windows_of_a_mistral_are_told(tiny_mistral: Callable[..., Any]) -> None:
-    assert why_unsupported(tiny_mistral()) is None
-    assert "sliding-window" in (why_unsupported(tiny_mistral(sliding_window=8)) or "")
+@pytest.mark.parametrize("window", [2, 6, 30, 1000])
+@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("mistral", {}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("gemma3", {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ],
+    ids=["mistral", "qwen2", "gemma3"],
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_sliding_windows(family: str, config: dict[str, Any], attention: str, window: int, tiny: Callable[..., Any]) -> None:
+    """Of less than a block, of several, and of more positions than there are."""
+    model = tiny(family, sliding_window=window, **config)
+    assert why_unsupported(model) is None
+    check_parity(model, attention=attention)
 
 
 def test_scores_far_above_a_querys_own_keys_do_not_overflow() -> None:

@@ -14,67 +14,82 @@ from groupwise.models.library_attention import plan_rectangles
 from .slow import SHAPES, Groups, random_groups
 
 
-def counted_pairs(packed: Packed) -> Tensor:
+def counted_pairs(packed: Packed, window: int | None = None) -> Tensor:
     """``[R + 1, R + 1]``: how many times the rectangles let row i attend to row j; the last row is padding's."""
     rows = len(packed.token_ids_R)
     counts = torch.zeros(rows + 1, rows + 1, dtype=torch.long)
-    for block in plan_rectangles(packed.spans):
+    for block in plan_rectangles(packed.spans, window):
         queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
         valid = torch.ones_like(queries, dtype=torch.bool) if block.query_valid is None else block.query_valid.view_as(queries)
+        visible = block.visible(torch.device("cpu"))
+        before = list(range(block.prefix[0], sum(block.prefix))) if block.prefix else []
         for a in range(block.sequences):
             for i in range(block.queries):
                 if valid[a, i]:
-                    for j in keys[a, : block.offset + i + 1].tolist():
-                        counts[queries[a, i], j] += 1
-                    if block.prefix:
-                        counts[queries[a, i], block.prefix[0] : sum(block.prefix)] += 1
+                    seen = torch.tensor([*before, *keys[a].tolist()])[visible[i]]
+                    assert len(seen.unique()) == len(seen)
+                    counts[queries[a, i], seen] += 1
     return counts[:rows, :rows]
 
 
-def counted_pairs_in_two_parts(packed: Packed) -> Tensor:
+def counted_pairs_in_two_parts(packed: Packed, window: int | None = None) -> Tensor:
     """The same for the plan of blocked attention."""
     rows = len(packed.token_ids_R)
-    plan = plan_blocks(packed.spans, rows)
+    plan = plan_blocks(packed.spans, rows, window)
     counts = torch.zeros(rows + 1, rows + 1, dtype=torch.long)
     for block in plan.own:
         queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
         for a in range(block.sequences):
             for i in range(block.queries):
-                for j in keys[a, : block.offset + i + 1].tolist():
+                low = 0 if block.low is None else int(block.low[i])
+                for j in keys[a, low : block.offset + i + 1].tolist():
                     counts[queries[a, i], j] += 1
     for part in plan.shared:
-        counts[part.first : part.first + part.count, part.prompt : part.prompt + part.keys] += 1
+        for i in range(part.count):
+            low = 0 if part.low is None else int(part.low[i])
+            counts[part.first + i, part.prompt + low : part.prompt + part.keys] += 1
     return counts[:rows, :rows]
 
 
-def causal_pairs(groups: Groups) -> Tensor:
-    """``[R, R]`` by definition: a row sees itself, the earlier rows of its own sequence, and its group's whole prompt."""
+def causal_pairs(groups: Groups, window: int = 10**6) -> Tensor:
+    """``[R, R]`` by definition: a row sees itself, the earlier rows of its own sequence, and its group's whole prompt, as far back as
+    the window goes."""
     owner: list[tuple[int, int]] = []  # (group, completion), -1 for the prompt
+    place: list[int] = []
     for g, (prompt, completions) in enumerate(groups):
         owner += [(g, -1)] * len(prompt)
+        place += range(len(prompt))
         for c, completion in enumerate(completions):
             owner += [(g, c)] * (len(completion) - 1)
-    sees = [[j <= i and (a == b or b == (a[0], -1)) for j, b in enumerate(owner)] for i, a in enumerate(owner)]
-    return torch.tensor(sees)
+            place += range(len(prompt), len(prompt) + len(completion) - 1)
+
+    def sees(i: int, j: int) -> bool:
+        own, other = owner[i], owner[j]
+        return j <= i and (own == other or other == (own[0], -1)) and place[i] - place[j] < window
+
+    return torch.tensor([[sees(i, j) for j in range(len(owner))] for i in range(len(owner))])
 
 
 @pytest.mark.parametrize(("query_block", "budget"), [(256, 262_144), (8, 600), (8, 1), (1, 40), (7, 10_000)])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 30])
 @pytest.mark.parametrize("shapes", [SHAPES, ((1, (1,)), (1, (2, 1)), (16, (9, 8, 17))), ((17, ()), (8, ()))])
 def test_blocks_cover_each_causal_pair_once(
-    shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for module in (blocked_attention, library_attention):
         monkeypatch.setattr(module, "QUERY_BLOCK", query_block)
         monkeypatch.setattr(module, "SCORE_BUDGET", budget)
     groups = random_groups(shapes)
     packed = pack(groups)
-    assert torch.equal(counted_pairs(packed), causal_pairs(groups).long())
-    assert torch.equal(counted_pairs_in_two_parts(packed), causal_pairs(groups).long())
-    for block in plan_rectangles(packed.spans):
+    expected = causal_pairs(groups, window or 10**6).long()
+    assert torch.equal(counted_pairs(packed, window), expected)
+    assert torch.equal(counted_pairs_in_two_parts(packed, window), expected)
+    for block in plan_rectangles(packed.spans, window):
         width = block.keys + (block.prefix[1] if block.prefix else 0)
         assert block.queries <= query_block
         assert block.sequences == 1 or block.sequences * block.queries * width <= budget
-    plan = plan_blocks(packed.spans, len(packed.token_ids_R))
+    plan = plan_blocks(packed.spans, len(packed.token_ids_R), window)
     for own in plan.own:
         assert own.queries <= query_block
         assert own.sequences == 1 or own.sequences * own.queries * own.keys <= budget

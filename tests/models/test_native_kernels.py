@@ -45,49 +45,55 @@ def close(found, expected, tolerance=ROUNDING):
     torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * exact.abs().mean().item())
 
 
-def exact_norm(x, weight, epsilon=1e-5):
+def exact_norm(x, weight, offset=0.0, epsilon=1e-5):
     x = x.double()
-    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * (offset + weight.double())
 
 
 @needs_kernels
-def test_norm_and_its_gradients():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_and_its_gradients(offset):
     x, weight, grad, residual = numbers(130, 48), numbers(48), numbers(130, 48), numbers(130, 48)
     assert calls.fits(x, 48)
     assert not calls.fits(x, 40)
     assert not calls.fits(x.float(), 48)
-    out, scales = calls.norm(x, weight, 1e-5)
-    close(out, exact_norm(x, weight), 2 * ROUNDING)
+    out, scales = calls.norm(x, weight, 1e-5, offset)
+    close(out, exact_norm(x, weight, offset), 2 * ROUNDING)
     inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    exact_norm(*inputs).backward(grad.double())
-    found, weight_grad = calls.norm_backward(grad, x, scales, weight, None)
+    exact_norm(*inputs, offset).backward(grad.double())
+    found, weight_grad = calls.norm_backward(grad, x, scales, weight, None, offset)
     close(found, inputs[0].grad, 2 * ROUNDING)
     close(weight_grad, inputs[1].grad)
-    added, _ = calls.norm_backward(grad, x, scales, weight, residual)
+    added, _ = calls.norm_backward(grad, x, scales, weight, residual, offset)
     close(added, inputs[0].grad + residual.double(), 2 * ROUNDING)
 
 
 @needs_kernels
-def test_adding_and_norm_in_one():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_adding_and_norm_in_one(offset):
     x, y, weight = numbers(5, 48), numbers(5, 48), numbers(48)
     total = x + y
-    out = calls.add_norm(x, y, weight, 1e-5)
+    out = calls.add_norm(x, y, weight, 1e-5, offset)
     assert torch.equal(x, total)
-    assert torch.equal(out, calls.norm(total, weight, 1e-5)[0])
-    assert torch.equal(calls.add_norm(x, None, weight, 1e-5), out)
+    assert torch.equal(out, calls.norm(total, weight, 1e-5, offset)[0])
+    assert torch.equal(calls.add_norm(x, None, weight, 1e-5, offset), out)
+
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
 
 
 @needs_kernels
-def test_swiglu_and_its_gradient():
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_units_and_their_gradients(activation):
     gate_up, grad = numbers(33, 64, scale=4), numbers(33, 32)
     exact = gate_up.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
+    expected = ACTIVATIONS[activation](gate) * up
     expected.backward(grad.double())
-    close(calls.swiglu(gate_up), expected.detach())
-    found, again = calls.swiglu_backward(grad, gate_up)
+    close(calls.gated(gate_up, activation), expected.detach())
+    found, again = calls.gated_backward(grad, gate_up, activation)
     close(found, exact.grad)
-    assert torch.equal(again, calls.swiglu(gate_up))
+    assert torch.equal(again, calls.gated(gate_up, activation))
 
 
 @needs_kernels
@@ -102,9 +108,10 @@ def test_rotary_embedding(inverse):
 
 
 @needs_kernels
+@pytest.mark.parametrize("window", [None, 5, 18])
 @pytest.mark.parametrize(("keys", "offset"), [(7, -1), (48, -1), (21, 9), (40, 28)])
-def test_softmax_of_scores_and_its_gradient(keys, offset):
-    """12 queries of 3 heads in 4 batches; with an offset, query i sees offset + i + 1 keys."""
+def test_softmax_of_scores_and_its_gradient(keys, offset, window):
+    """12 queries of 3 heads in 4 batches; with an offset, query i sees offset + i + 1 keys; with a window, the last so many of them."""
     batches, queries, unit = 4, 12, 3
     scores, grads, delta = (
         numbers(batches, queries * unit, keys, scale=3),
@@ -114,9 +121,13 @@ def test_softmax_of_scores_and_its_gradient(keys, offset):
     hidden = torch.zeros(36, keys, dtype=torch.bool)
     if offset >= 0:
         hidden = torch.arange(keys)[None] > offset + torch.arange(queries).repeat_interleave(unit)[:, None]
+    low = None
+    if window is not None:
+        low = (torch.arange(queries) + max(0, offset) + 1 - window).clamp_(0, keys - 1)
+        hidden |= torch.arange(keys)[None] < low.repeat_interleave(unit)[:, None]
     exact = scores.double().masked_fill(hidden, float("-inf"))
     expected = (exact - exact.amax(-1, keepdim=True)).exp()
-    weights, given = scores.clone(), (queries, unit, offset)
+    weights, given = scores.clone(), (queries, unit, offset, low)
     top, total = calls.soften(weights, *given)
     assert torch.equal(top.double(), exact.amax(-1, keepdim=True))
     close(weights, expected)
@@ -181,7 +192,8 @@ def test_logits_in_slices(temperature):
 
 
 @needs_kernels
-def test_decode_attention_against_every_row_alone():
+@pytest.mark.parametrize("window", [None, 1, 20, 60, 1000])
+def test_decode_attention_against_every_row_alone(window):
     heads, kv_heads, width, own_room, prompt_room = (
         10,
         2,
@@ -201,7 +213,7 @@ def test_decode_attention_against_every_row_alone():
         own[0][row, :, :, :length] = numbers(kv_heads, width, length)
         own[1][row, :, :length] = numbers(kv_heads, length, width)
     prompt = numbers(3, kv_heads, width, prompt_room, scale=2), numbers(3, kv_heads, prompt_room, width)
-    found = calls.decode_attention(qkv, cos, sin, own, prompt, lengths, groups, prompts, heads)
+    found = calls.decode_attention(qkv, cos, sin, own, prompt, lengths, groups, prompts, heads, 0.3, window)
     turned = torch.empty(7, heads + kv_heads, width, dtype=BF16)
     calls.rotate(qkv[:, : heads + kv_heads].contiguous(), cos, sin, turned, heads + kv_heads)
     for row, (length, group) in enumerate(zip(lengths.tolist(), groups.tolist(), strict=True)):
@@ -210,7 +222,9 @@ def test_decode_attention_against_every_row_alone():
         seen = int(prompts[group])
         keys = torch.cat([prompt[0][group, :, :, :seen], own[0][row, :, :, : length + 1]], -1).double()
         values = torch.cat([prompt[1][group, :, :seen], own[1][row, :, : length + 1]], 1).double()
-        weights = (turned[row, :heads].view(kv_heads, -1, width).double() @ keys * width**-0.5).softmax(-1)
+        past = 0 if window is None else max(0, seen + length + 1 - window)
+        keys, values = keys[:, :, past:], values[:, past:]
+        weights = (turned[row, :heads].view(kv_heads, -1, width).double() @ keys * 0.3).softmax(-1)
         close(found[row], (weights @ values).view(heads, width))
 
 
@@ -231,7 +245,7 @@ def test_what_is_not_a_number_stays_so():
     x = numbers(2, 32)
     x[0, 3] = float("nan")
     ones = torch.ones(32, dtype=BF16)
-    for out in (calls.norm(x, ones, 1e-5)[0], calls.swiglu(torch.cat([x, x], 1)), calls.soften(x.clone(), 1, 1, -1)[1]):
+    for out in (calls.norm(x, ones, 1e-5)[0], calls.gated(torch.cat([x, x], 1)), calls.soften(x.clone(), 1, 1, -1)[1]):
         assert out[0].isnan().any()
         assert not out[1].isnan().any()
     total = torch.zeros(2)
@@ -269,7 +283,7 @@ def _prompts(lengths):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_gemma3"])
 def test_a_model_samples_and_learns_as_without_them(family, request, monkeypatch):
     """In bf16: sampling log-probabilities equal the learner's, and gradients the fp32 model's, no worse than by operations."""
     build_model = request.getfixturevalue(family)

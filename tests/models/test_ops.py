@@ -7,7 +7,7 @@ import torch
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models import projections
-from groupwise.models.ops import head_norm, rms_norm, rope_rotate, swiglu
+from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 from groupwise.models.projections import plain_product, rearranged_product, rearranging_helps
 
 EPSILON = 1e-3  # large, so that leaving it out shows
@@ -20,12 +20,12 @@ def _seed():
         yield
 
 
-def plain_norm(x, weight):
-    return x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * weight
+def plain_norm(x, weight, offset=0.0):
+    return x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * (offset + weight)
 
 
-def plain_head_norm(qkv, q_weight, k_weight):
-    return torch.cat([plain_norm(qkv[:, :3], q_weight), plain_norm(qkv[:, 3:5], k_weight), qkv[:, 5:]], dim=1)
+def plain_head_norm(qkv, q_weight, k_weight, offset=0.0):
+    return torch.cat([plain_norm(qkv[:, :3], q_weight, offset), plain_norm(qkv[:, 3:5], k_weight, offset), qkv[:, 5:]], dim=1)
 
 
 def plain_swiglu(gate_up):
@@ -33,10 +33,22 @@ def plain_swiglu(gate_up):
     return gate * torch.sigmoid(gate) * up
 
 
+def plain_geglu(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 CASES = {
     "rms_norm": (lambda x, w: rms_norm(x, w, EPSILON), plain_norm, [(7, 12), (12,)]),
     "head_norm": (lambda x, q, k: head_norm(x, q, k, 3, 2, EPSILON), plain_head_norm, [(7, 7, 8), (8,), (8,)]),
-    "swiglu": (swiglu, plain_swiglu, [(7, 10)]),
+    "swiglu": (gated, plain_swiglu, [(7, 10)]),
+    "rms_norm of 1 + weight": (lambda x, w: rms_norm(x, w, EPSILON, 1.0), lambda x, w: plain_norm(x, w, 1.0), [(7, 12), (12,)]),
+    "head_norm of 1 + weight": (
+        lambda x, q, k: head_norm(x, q, k, 3, 2, EPSILON, 1.0),
+        lambda x, q, k: plain_head_norm(x, q, k, 1.0),
+        [(7, 7, 8), (8,), (8,)],
+    ),
+    "geglu": (lambda x: gated(x, "gelu_tanh"), plain_geglu, [(7, 10)]),
 }
 
 

@@ -67,7 +67,8 @@ def saved_bytes(scorer, batch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("family", "adapted"), [("tiny_llama", False), ("tiny_llama", True), ("tiny_qwen2", False), ("tiny_qwen3", False)]
+    ("family", "adapted"),
+    [("tiny_llama", False), ("tiny_llama", True), ("tiny_qwen2", False), ("tiny_qwen3", False), ("tiny_gemma3", False)],
 )
 def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, adapted, recompute, dtype):
     model = request.getfixturevalue(family)(num_hidden_layers=6).to(getattr(torch, dtype))

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from groupwise.config import load_config
 from groupwise.errors import ModelError
 from groupwise.models.decoder import why_unsupported
+from groupwise.models.families import FAMILIES
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, find_shape, make_plan
 from groupwise.planner.shape import shape_of_config
 
@@ -62,7 +63,7 @@ def test_a_mixture_of_experts_is_refused_and_not_planned_as_a_small_model(kind):
     assert shape_of_config({**dense, "num_experts": 1}, "m").layers == 2
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])
+@pytest.mark.parametrize("family", ["phi3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])
 def test_other_architectures_have_the_weights_that_transformers_counts(family):
     sizes = {
         "hidden_size": 64,
@@ -80,6 +81,41 @@ def test_other_architectures_have_the_weights_that_transformers_counts(family):
     assert shape.parameters == pytest.approx(weights, rel=0.005)
 
 
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_each_family_has_the_weights_of_its_module(family):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = AutoConfig.for_model(family, **sizes, vocab_size=5000, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of_config(config.to_dict(), family)
+    assert shape.lean
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_config_of_gemma_3_as_it_is_published():
+    """Of google/gemma-3-1b-it: the pattern of windows as a number, tied embeddings unsaid."""
+    published = {
+        "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+    }  # fmt: skip
+    shape = shape_of_config(published, "gemma-3-1b-it")
+    assert shape.lean
+    assert shape.parameters == 999_885_952
+    windows = FAMILIES["gemma3_text"].windows
+    config = AutoConfig.for_model(**published)
+    assert windows(published) == windows(config.to_dict())
+    assert [layer for layer, window in enumerate(windows(published)) if window is None] == [5, 11, 17, 23]
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -88,6 +124,9 @@ def test_other_architectures_have_the_weights_that_transformers_counts(family):
         ("tiny_qwen3", {}),
         ("tiny_mistral", {}),
         ("tiny_mistral", {"sliding_window": 8}),
+        ("tiny_gemma3", {}),
+        ("tiny_gemma3", {"final_logit_softcapping": 30.0}),
+        ("tiny_gemma3", {"hidden_activation": "gelu"}),
         ("tiny_llama", {"hidden_act": "gelu"}),
         ("tiny_llama", {"mlp_bias": True}),
         ("tiny_llama", {"attention_dropout": 0.1}),

@@ -37,7 +37,7 @@ class ModelConfig(Section):
     without instructions for bfloat16. float16 is for GPUs without bfloat16: its loss is scaled."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels; `auto` takes the fastest that is exact. `eager` (plain products) and `flash_attention_2` (package flash-attn)
-    act only in models that are computed by their own module, not in Llama, Qwen and Mistral models."""
+    act only in models that are computed by their own module, not in Llama, Qwen, Mistral and Gemma 3 models."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
     device: str = "auto"

@@ -138,9 +138,9 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. 1 by default: then the distribution sampled is exactly the one scored."""
     engine: Literal["auto", "builtin", "transformers", "vllm"] = "auto"
-    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral). `transformers`: any causal model by its own
-    module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after every
-    update; `algorithm.correction` is then `{level: token}` unless it is set."""
+    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral, Gemma 3). `transformers`: any causal model by
+    its own module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after
+    every update; `algorithm.correction` is then `{level: token}` unless it is set."""
     vllm: VllmConfig = VllmConfig()
     """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)

@@ -6,6 +6,8 @@ A completion's row attends to its group's prompt and to the earlier rows of its 
   single copy of keys and values: no padding, no mask;
 - *own*: sequences (prompts too) by rectangles of so many sequences x queries x keys, causal.
 
+Where a layer has a sliding window, keys that no query of a block sees are left out, and a mask hides those that only some see.
+
 One softmax spans both. As in flash attention (Dao et al., arXiv 2205.14135) each part is computed with its own maximum, and the parts
 are merged by rescaling; the backward pass recomputes scores block by block, so that no score matrix outlives its block. Element-wise
 work stays in the inputs' dtype (bf16 moves half the bytes, and blocks stay in the cache); sums over rows are taken in fp32.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,28 +38,33 @@ SCORE_BUDGET = 131_072
 
 @dataclass(frozen=True, slots=True)
 class OwnBlock:
-    """A sequences, Q query rows each from position ``offset`` on, against their own first S rows."""
+    """A sequences, Q query rows each, against S of their own rows."""
 
     sequences: int
     queries: int
     keys: int
     offset: int
+    """The place of the first query's own row among the keys."""
     query_rows: Tensor
     """``[A * Q]``; places past a sequence's end are row R."""
     key_rows: Tensor
     """``[A * S]``, likewise; causality alone rules them out."""
+    low: Tensor | None = None
+    """``[Q]``: the first key in each query's window; None where all see from the first on."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """Rows ``first .. first + count`` of one group's completions against all of its prompt."""
+    """Rows ``first .. first + count`` of one group's completions against its prompt, or the end of it that their windows reach."""
 
     first: int
     count: int
     prompt: int
-    """The prompt's first row."""
+    """The first row of the prompt that is seen."""
     keys: int
-    """Its length."""
+    """Rows of it from there on."""
+    low: Tensor | None = None
+    """``[count]``: the first of these that each row sees; None where all see all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,14 @@ class BlockedPlan:
     shared: tuple[SharedBlock, ...]
 
     def to(self, device: torch.device) -> BlockedPlan:
+        def moved(low: Tensor | None) -> Tensor | None:
+            return None if low is None else low.to(device)
+
         return BlockedPlan(
-            tuple(replace(b, query_rows=b.query_rows.to(device), key_rows=b.key_rows.to(device)) for b in self.own), self.shared
+            tuple(
+                replace(b, query_rows=b.query_rows.to(device), key_rows=b.key_rows.to(device), low=moved(b.low)) for b in self.own
+            ),
+            tuple(replace(b, low=moved(b.low)) for b in self.shared),
         )
 
 
@@ -80,42 +94,73 @@ class Statistics:
     total: Tensor
 
 
-def plan_blocks(spans: Sequence[Span], rows: int) -> BlockedPlan:
-    """Cut the causal attention of ``spans`` into blocks; ``rows`` is R."""
+def plan_blocks(spans: Sequence[Span], rows: int, window: int | None = None) -> BlockedPlan:
+    """Cut the causal attention of ``spans`` into blocks; ``rows`` is R, ``window`` how many positions a row sees, itself included."""
     own = []
     for offset in range(0, max((s.length for s in spans), default=0), QUERY_BLOCK):
         alive = sorted((s for s in spans if s.length > offset), key=lambda s: -s.length)
+        first = _first_seen(offset, window)
         while alive:
-            keys = min(alive[0].length, offset + QUERY_BLOCK)
-            take = max(1, SCORE_BUDGET // ((keys - offset) * keys))
-            own.append(_own_block(alive[:take], keys, offset, rows))
+            end = min(alive[0].length, offset + QUERY_BLOCK)
+            take = max(1, SCORE_BUDGET // ((end - offset) * (end - first)))
+            own.append(_own_block(alive[:take], first, offset, end, rows, window))
             alive = alive[take:]
     shared = []
-    for prompt, first, end in _families(spans):
-        most = max(1, SCORE_BUDGET // prompt.length)
-        shared += [SharedBlock(at, min(most, end - at), prompt.start, prompt.length) for at in range(first, end, most)]
+    for prompt, completions in _families(spans):
+        start = _first_seen(prompt.length, window)
+        for first, end in _runs(completions, window):
+            most = max(1, SCORE_BUDGET // (prompt.length - start))
+            for at in range(first, end, most):
+                last = min(end, at + most)
+                low = _lows(completions, at, last, prompt.length - start, window)
+                shared.append(SharedBlock(at, last - at, prompt.start + start, prompt.length - start, low))
     return BlockedPlan(tuple(own), tuple(shared))
 
 
-def _own_block(part: Sequence[Span], keys: int, offset: int, rows: int) -> OwnBlock:
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _own_block(part: Sequence[Span], first: int, offset: int, end: int, rows: int, window: int | None) -> OwnBlock:
+    """Queries at positions ``offset .. end`` against keys at ``first .. end``."""
     starts, lengths = torch.tensor([s.start for s in part])[:, None], torch.tensor([s.length for s in part])[:, None]
-    q, k = torch.arange(offset, keys)[None], torch.arange(keys)[None]
+    q, k = torch.arange(offset, end)[None], torch.arange(first, end)[None]
+    low = None if window is None or end <= window else (q[0] - window + 1 - first).clamp_(min=0)
     return OwnBlock(
-        len(part), keys - offset, keys, offset,
-        torch.where(q < lengths, starts + q, rows).flatten(), torch.where(k < lengths, starts + k, rows).flatten(),
+        len(part), end - offset, end - first, offset - first,
+        torch.where(q < lengths, starts + q, rows).flatten(), torch.where(k < lengths, starts + k, rows).flatten(), low,
     )  # fmt: skip
 
 
-def _families(spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
-    """Each prompt with the first row of its completions and the row past their end; they lie one after the other."""
+def _runs(completions: Sequence[Span], window: int | None) -> list[tuple[int, int]]:
+    """Runs of adjacent rows that see anything of the prompt: the first row, and the row past the end."""
+    out: list[tuple[int, int]] = []
+    for span in completions:
+        end = span.start + (span.length if window is None else min(span.length, window - 1))
+        if out and out[-1][1] == span.start:
+            out[-1] = (out[-1][0], end)
+        elif end > span.start:
+            out.append((span.start, end))
+    return out
+
+
+def _lows(completions: Sequence[Span], first: int, end: int, keys: int, window: int | None) -> Tensor | None:
+    """For rows ``first .. end``, the first of the prompt's last ``keys`` rows in their window; None where all see all of these."""
+    if window is None:
+        return None
+    places = [at - s.start for s in completions for at in range(max(first, s.start), min(end, s.start + s.length))]
+    low = (torch.tensor(places) + keys + 1 - window).clamp_(min=0)
+    return low if bool(low.any()) else None
+
+
+def _families(spans: Sequence[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    """Each prompt with its completions that have rows; they lie one after the other."""
     for index, prompt in enumerate(spans):
         if prompt.prompt is None:
             end = index + 1
             while end < len(spans) and spans[end].prompt is not None:
                 end += 1
-            first, last = prompt.start + prompt.length, spans[end - 1]
-            if last.start + last.length > first:
-                yield prompt, first, last.start + last.length
+            yield prompt, [span for span in spans[index + 1 : end] if span.length]
 
 
 def _own_rows(rows: Tensor, index: Tensor, sequences: int, kv_heads: int) -> Tensor:
@@ -163,36 +208,37 @@ def _from_shared(values: Tensor, count: int) -> Tensor:
     return values.view(kv_heads, count, -1, width).transpose(0, 1).reshape(count, -1, width)
 
 
-def _causal(block: OwnBlock, unit: int, like: Tensor) -> Tensor:
-    """``[Q * U, Q]`` additive, for the last Q of the keys: query i sees own keys up to offset + i."""
-    place = torch.arange(block.queries, device=like.device)
-    hidden = place[None] > place.repeat_interleave(unit)[:, None]
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+def _hide(scores: Tensor, lines: _Lines) -> None:
+    """Set to -inf, in place, what the lines of ``scores`` ``[x, Q * U, S]`` do not see."""
+    places = torch.arange(scores.shape[2], device=scores.device)[None]
+    if lines.offset >= 0:
+        ends = torch.arange(lines.queries, device=scores.device).repeat_interleave(lines.unit)[:, None] + lines.offset
+        scores[:, :, lines.offset :].masked_fill_((places > ends)[:, lines.offset :], float("-inf"))
+    if lines.low is not None:
+        scores.masked_fill_(places < lines.low.repeat_interleave(lines.unit)[:, None], float("-inf"))
 
 
-def _weights(query: Tensor, key: Tensor, unit: int, block: OwnBlock | None) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(score - max) of queries ``[x, Q * U, E]`` against keys ``[x, S, E]``, causal in an own block; the maxima, and fp32 sums."""
+def _weights(query: Tensor, key: Tensor, lines: _Lines) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - max) of queries ``[x, Q * U, E]`` against keys ``[x, S, E]``, as far as they see; the maxima, and fp32 sums."""
     scores = torch.bmm(query, key.transpose(1, 2))
     if native.fits(scores):
-        return scores, *native.soften(scores, *_lines(block, unit))
-    if block is not None:
-        scores[:, :, block.offset :].add_(_causal(block, unit, scores))
+        return scores, *native.soften(scores, *lines)
+    _hide(scores, lines)
     top = scores.amax(-1, keepdim=True)
     weights = scores.sub_(top).exp_()
     return weights, top, weights.sum(-1, keepdim=True, dtype=torch.float32)
 
 
 def _weights_and_gradient(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, value: Tensor, unit: int, block: OwnBlock | None
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, value: Tensor, lines: _Lines
 ) -> tuple[Tensor, Tensor]:
     """w = exp(score - top) once more, and the scores' gradient w (grad_out . value - delta); ``rows``: query, grad_out, delta, top."""
     query, grad_out, delta, top = rows
     scores, grad_scores = torch.bmm(query, key.transpose(1, 2)), torch.bmm(grad_out, value.transpose(1, 2))
     if native.fits(scores):
-        native.soften_backward(scores, grad_scores, top, delta, *_lines(block, unit))
+        native.soften_backward(scores, grad_scores, top, delta, *lines)
         return scores, grad_scores
-    if block is not None:
-        scores[:, :, block.offset :].add_(_causal(block, unit, scores))
+    _hide(scores, lines)
     weights = scores.sub_(top).exp_()
     return weights, grad_scores.sub_(delta).mul_(weights)
 
@@ -205,27 +251,44 @@ def _delta(grad_out: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor
     return delta, grad_out / total.to(grad_out.dtype)
 
 
-def _lines(block: OwnBlock | None, unit: int) -> tuple[int, int, int]:
-    """For the kernels: queries, heads per key head, and how many keys the first query sees before its own; all where there is no block."""
-    return (1, 1, -1) if block is None else (block.queries, unit, block.offset)
+class _Lines(NamedTuple):
+    """What the lines of a block's scores see: they are ``queries`` x ``unit`` heads, again and again."""
+
+    queries: int
+    unit: int
+    offset: int
+    """Query i sees the first ``offset + i + 1`` keys; all where it is negative,"""
+    low: Tensor | None
+    """those before ``low[i]`` left out."""
 
 
-def _parts(rotated: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _lines(block: OwnBlock | SharedBlock, unit: int) -> _Lines:
+    if isinstance(block, OwnBlock):
+        return _Lines(block.queries, unit, block.offset, block.low)
+    return _Lines(1, 1, -1, None) if block.low is None else _Lines(block.count, unit, -1, block.low)
+
+
+def _parts(rotated: Tensor, heads: int, kv_heads: int, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, scaled, and keys and values, each contiguous by rows."""
     query, key, value = rotated.split([heads, kv_heads, kv_heads], dim=1)
-    return query * rotated.shape[-1] ** -0.5, key.contiguous(), value.contiguous()
+    return query * (rotated.shape[-1] ** -0.5 if scale is None else scale), key.contiguous(), value.contiguous()
 
 
-def attend(rotated: Tensor, plan: BlockedPlan, heads: int, kv_heads: int) -> tuple[Tensor, Statistics]:
-    """Output ``[R + 1, H, E]`` and the statistics of its softmax, from rotated ``[R + 1, H + 2K, E]`` whose last row is zero."""
+def attend(
+    rotated: Tensor, plan: BlockedPlan, heads: int, kv_heads: int, scale: float | None = None
+) -> tuple[Tensor, Statistics]:
+    """Output ``[R + 1, H, E]`` and the statistics of its softmax, from rotated ``[R + 1, H + 2K, E]`` whose last row is zero.
+
+    ``scale``: of queries; 1 / sqrt(E) by default.
+    """
     unit = heads // kv_heads
-    query, key, value = _parts(rotated, heads, kv_heads)
+    query, key, value = _parts(rotated, heads, kv_heads, scale)
     out = torch.empty_like(query)
     top = torch.zeros(*query.shape[:2], 1, dtype=query.dtype, device=query.device)
     total = torch.ones(top.shape, dtype=torch.float32, device=query.device)
     for own in plan.own:
         k, v = (_own_rows(x, own.key_rows, own.sequences, kv_heads) for x in (key, value))
-        weights, largest, sums = _weights(_own_rows(query, own.query_rows, own.sequences, kv_heads), k, unit, own)
+        weights, largest, sums = _weights(_own_rows(query, own.query_rows, own.sequences, kv_heads), k, _lines(own, unit))
         _put_own(top, own.query_rows, largest, own, kv_heads)
         _put_own(total, own.query_rows, sums, own, kv_heads)
         _put_own(out, own.query_rows, torch.bmm(weights, v), own, kv_heads)
@@ -248,7 +311,9 @@ def _attend_shared(
     """Add the prompt's share to rows whose own share is there, and divide by the sum over both."""
     rows, prompt = slice(part.first, part.first + part.count), slice(part.prompt, part.prompt + part.keys)
     k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
-    weights, largest, sums = _weights(_shared_rows(query, part.first, part.count, kv_heads), k, 1, None)
+    weights, largest, sums = _weights(
+        _shared_rows(query, part.first, part.count, kv_heads), k, _lines(part, query.shape[1] // kv_heads)
+    )
     total = _from_shared(sums.contiguous(), part.count)
     seen = _from_shared(torch.bmm(weights, v), part.count)
     largest = _from_shared(largest, part.count)
@@ -260,21 +325,22 @@ def _attend_shared(
 
 
 def attend_backward(
-    grad_out: Tensor, rotated: Tensor, out: Tensor, found: Statistics, plan: BlockedPlan, heads: int, kv_heads: int
-) -> Tensor:
+    grad_out: Tensor, rotated: Tensor, out: Tensor, found: Statistics, plan: BlockedPlan, heads: int, kv_heads: int,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Gradient of ``rotated``, ``[R + 1, H + 2K, E]``; ``grad_out`` and ``out`` are ``[R + 1, H, E]``, the last row of ``grad_out`` 0.
 
     With w = exp(score - top) / total, the gradient of the scores is w (grad_out . value - delta). The division by ``total`` is made
     once, on ``grad_out`` and ``delta``, instead of on every weight.
     """
     unit = heads // kv_heads
-    query, key, value = _parts(rotated, heads, kv_heads)
+    query, key, value = _parts(rotated, heads, kv_heads, scale)
     delta, grad_out = _delta(grad_out, out, found.total)
     grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for own in plan.own:
         q, g, d, t = (_own_rows(x, own.query_rows, own.sequences, kv_heads) for x in (query, grad_out, delta, found.top))
         k, v = (_own_rows(x, own.key_rows, own.sequences, kv_heads) for x in (key, value))
-        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, unit, own)
+        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, _lines(own, unit))
         _add_own(grad_value, own.key_rows, torch.bmm(weights.transpose(1, 2), g), own, kv_heads)
         _add_own(grad_key, own.key_rows, torch.bmm(grad_scores.transpose(1, 2), q), own, kv_heads)
         _put_own(grad_query, own.query_rows, torch.bmm(grad_scores, k), own, kv_heads)
@@ -282,8 +348,8 @@ def attend_backward(
         q, g, d, t = (_shared_rows(x, part.first, part.count, kv_heads) for x in (query, grad_out, delta, found.top))
         prompt = slice(part.prompt, part.prompt + part.keys)
         k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
-        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, 1, None)
+        weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, _lines(part, unit))
         grad_value[prompt] += torch.bmm(weights.transpose(1, 2), g).transpose(0, 1)
         grad_key[prompt] += torch.bmm(grad_scores.transpose(1, 2), q).transpose(0, 1)
         grad_query[part.first : part.first + part.count] += _from_shared(torch.bmm(grad_scores, k), part.count)
-    return torch.cat([grad_query.mul_(rotated.shape[-1] ** -0.5), grad_key, grad_value], dim=1)
+    return torch.cat([grad_query.mul_(rotated.shape[-1] ** -0.5 if scale is None else scale), grad_key, grad_value], dim=1)

@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 from groupwise.models.attention import default_implementation, plan_attention
 from groupwise.models.blocks import Blocks, hollow
 from groupwise.models.families import FAMILIES, Family, why_uncovered
+from groupwise.models.families.family import FULL, SLIDING
 from groupwise.models.layer import Layer, Shape
 from groupwise.models.layout import Packed, pack
 from groupwise.models.logprobs import Scored, score_tokens
@@ -53,6 +54,12 @@ def layer_sources(layer: nn.Module, family: Family) -> dict[str, list[nn.Paramet
         if getattr(modules[0], "bias", None) is not None:
             found[f"{name}_bias"] = [module.bias for module in modules]
     return found
+
+
+def _rotary(trunk: Any, window: int | None, family: Family) -> Any:
+    """What gives layers with this window their rotary factors: in transformers 4 a module of their own, in 5 one that is told the kind."""
+    local = getattr(trunk, "rotary_emb_local", None) if family.rope_by_kind and window is not None else None
+    return trunk.rotary_emb if local is None else local
 
 
 class Decoder:
@@ -92,15 +99,31 @@ class Decoder:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.epsilon: float = config.rms_norm_eps
-        self.shape = Shape(self.heads, self.kv_heads, self.head_width, self.epsilon)
+        settings, family = config.to_dict(), self.family
+        self.norm: tuple[float, float] = (config.rms_norm_eps, family.norm_offset)
+        """Epsilon and offset of every norm."""
+        self.shape = Shape(
+            self.heads,
+            self.kv_heads,
+            self.head_width,
+            *self.norm,
+            family.query_scale_of(settings),
+            family.activation_of(settings),
+        )
+        windows = family.windows(settings)
+        self.windows: list[int | None] = sorted(set(windows), key=lambda window: window or 0)
+        """Of each kind of layer; None for one that sees all positions."""
+        self.kinds = [self.windows.index(window) for window in windows]
+        """Of each layer, its place among them."""
         self.vocabulary: int = config.vocab_size
         self.gradient_checkpointing = gradient_checkpointing
         self.device: torch.device = device or trunk.embed_tokens.weight.device
         self.dtype: torch.dtype = trunk.embed_tokens.weight.dtype
         self.attention = default_implementation(self.device) if attention == "auto" else attention
-        self._rotary = trunk.rotary_emb.to(self.device)
-        self._cos, self._sin = torch.empty(0), torch.empty(0)
+        scale = torch.tensor(config.hidden_size**0.5).to(self.dtype)  # rounded as the module rounds it
+        self.embedding_scale: float | None = scale.item() if family.scales_embedding else None
+        self._rotary = [_rotary(trunk, window, family).to(self.device) for window in self.windows]
+        self._ropes = [(torch.empty(0), torch.empty(0))] * len(self.windows)
         self.blocks: Blocks | None = None
         """The tensors' home once ``as_blocks`` has been called."""
         self.inside: Callable[..., Any] | None = None
@@ -175,19 +198,27 @@ class Decoder:
             named.append(("head", self.head))
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``cos`` and ``sin`` ``[R, 1, E / 2]`` at reserved ``positions`` ``[R]``, as the module's own rotary embedding gives them."""
-        return self._cos[positions], self._sin[positions]
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``[R, D]``: what enters the first layer."""
+        x = embedding(token_ids, self.embedding)
+        return x if self.embedding_scale is None else x * self.embedding_scale
+
+    def ropes(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """``cos`` and ``sin`` ``[R, 1, E / 2]`` at reserved ``positions`` ``[R]`` for each kind of layer, as the module's own rotary
+        embeddings give them."""
+        return [(cos[positions], sin[positions]) for cos, sin in self._ropes]
 
     def reserve_positions(self, count: int) -> None:
         """Tabulate the rotary embedding for positions below ``count``, so that no step has to ask for the largest position."""
-        if count <= len(self._cos):
+        if count <= len(self._ropes[0][0]):
             return
-        with torch.no_grad():
-            probe = torch.empty(1, dtype=self.dtype, device=self.device)
-            cos, sin = self._rotary(probe, torch.arange(count, device=self.device)[None])
-        half = self.head_width // 2
-        self._cos, self._sin = cos[0, :, None, :half].contiguous(), sin[0, :, None, :half].contiguous()
+        probe, positions = torch.empty(1, dtype=self.dtype, device=self.device), torch.arange(count, device=self.device)[None]
+        self._ropes = []
+        for rotary, window in zip(self._rotary, self.windows, strict=True):
+            kind = (SLIDING if window else FULL,) if self.family.rope_by_kind and hasattr(rotary, "layer_types") else ()
+            with torch.no_grad():
+                cos, sin = (table[0, :, None, : self.head_width // 2].contiguous() for table in rotary(probe, positions, *kind))
+            self._ropes.append((cos, sin))
 
     def hidden(self, packed: Packed, keep_kv: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Outputs of the last layer before the final norm, ``[R, D]``.
@@ -195,12 +226,12 @@ class Decoder:
         ``keep_kv(layer, kv)``, when given, is called with each layer's rotated keys and values ``[R, 2K, E]``.
         """
         self.reserve_positions(packed.longest)
-        plan = plan_attention(packed, *self.rope(packed.positions_R), self.attention)
-        x = embedding(packed.token_ids_R, self.embedding)
+        plans = plan_attention(packed, self.ropes(packed.positions_R), self.windows, self.attention)
+        x = self.embed(packed.token_ids_R)
         for index, layer in enumerate(self.layers):
             adapt_threads()
             run = layer.forward if self.inside is None else layer
-            x, keys_values = run(x, plan, self.shape, self.gradient_checkpointing)
+            x, keys_values = run(x, plans[self.kinds[index]], self.shape, self.gradient_checkpointing)
             if keep_kv is not None:
                 keep_kv(index, keys_values)
         return x
@@ -214,7 +245,7 @@ class Decoder:
         return self._states(packed) if self.inside is None else self.inside(self._states, packed)  # type: ignore[no-any-return]
 
     def _states(self, packed: Packed) -> Tensor:
-        return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, self.epsilon)
+        return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, *self.norm)
 
     def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""

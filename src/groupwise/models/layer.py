@@ -24,14 +24,14 @@ from groupwise.models.attention import AttentionPlan
 from groupwise.models.blocked_attention import BlockedPlan, Statistics, attend, attend_backward
 from groupwise.models.library_attention import attend_by_library
 from groupwise.models.ops import (
+    gated,
+    gated_backward,
     head_norm,
     head_norm_backward,
     normalise,
     normalise_backward,
     rms_norm,
     rotate_heads,
-    swiglu,
-    swiglu_backward,
 )  # fmt: skip
 from groupwise.threads import adapt_threads
 
@@ -46,7 +46,7 @@ Collect = Callable[[Tensor, Tensor, str, str | None], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer's tensors; biases and head norms are ``None`` where the architecture has none."""
+    """One transformer layer's tensors; biases and norms that its family does not have are ``None``."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -58,6 +58,10 @@ class Layer:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    attention_norm: Tensor | None = None
+    """Of what attention adds to the residual stream (Gemma); ``post_norm`` is of what the feed-forward part reads."""
+    feed_forward_norm: Tensor | None = None
+    """Of what the feed-forward part adds."""
 
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, name) for name in self.__slots__]
@@ -83,6 +87,11 @@ class Shape:
     kv_heads: int
     head_width: int
     epsilon: float
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    query_scale: float | None = None
+    """By default 1 / sqrt(head_width)."""
+    activation: str = "silu"
 
 
 def layer_forward(
@@ -104,13 +113,16 @@ def layer_forward(
 
 def _by_library(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
     assert plan.rectangles is not None
-    qkv = layer.product("qkv", rms_norm(x, layer.input_norm, shape.epsilon)).view(len(x), -1, shape.head_width)
+    heads, kv_heads, norm = shape.heads, shape.kv_heads, (shape.epsilon, shape.norm_offset)
+    qkv = layer.product("qkv", rms_norm(x, layer.input_norm, *norm)).view(len(x), -1, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
-        qkv = head_norm(qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
-    attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, shape.heads, shape.kv_heads)
-    x = x + layer.product("output", attended.reshape(len(x), -1))
-    x = x + layer.product("down", swiglu(layer.product("gate_up", rms_norm(x, layer.post_norm, shape.epsilon))))
-    return x, rotated[:, shape.heads :]
+        qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
+    attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, heads, kv_heads, shape.query_scale)
+    added = layer.product("output", attended.reshape(len(x), -1))
+    x = x + (added if layer.attention_norm is None else rms_norm(added, layer.attention_norm, *norm))
+    added = layer.product("down", gated(layer.product("gate_up", rms_norm(x, layer.post_norm, *norm)), shape.activation))
+    x = x + (added if layer.feed_forward_norm is None else rms_norm(added, layer.feed_forward_norm, *norm))
+    return x, rotated[:, heads:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,9 @@ class Kept:
     middle: Tensor
     """The residual stream between attention and feed-forward, ``[R, D]``."""
     gate_up: Tensor
+    attention_added: Tensor
+    """What attention and feed-forward add, before the norms of it, ``[R, D]``; where there are none, nothing."""
+    feed_forward_added: Tensor
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__slots__]
@@ -140,20 +155,28 @@ def _blocks(plan: AttentionPlan) -> BlockedPlan:
 
 def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Kept]:
     """The output ``[R, D]``, and what the backward pass starts from. Each weight is asked for once."""
-    rows, turned = len(x), shape.heads + shape.kv_heads
-    normal, _ = normalise(x, layer.input_norm, shape.epsilon)
+    rows, turned, norm = len(x), shape.heads + shape.kv_heads, (shape.epsilon, shape.norm_offset)
+    normal, _ = normalise(x, layer.input_norm, *norm)
     qkv = raw = linear(normal, layer.qkv, layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
-        qkv = head_norm(raw, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon)
+        qkv = head_norm(raw, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, *norm)
     rotated = qkv.new_empty(rows + 1, *qkv.shape[1:])
     rotate_heads(qkv, plan.cos, plan.sin, rotated[:rows], turned)
     rotated[rows] = 0
-    attended, found = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads)
-    middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias).add_(x)
-    gate_up = linear(normalise(middle, layer.post_norm, shape.epsilon)[0], layer.gate_up)
-    out = linear(swiglu(gate_up), layer.down).add_(middle)
-    kept = raw if layer.q_norm is not None else raw.new_empty(0)
-    return out, Kept(kept, rotated, attended, found.top, found.total, middle, gate_up)
+    attended, found = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale)
+    nothing = x.new_empty(0)
+    attention_added = feed_forward_added = nothing
+    middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias)
+    if layer.attention_norm is not None:
+        attention_added, middle = middle, normalise(middle, layer.attention_norm, *norm)[0]
+    middle = middle.add_(x)
+    gate_up = linear(normalise(middle, layer.post_norm, *norm)[0], layer.gate_up)
+    out = linear(gated(gate_up, shape.activation), layer.down)
+    if layer.feed_forward_norm is not None:
+        feed_forward_added, out = out, normalise(out, layer.feed_forward_norm, *norm)[0]
+    out = out.add_(middle)
+    kept = raw if layer.q_norm is not None else nothing
+    return out, Kept(kept, rotated, attended, found.top, found.total, middle, gate_up, attention_added, feed_forward_added)
 
 
 class _BlockedLayer(Function):
@@ -192,23 +215,34 @@ def blocked_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients of the layer's input and, by name, of its norms and of what ``collect`` gives for each projection."""
     adapt_threads()
-    grad_gate_up, activated = swiglu_backward(grad @ layer.down, kept.gate_up)
-    grads = collect(grad, activated, "down", None)
+    grads: dict[str, Tensor] = {}
+
+    def through_norm(grad: Tensor, read: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The gradient of a norm's input, whose weight's gradient goes to ``grads``, and the norm's output once more."""
+        weight = getattr(layer, name)
+        normal, scale = normalise(read, weight, shape.epsilon, shape.norm_offset)
+        back, grads[name] = normalise_backward(grad, read, scale, weight, residual, shape.norm_offset)
+        return back, normal
+
+    added = grad if layer.feed_forward_norm is None else through_norm(grad, kept.feed_forward_added, "feed_forward_norm")[0]
+    grad_gate_up, activated = gated_backward(added @ layer.down, kept.gate_up, shape.activation)
+    grads |= collect(added, activated, "down", None)
     del activated
-    normal, scale = normalise(kept.middle, layer.post_norm, shape.epsilon)
+    grad_middle, normal = through_norm(grad_gate_up @ layer.gate_up, kept.middle, "post_norm", grad)
     grads |= collect(grad_gate_up, normal, "gate_up", None)
-    grad_middle, grads["post_norm"] = normalise_backward(grad_gate_up @ layer.gate_up, kept.middle, scale, layer.post_norm, grad)
     del grad_gate_up, normal
-    grads |= collect(grad_middle, kept.attended[: len(x)].flatten(1), "output", "output_bias")
-    grad_qkv = _attention_backward(grad_middle @ layer.output, kept, plan, shape)
+    added = grad_middle
+    if layer.attention_norm is not None:
+        added = through_norm(grad_middle, kept.attention_added, "attention_norm")[0]
+    grads |= collect(added, kept.attended[: len(x)].flatten(1), "output", "output_bias")
+    grad_qkv = _attention_backward(added @ layer.output, kept, plan, shape)
     if layer.q_norm is not None and layer.k_norm is not None:
         grad_qkv, grads["q_norm"], grads["k_norm"] = head_norm_backward(
-            grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon
+            grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon, shape.norm_offset
         )
     grad_qkv = grad_qkv.flatten(1)
-    normal, scale = normalise(x, layer.input_norm, shape.epsilon)
+    grad_x, normal = through_norm(grad_qkv @ layer.qkv, x, "input_norm", grad_middle)
     grads |= collect(grad_qkv, normal, "qkv", "qkv_bias")
-    grad_x, grads["input_norm"] = normalise_backward(grad_qkv @ layer.qkv, x, scale, layer.input_norm, grad_middle)
     return grad_x, grads
 
 
@@ -218,9 +252,9 @@ def _attention_backward(grad: Tensor, kept: Kept, plan: AttentionPlan, shape: Sh
     grad_out = torch.zeros_like(kept.attended)
     grad_out[:rows] = grad.view(rows, shape.heads, shape.head_width)
     found = Statistics(kept.top, kept.total)
-    grad_rotated = attend_backward(grad_out, kept.rotated, kept.attended, found, _blocks(plan), shape.heads, shape.kv_heads)[
-        :rows
-    ]
+    grad_rotated = attend_backward(
+        grad_out, kept.rotated, kept.attended, found, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale
+    )[:rows]
     grad_qkv = torch.empty_like(grad_rotated)
     rotate_heads(grad_rotated, plan.cos, plan.sin, grad_qkv, turned, inverse=True)
     return grad_qkv

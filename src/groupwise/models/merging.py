@@ -155,6 +155,8 @@ class MergedLayer:
     k_norm: Tensor | None
     qkv_bias: Tensor | None
     output_bias: Tensor | None
+    attention_norm: Tensor | None
+    feed_forward_norm: Tensor | None
 
     def __init__(self, layer: nn.Module, family: Family, dtype: torch.dtype) -> None:
         found = {name: [layer.get_submodule(place) for place in places] for name, places in family.tensors.items()}

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import gelu, silu
 
 from groupwise.models.native import calls as native
 
 __all__ = [
-    "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",
-    "rotate_heads", "scramble", "swiglu", "swiglu_backward", "uniforms",
+    "gated", "gated_backward", "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",
+    "rotate_heads", "scramble", "uniforms",
 ]  # fmt: skip
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
@@ -42,24 +43,26 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(scramble(keys, positions), 11).double() * 2.0**-53
 
 
-def normalise(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """``rms_norm`` without a gradient, and the factor of each row, fp32 ``[..., 1]``."""
     if native.fits(x, x.shape[-1]) and x.is_contiguous():
-        return native.norm(x, weight, epsilon)
+        return native.norm(x, weight, epsilon, offset)
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
+    if offset:
+        return (x32 * scale * (offset + weight.float())).to(x.dtype), scale
     return (x32 * scale).to(x.dtype) * weight, scale
 
 
 def normalise_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, residual: Tensor | None = None
+    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x``, with ``residual`` added if given, and of ``weight``; ``scale`` is what ``normalise`` gave."""
     if native.fits(x, x.shape[-1]) and x.is_contiguous() and grad.is_contiguous():
-        return native.norm_backward(grad, x, scale, weight, residual)
+        return native.norm_backward(grad, x, scale, weight, residual, offset)
     normal = x.float() * scale
     grad_weight = (grad.float() * normal).flatten(0, -2).sum(0)
-    inner = grad.float() * weight.float()
+    inner = grad.float() * (weight.float() + offset if offset else weight.float())
     dot = (inner * normal).mean(-1, keepdim=True)
     grad_x = inner.addcmul_(normal, dot, value=-1).mul_(scale)
     back = grad_x.to(x.dtype)
@@ -68,57 +71,64 @@ def normalise_backward(
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        y, scale = normalise(x, weight, epsilon)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        y, scale = normalise(x, weight, epsilon, offset)
         ctx.save_for_backward(x, scale, weight)
+        ctx.offset = offset
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *normalise_backward(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *normalise_backward(grad, *ctx.saved_tensors, offset=ctx.offset), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last axis, statistics in fp32 (Zhang & Sennrich, 2019)."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """``x / sqrt(mean(x^2) + epsilon) * (offset + weight)`` over the last axis, statistics in fp32 (Zhang & Sennrich, 2019)."""
     if not torch.is_grad_enabled():
-        return normalise(x, weight, epsilon)[0]
-    return _RMSNorm.apply(x, weight, epsilon)
+        return normalise(x, weight, epsilon, offset)[0]
+    return _RMSNorm.apply(x, weight, epsilon, offset)
 
 
-def _head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+def _head_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float, offset: float
+) -> Tensor:
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    return torch.cat([normalise(q, q_weight, epsilon)[0], normalise(k, k_weight, epsilon)[0], v], dim=1)
+    return torch.cat([normalise(q, q_weight, epsilon, offset)[0], normalise(k, k_weight, epsilon, offset)[0], v], dim=1)
 
 
 class _HeadNorm(Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float, offset: float
+    ) -> Tensor:
         ctx.save_for_backward(qkv, q_weight, k_weight)
-        ctx.split = (heads, kv_heads, epsilon)
-        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
+        ctx.split = (heads, kv_heads, epsilon, offset)
+        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon, offset)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        return *head_norm_backward(grad, *ctx.saved_tensors, *ctx.split), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *head_norm_backward(grad, *ctx.saved_tensors, *ctx.split), None, None, None, None
 
 
 def head_norm_backward(
-    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float
+    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``head_norm``'s ``qkv`` and of both weights."""
     out, weight_grads = grad.clone(), []
     for part, weight in ((slice(0, heads), q_weight), (slice(heads, heads + kv_heads), k_weight)):
         _, scale = normalise(qkv[:, part], weight, epsilon)
-        out[:, part], weight_grad = normalise_backward(grad[:, part], qkv[:, part], scale, weight)
+        out[:, part], weight_grad = normalise_backward(grad[:, part], qkv[:, part], scale, weight, offset=offset)
         weight_grads.append(weight_grad)
     return out, weight_grads[0], weight_grads[1]
 
 
-def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float) -> Tensor:
+def head_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float, offset: float = 0.0
+) -> Tensor:
     """Qwen3's norm of each query and key head; ``qkv`` is ``[T, H + 2K, E]`` and its value heads pass through."""
     if not torch.is_grad_enabled():
-        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
-    return _HeadNorm.apply(qkv, q_weight, k_weight, heads, kv_heads, epsilon)
+        return _head_norm(qkv, q_weight, k_weight, heads, kv_heads, epsilon, offset)
+    return _HeadNorm.apply(qkv, q_weight, k_weight, heads, kv_heads, epsilon, offset)
 
 
 def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, inverse: bool = False) -> None:
@@ -135,11 +145,15 @@ def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, inverse: bool 
     out_second.addcmul_(first, sin, value=sign)
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def _activate(gate: Tensor, activation: str) -> Tensor:
+    return silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
+
+
+def _gated(gate_up: Tensor, activation: str) -> Tensor:
     if native.fits(gate_up, gate_up.shape[1] // 2):
-        return native.swiglu(gate_up)
+        return native.gated(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).mul_(up)
+    return _activate(gate, activation).mul_(up)
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, inverse: bool = False) -> None:
@@ -151,32 +165,39 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, 
     out[:, turned:] = x[:, turned:]
 
 
-class _SwiGLU(Function):
+class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up)
+        ctx.activation = activation
+        return _gated(gate_up, activation)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return swiglu_backward(grad.contiguous(), *ctx.saved_tensors)[0]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gated_backward(grad.contiguous(), *ctx.saved_tensors, ctx.activation)[0], None
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of ``swiglu``'s input ``[T, 2F]``, and its output once more ``[T, F]``."""
+def gated_backward(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
+    """Gradient of ``gated``'s input ``[T, 2F]``, and its output once more ``[T, F]``."""
     if native.fits(gate_up, grad.shape[1]):
-        return native.swiglu_backward(grad, gate_up)
+        return native.gated_backward(grad, gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate_up = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    activated = torch.nn.functional.silu(gate)
+    activated = _activate(gate, activation)
     torch.mul(activated, grad, out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    if activation == "silu":
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    else:
+        grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
     return grad_gate_up, activated.mul_(up)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``gate_up`` ``[T, 2F]`` (Shazeer, arXiv 2002.05202)."""
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """``act(gate) * up`` for ``gate_up`` ``[T, 2F]``: SwiGLU or GeGLU (Shazeer, arXiv 2002.05202).
+
+    ``activation``: ``silu``, or ``gelu_tanh`` (GELU by its approximation with tanh).
+    """
     if not torch.is_grad_enabled():
-        return _swiglu(gate_up)
-    return _SwiGLU.apply(gate_up)
+        return _gated(gate_up, activation)
+    return _Gated.apply(gate_up, activation)

@@ -37,7 +37,7 @@ def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
     if not setup.packed:
         return batch.padded * _module_row(setup)
     shape, s = setup.shape, setup.weight_bytes
-    raw = shape.qkv if shape.head_norm else 0
+    raw = (shape.qkv if shape.head_norm else 0) + (shape.layer_norms - 2) * shape.width
     if setup.device == "cpu":  # models/layer.py, _Kept and the input
         row = s * (2 * shape.width + shape.qkv + shape.attended + 2 * shape.feed_forward + raw) + shape.heads * (s + 4)
         return batch.rows * row

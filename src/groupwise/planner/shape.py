@@ -15,7 +15,7 @@ from groupwise.models.folder import is_folder_name
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
 _COUNTED = (
-    *FAMILIES, "phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
+    *FAMILIES, "phi3", "gemma", "gemma2", "smollm3", "olmo", "olmo2", "olmo3", "granite", "stablelm", "cohere",
     "cohere2", "glm", "glm4", "helium", "exaone4", "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
@@ -37,7 +37,9 @@ class ModelShape:
     """Whether the output head is the embedding."""
     qkv_bias: bool = False
     head_norm: bool = False
-    """Whether queries and keys are normed by head (Qwen3)."""
+    """Whether queries and keys are normed by head."""
+    layer_norms: int = 2
+    """Norms of the model's width in each layer."""
     architecture: str = "qwen2"
     uncovered: str | None = None
     """Why the lean decoder does not compute it, but the model's own module; None where it does."""
@@ -84,7 +86,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All weights: L (matrices + norms + biases) + V D, twice where the head is not the embedding, + the final norm."""
-        norms = 2 * self.width + (2 * self.head_width if self.head_norm else 0)
+        norms = self.layer_norms * self.width + (2 * self.head_width if self.head_norm else 0)
         biases = self.qkv if self.qkv_bias else 0
         return self.layers * (self.layer_matrices + norms + biases) + (1 if self.tied else 2) * self.head + self.width
 
@@ -183,9 +185,10 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_width=int(text.get("head_dim") or width // heads),
             vocabulary=int(text["vocab_size"]),
-            tied=bool(text.get("tie_word_embeddings", found.get("tie_word_embeddings", False))),
+            tied=bool(text.get("tie_word_embeddings", found.get("tie_word_embeddings", family is not None and family.tied))),
             qkv_bias=(family is not None and family.qkv_bias) or bool(text.get("attention_bias")),
             head_norm=family is not None and family.head_norm,
+            layer_norms=2 if family is None else family.layer_norms,
             architecture=architecture,
             uncovered=why_uncovered({**text, "model_type": architecture}),
         )

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
 
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.lanes import Lanes, attend
 from groupwise.models.decoder import Decoder
-from groupwise.models.native.calls import add_norm, decode_attention, swiglu
-from groupwise.models.ops import head_norm, rms_norm, rope_rotate
+from groupwise.models.native.calls import add_norm, decode_attention
+from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 from groupwise.models.projections import Product, plain_product, rearranged_product, rearranging_helps
 
 __all__ = ["DecodeStep", "DecodeWeights", "decode"]
@@ -107,42 +106,51 @@ def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeS
 
 
 def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
-    heads, kv_heads, epsilon = decoder.heads, decoder.kv_heads, decoder.epsilon
-    cos, sin = decoder.rope(step.positions)
-    x, before = embedding(step.last_tokens, decoder.embedding), None
+    shape, norm = decoder.shape, decoder.norm
+    heads, kv_heads = shape.heads, shape.kv_heads
+    ropes = decoder.ropes(step.positions)
+    x, added = decoder.embed(step.last_tokens), None
     rows = len(x)
-    for index, (layer, product) in enumerate(zip(decoder.layers, weights.layers, strict=True)):
-        qkv = product.qkv(add_norm(x, before, layer.input_norm, epsilon)).view(rows, heads + 2 * kv_heads, -1)
+    for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
+        qkv = product.qkv(add_norm(x, added, layer.input_norm, *norm)).view(rows, heads + 2 * kv_heads, -1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, epsilon)
+            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
         attended = decode_attention(
-            qkv, cos, sin, cache.own[index], cache.prompt[index], step.own_lengths, step.group_of_row, step.prompt_lengths, heads
-        )
-        gate_up = product.gate_up(add_norm(x, product.output(attended.view(rows, -1)), layer.post_norm, epsilon))
-        before = product.down(swiglu(gate_up))
-    return weights.head(add_norm(x, before, decoder.final_norm, epsilon))
+            qkv, *ropes[kind], cache.own[index], cache.prompt[index], step.own_lengths, step.group_of_row, step.prompt_lengths, heads,
+            shape.query_scale, decoder.windows[kind],
+        )  # fmt: skip
+        added = product.output(attended.view(rows, -1))
+        if layer.attention_norm is not None:
+            added = add_norm(added, None, layer.attention_norm, *norm)
+        added = product.down(gated(product.gate_up(add_norm(x, added, layer.post_norm, *norm)), shape.activation))
+        if layer.feed_forward_norm is not None:
+            added = add_norm(added, None, layer.feed_forward_norm, *norm)
+    return weights.head(add_norm(x, added, decoder.final_norm, *norm))
 
 
 def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
-    heads, kv_heads, epsilon, lanes = decoder.heads, decoder.kv_heads, decoder.epsilon, step.lanes
+    shape, norm, lanes = decoder.shape, decoder.norm, step.lanes
+    heads, kv_heads = shape.heads, shape.kv_heads
     assert lanes is not None
-    cos, sin = decoder.rope(step.positions)
-    scale = decoder.head_width**-0.5
+    ropes = decoder.ropes(step.positions)
+    scale = decoder.head_width**-0.5 if shape.query_scale is None else shape.query_scale
     lanes.mask.scatter_(1, (step.own_lengths + lanes.prompt_positions)[:, None], 0.0)
-    x = embedding(step.last_tokens, decoder.embedding)
+    masks = [lanes.mask_of(window, step.positions) for window in decoder.windows]
+    x = decoder.embed(step.last_tokens)
     rows, turned = len(x), heads + kv_heads
     rotated = torch.empty(rows, turned, decoder.head_width, dtype=x.dtype, device=x.device)
     query = rotated[:, :heads]
-    for index, (layer, product) in enumerate(zip(decoder.layers, weights.layers, strict=True)):
-        qkv = product.qkv(rms_norm(x, layer.input_norm, epsilon)).view(rows, turned + kv_heads, -1)
+    for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
+        qkv = product.qkv(rms_norm(x, layer.input_norm, *norm)).view(rows, turned + kv_heads, -1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, epsilon)
-        rope_rotate(qkv[:, :turned], cos, sin, rotated)
+            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
+        rope_rotate(qkv[:, :turned], *ropes[kind], rotated)
         keys, values = cache.own[index]
         keys[lanes.row_index, :, step.own_lengths] = rotated[:, heads:]
         values[lanes.row_index, :, step.own_lengths] = qkv[:, turned:]
-        attended = attend(query.mul(scale).view(rows, kv_heads, heads // kv_heads, -1), cache, index, lanes)
-        x = x + product.output(attended.view(rows, -1))
-        gate, up = product.gate_up(rms_norm(x, layer.post_norm, epsilon)).chunk(2, dim=-1)
-        x = x + product.down(silu(gate).mul_(up))
-    return weights.head(rms_norm(x, decoder.final_norm, epsilon))
+        attended = attend(query.mul(scale).view(rows, kv_heads, heads // kv_heads, -1), cache, index, lanes, masks[kind])
+        added = product.output(attended.view(rows, -1))
+        x = x + (added if layer.attention_norm is None else rms_norm(added, layer.attention_norm, *norm))
+        added = product.down(gated(product.gate_up(rms_norm(x, layer.post_norm, *norm)), shape.activation))
+        x = x + (added if layer.feed_forward_norm is None else rms_norm(added, layer.feed_forward_norm, *norm))
+    return weights.head(rms_norm(x, decoder.final_norm, *norm))

@@ -222,7 +222,7 @@ class _Batch:
         self._leave()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.weights.head(rms_norm(hidden, self.decoder.final_norm, self.decoder.epsilon))
+        return self.weights.head(rms_norm(hidden, self.decoder.final_norm, *self.decoder.norm))
 
     def _prefill(self, groups: list[_Pending]) -> None:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""

@@ -33,6 +33,8 @@ class Lanes:
     """P."""
     mask: Tensor
     """``[B, P + C]`` additive: a row sees its prompt and its own positions filled so far."""
+    places: Tensor
+    """``[B, P + C]``: of each place in the cache, the position in the row's sequence."""
 
     @classmethod
     def plan(cls, cache: Cache, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int]) -> Lanes:
@@ -60,7 +62,14 @@ class Lanes:
             lane_of_row=None if in_order else torch.tensor(lanes, device=table.device),
             row_of_lane=row_of_lane.to(table.device), prompt_positions=cache.prompt_room,
             mask=torch.zeros(seen.shape, dtype=table.dtype).masked_fill_(~seen, float("-inf")).to(table.device),
+            places=torch.cat(
+                [torch.arange(cache.prompt_room).expand(len(lanes), -1), prompt_of_row[:, None] + torch.arange(cache.room)], dim=1
+            ).to(table.device),
         )  # fmt: skip
+
+    def mask_of(self, window: int | None, positions: Tensor) -> Tensor:
+        """``mask`` for layers in which the tokens at ``positions`` ``[B]`` see so many positions, themselves included."""
+        return self.mask if window is None else self.mask.masked_fill(self.places <= positions[:, None] - window, float("-inf"))
 
     def to_lanes(self, rows: Tensor) -> Tensor:
         """``[B, K, U, x]`` to ``[S * K, W * U, x]``: rows of one group beside each other."""
@@ -75,15 +84,15 @@ class Lanes:
         return rows if self.lane_of_row is None else rows.index_select(0, self.lane_of_row)
 
 
-def attend(query: Tensor, cache: Cache, layer: int, lanes: Lanes) -> Tensor:
-    """``query`` ``[B, K, U, E]``, already scaled, to attention output of the same shape."""
+def attend(query: Tensor, cache: Cache, layer: int, lanes: Lanes, mask: Tensor) -> Tensor:
+    """``query`` ``[B, K, U, E]``, already scaled, to attention output of the same shape; ``mask``: as ``lanes.mask``."""
     b, k, u, e = query.shape
     own_key, own_value = (table[:b].view(b * k, cache.room, e) for table in cache.own[layer])
     prompt_key, prompt_value = (table[: lanes.groups].flatten(0, 1) for table in cache.prompt[layer])  # [S * K, P, E]
     p = prompt_key.shape[1]
     to_prompt = lanes.to_rows(torch.bmm(lanes.to_lanes(query), prompt_key.transpose(1, 2)), k, u)
     to_own = torch.bmm(query.view(b * k, u, e), own_key.transpose(1, 2)).view(b, k, u, -1)
-    scores = torch.cat([to_prompt, to_own], dim=-1).add_(lanes.mask[:, None, None])
+    scores = torch.cat([to_prompt, to_own], dim=-1).add_(mask[:, None, None])
     weights = torch.softmax(scores, dim=-1)  # in fp32 within, whatever the dtype
     from_own = torch.bmm(weights[..., p:].reshape(b * k, u, -1), own_value).view(b, k, u, e)
     return from_own.add_(lanes.to_rows(torch.bmm(lanes.to_lanes(weights[..., :p]), prompt_value), k, u))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.models.families.family import Family, Settings
+from groupwise.models.families.gemma3 import GEMMA3
 from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
 __all__ = ["FAMILIES", "Family", "Settings", "why_uncovered"]
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)}
 """By transformers' ``model_type``."""
 
 

@@ -15,8 +15,22 @@ from torch import Tensor
 from groupwise.models.native.build import kernels
 
 __all__ = [
-    "add_by_heads", "add_norm", "by_heads", "decode_attention", "delta", "draw", "fits", "logit_gradients", "norm", "norm_backward",
-    "rotate", "soften", "soften_backward", "swiglu", "swiglu_backward", "take_logits",
+    "add_by_heads",
+    "add_norm",
+    "by_heads",
+    "decode_attention",
+    "delta",
+    "draw",
+    "fits",
+    "gated",
+    "gated_backward",
+    "logit_gradients",
+    "norm",
+    "norm_backward",
+    "rotate",
+    "soften",
+    "soften_backward",
+    "take_logits",
 ]  # fmt: skip
 
 
@@ -27,15 +41,15 @@ ROOM = 32
 
 _POINTER, _COUNT, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "gw_add_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
-    "gw_swiglu": (_POINTER, _POINTER, _COUNT, _COUNT),
-    "gw_decode_attention": (*[_POINTER] * 11, *[_COUNT] * 6),
+    "gw_add_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL, _REAL),
+    "gw_gated": (_POINTER, _POINTER, _COUNT, _COUNT, _FLAG),
+    "gw_decode_attention": (*[_POINTER] * 11, *[_COUNT] * 7, _REAL),
     "gw_draw": (*[_POINTER] * 5, _COUNT, _COUNT, _REAL, _FLAG),
-    "gw_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
-    "gw_norm_backward": (*[_POINTER] * 7, *[_COUNT] * 3),
-    "gw_swiglu_backward": (*[_POINTER] * 4, _COUNT, _COUNT),
-    "gw_soften": (*[_POINTER] * 3, *[_COUNT] * 5),
-    "gw_soften_backward": (*[_POINTER] * 4, *[_COUNT] * 5),
+    "gw_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL, _REAL),
+    "gw_norm_backward": (*[_POINTER] * 7, *[_COUNT] * 3, _REAL),
+    "gw_gated_backward": (*[_POINTER] * 4, _COUNT, _COUNT, _FLAG),
+    "gw_soften": (*[_POINTER] * 4, *[_COUNT] * 5),
+    "gw_soften_backward": (*[_POINTER] * 5, *[_COUNT] * 5),
     "gw_by_heads": (_POINTER, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4, _FLAG),
     "gw_add_by_heads": (_POINTER, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4),
     "gw_delta": (*[_POINTER] * 5, _COUNT, _COUNT),
@@ -66,25 +80,25 @@ def _load() -> bool:
     return True
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Add ``y`` to ``x`` ``[B, D]`` in place, and return ``rms_norm(x, weight)``."""
     out = torch.empty_like(x)
     added = None if y is None else y.data_ptr()
-    _functions["gw_add_norm"](x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon)
+    _functions["gw_add_norm"](x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon, offset)
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``[B, 2F]``."""
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """``act(gate) * up`` for ``[B, 2F]``; ``activation``: ``silu`` or ``gelu_tanh``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _functions["gw_swiglu"](gate_up.data_ptr(), out.data_ptr(), rows, width)
+    _functions["gw_gated"](gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")
     return out
 
 
 def decode_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tensor], own_lengths: Tensor,
-    group_of_row: Tensor, prompt_lengths: Tensor, heads: int,
+    group_of_row: Tensor, prompt_lengths: Tensor, heads: int, scale: float | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotate the fed tokens' queries and keys, append their keys and values to ``own``, and attend: ``[B, H, E]``.
 
@@ -94,12 +108,22 @@ def decode_attention(
         own: keys ``[B, K, E, C]`` and values ``[B, K, C, E]``; C a multiple of 32.
         prompt: keys ``[S, K, E, P]`` and values ``[S, K, P, E]``; P a multiple of 32.
         own_lengths, group_of_row, prompt_lengths: int64 ``[B]``, ``[B]``, ``[S]``; own lengths do not count the fed token.
+        scale: of queries; 1 / sqrt(E) by default.
+        window: how many positions the fed token sees, itself included; all by default.
     """
     rows, kv_heads, width = len(qkv), own[0].shape[1], qkv.shape[2]
     out = qkv.new_empty(rows, heads, width)
     addresses = (qkv, cos, sin, *own, *prompt, own_lengths, group_of_row, prompt_lengths, out)
     _functions["gw_decode_attention"](
-        *(tensor.data_ptr() for tensor in addresses), rows, heads, kv_heads, width, own[0].shape[3], prompt[0].shape[3]
+        *(tensor.data_ptr() for tensor in addresses),
+        rows,
+        heads,
+        kv_heads,
+        width,
+        own[0].shape[3],
+        prompt[0].shape[3],
+        window or 0,
+        width**-0.5 if scale is None else scale,
     )
     return out
 
@@ -114,16 +138,18 @@ def draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, gr
     return tokens, logprobs
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """``rms_norm`` of ``[..., D]``, and the factor of each row, fp32 ``[..., 1]``."""
     out, scales = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     width = x.shape[-1]
     addresses = (x, weight, out, scales)
-    _functions["gw_norm"](*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon)
+    _functions["gw_norm"](*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon, offset)
     return out, scales
 
 
-def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, residual: Tensor | None, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` (with ``residual`` added, if given) and of ``weight``."""
     width = x.shape[-1]
     rows = x.numel() // width
@@ -131,35 +157,39 @@ def norm_backward(grad: Tensor, x: Tensor, scales: Tensor, weight: Tensor, resid
     added = None if residual is None else residual.data_ptr()
     _functions["gw_norm_backward"](
         grad.data_ptr(), x.data_ptr(), scales.data_ptr(), weight.data_ptr(), added, out.data_ptr(), parts.data_ptr(), rows, width,
-        _NORM_CHUNK,
+        _NORM_CHUNK, offset,
     )  # fmt: skip
     return out, parts.sum(0).to(weight.dtype)
 
 
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of ``swiglu``'s input ``[B, 2F]``, and its output once more ``[B, F]``."""
+def gated_backward(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
+    """Gradient of ``gated``'s input ``[B, 2F]``, and its output once more ``[B, F]``."""
     grad_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)
     addresses = (grad, gate_up, grad_gate_up, out)
-    _functions["gw_swiglu_backward"](*(tensor.data_ptr() for tensor in addresses), *grad.shape)
+    _functions["gw_gated_backward"](*(tensor.data_ptr() for tensor in addresses), *grad.shape, activation == "gelu_tanh")
     return grad_gate_up, out
 
 
-def soften(scores: Tensor, queries: int, unit: int, offset: int) -> tuple[Tensor, Tensor]:
+def soften(scores: Tensor, queries: int, unit: int, offset: int, low: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``exp(scores - max)`` in place; the maxima, and the sums in fp32, ``[..., 1]`` each.
 
     Lines of ``scores`` ``[..., keys]`` are ``queries`` x ``unit`` heads, again and again. Query i sees the first ``offset + i + 1`` keys
-    (all for a negative ``offset``); what it does not see becomes 0.
+    (all for a negative ``offset``), those before ``low[i]`` left out (int64 ``[queries]``); what it does not see becomes 0.
     """
     top, total = scores.new_empty(*scores.shape[:-1], 1), torch.empty(*scores.shape[:-1], 1)
-    addresses = (scores, top, total)
-    _functions["gw_soften"](*(x.data_ptr() for x in addresses), total.numel(), scores.shape[-1], queries, unit, offset)
+    addresses = [x.data_ptr() for x in (scores, top, total)]
+    first = None if low is None else low.data_ptr()
+    _functions["gw_soften"](*addresses, first, total.numel(), scores.shape[-1], queries, unit, offset)
     return top, total
 
 
-def soften_backward(scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int) -> None:
+def soften_backward(
+    scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int, low: Tensor | None = None
+) -> None:
     """In place: ``scores`` to weights w = exp(scores - top), and ``grads`` to (grads - delta) w. Lines as for ``soften``."""
-    addresses = (scores, grads, top, delta)
-    _functions["gw_soften_backward"](*(x.data_ptr() for x in addresses), top.numel(), scores.shape[-1], queries, unit, offset)
+    addresses = [x.data_ptr() for x in (scores, grads, top, delta)]
+    first = None if low is None else low.data_ptr()
+    _functions["gw_soften_backward"](*addresses, first, top.numel(), scores.shape[-1], queries, unit, offset)
 
 
 def by_heads(rows: Tensor, index: Tensor | range, heads_first: Tensor, kv_heads: int, back: bool = False) -> None:

@@ -76,8 +76,17 @@ static inline vec exponential(vec given) {
 
 static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
 
-/* x += y (y may be NULL), then out = x / rms(x) * weight, row by row. */
-void gw_add_norm(bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float epsilon) {
+/* One row of a norm: x * scale, rounded, times weight; with an offset x * scale * (offset + weight), rounded once (Gemma's). */
+static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t width, float scale, float offset) {
+    if (offset == 0)
+        for (int64_t i = 0; i < width; i += LANES) store(out + i, round_bf16(load(x + i) * scale) * load(weight + i));
+    else
+        for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * scale * (offset + load(weight + i)));
+}
+
+/* x += y (y may be NULL), then out = x / rms(x) * (offset + weight), row by row. */
+void gw_add_norm(
+    bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float epsilon, float offset) {
 #pragma omp parallel for schedule(static) if (rows * width > 65536)
     for (int64_t row = 0; row < rows; row++) {
         bf16 *in = x + row * width, *to = out + row * width;
@@ -91,19 +100,29 @@ void gw_add_norm(bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int64_t 
             squares += v * v;
         }
         float scale = 1.0f / sqrtf(sum(squares) / width + epsilon);
-        for (int64_t i = 0; i < width; i += LANES) store(to + i, round_bf16(load(in + i) * scale) * load(weight + i));
+        norm_row(in, weight, to, width, scale, offset);
     }
 }
 
-/* out = silu(gate) * up for gate_up [rows, 2F]. */
-void gw_swiglu(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
+/* GELU by tanh is g * sigmoid(GELU_SLOPE * (g + GELU_CUBE * g^3)), since tanh(x) = 2 sigmoid(2 x) - 1; SiLU is g * sigmoid(g). */
+#define GELU_SLOPE 1.595769122f
+#define GELU_CUBE 0.044715f
+
+/* out = act(gate) * up for gate_up [rows, 2F]; act is SiLU, or GELU by tanh. */
+void gw_gated(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width, int gelu) {
 #pragma omp parallel for schedule(static) if (rows * width > 8192)
     for (int64_t row = 0; row < rows; row++) {
         const bf16 *gate = gate_up + 2 * row * width, *up = gate + width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            vec g = load(gate + i);
-            store(out + row * width + i, g * sigmoid(g) * load(up + i));
-        }
+        if (gelu)
+            for (int64_t i = 0; i < width; i += LANES) {
+                vec g = load(gate + i);
+                store(out + row * width + i, g * sigmoid(GELU_SLOPE * (g + GELU_CUBE * g * g * g)) * load(up + i));
+            }
+        else
+            for (int64_t i = 0; i < width; i += LANES) {
+                vec g = load(gate + i);
+                store(out + row * width + i, g * sigmoid(g) * load(up + i));
+            }
     }
 }
 
@@ -138,7 +157,7 @@ typedef void (*values_of)(const float *, int64_t, const bf16 *, int64_t, int64_t
 static const scores_of SCORES_OF[] = {scores_1, scores_2, scores_3, scores_4};
 static const values_of VALUES_OF[] = {values_1, values_2, values_3, values_4};
 
-/* Scores of U heads against the first `count` of `room` keys stored [E, room]. */
+/* Scores of U heads against the first `count` of keys stored [E, room]. */
 static void score(const float *q, int64_t heads, const bf16 *keys, int64_t count, int64_t room, int64_t width, float *to, int64_t line) {
     for (int64_t c = 0; c < count; c += 2 * LANES)
         for (int64_t u = 0; u < heads; u += 4)
@@ -151,13 +170,15 @@ static void weigh(const float *weights, int64_t heads, int64_t line, const bf16 
             VALUES_OF[(heads - u < 4 ? heads - u : 4) - 1](weights + u * line, line, values + e, count, width, to + u * width + e);
 }
 
-/* In place: e^(s - max) over both parts of a line; returns the sum. What lies between a part's end and the next multiple of 2 * LANES
- * is set to 0. */
-static float soften(float *prompt, int64_t prompt_count, float *own, int64_t own_count) {
+/* In place: e^(s - max) over both parts of a line; returns the sum. The first `hidden` of a part, and what lies between its end and the
+ * next multiple of 2 * LANES, are set to 0. */
+static float soften(
+    float *prompt, int64_t prompt_count, int64_t prompt_hidden, float *own, int64_t own_count, int64_t own_hidden) {
     float *parts[] = {prompt, own};
-    int64_t counts[] = {prompt_count, own_count};
+    int64_t counts[] = {prompt_count, own_count}, hidden[] = {prompt_hidden, own_hidden};
     vec most = splat(-INFINITY), total = {0};
     for (int part = 0; part < 2; part++) {
+        for (int64_t c = 0; c < hidden[part]; c++) parts[part][c] = -INFINITY;
         for (int64_t c = counts[part]; c % (2 * LANES); c++) parts[part][c] = -INFINITY;
         for (int64_t c = 0; c < counts[part]; c += LANES) most = larger(*(vec *)(parts[part] + c), most);
     }
@@ -184,13 +205,13 @@ static void rotate(const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t 
 /* One decode step's attention: rotates the fed token's queries and key, appends its key and value, and attends to prompt and own
  * tokens. qkv [B, H + 2K, E]; cosine, sine [B, E/2]; own_keys [B, K, E, C], own_values [B, K, C, E]; prompt_keys [S, K, E, P],
  * prompt_values [S, K, P, E]; own_lengths [B] before this token; group_of_row [B]; prompt_lengths [S]; out [B, H, E].
- * C and P are multiples of 32, E too. */
+ * C and P are multiples of 32, E too. A token sees the last `window` positions, itself included; all where it is 0. */
 void gw_decode_attention(
     const bf16 *qkv, const bf16 *cosine, const bf16 *sine, bf16 *own_keys, bf16 *own_values, const bf16 *prompt_keys,
     const bf16 *prompt_values, const int64_t *own_lengths, const int64_t *group_of_row, const int64_t *prompt_lengths, bf16 *out,
-    int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int64_t own_room, int64_t prompt_room) {
+    int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int64_t own_room, int64_t prompt_room, int64_t window,
+    float scale) {
     const int64_t unit = heads / kv_heads, line = prompt_room + own_room;
-    const float scale = 1.0f / sqrtf(width);
 #pragma omp parallel
     {
         float *q = malloc(sizeof(float) * unit * (2 * width + line));
@@ -207,14 +228,19 @@ void gw_decode_attention(
             for (int64_t u = 0; u < unit; u++) rotate(in + (k * unit + u) * width, c, s, width, scale, q + u * width);
 
             const int64_t prompt = prompt_lengths[group], head = (group * kv_heads + k) * width * prompt_room;
-            score(q, unit, prompt_keys + head, prompt, prompt_room, width, weights, line);
-            score(q, unit, keys, at + 1, own_room, width, weights + prompt_room, line);
+            const int64_t past = window && prompt + at + 1 > window ? prompt + at + 1 - window : 0; /* positions out of sight */
+            const int64_t hidden = past < prompt ? past : prompt, own_hidden = past - hidden;
+            const int64_t p = hidden / (2 * LANES) * 2 * LANES, o = own_hidden / (2 * LANES) * 2 * LANES; /* whole blocks are skipped */
+            score(q, unit, prompt_keys + head + p, prompt - p, prompt_room, width, weights + p, line);
+            score(q, unit, keys + o, at + 1 - o, own_room, width, weights + prompt_room + o, line);
             memset(sums, 0, sizeof(float) * unit * width);
             float totals[unit];
-            for (int64_t u = 0; u < unit; u++)
-                totals[u] = soften(weights + u * line, prompt, weights + u * line + prompt_room, at + 1);
-            weigh(weights, unit, line, prompt_values + head, prompt, width, sums);
-            weigh(weights + prompt_room, unit, line, values, at + 1, width, sums);
+            for (int64_t u = 0; u < unit; u++) {
+                float *to = weights + u * line;
+                totals[u] = soften(to + p, prompt - p, hidden - p, to + prompt_room + o, at + 1 - o, own_hidden - o);
+            }
+            weigh(weights + p, unit, line, prompt_values + head + p * width, prompt - p, width, sums);
+            weigh(weights + prompt_room + o, unit, line, values + o * width, at + 1 - o, width, sums);
             for (int64_t u = 0; u < unit; u++)
                 for (int64_t e = 0; e < width; e += LANES)
                     store(out + (row * heads + k * unit + u) * width + e, *(vec *)(sums + u * width + e) / totals[u]);
@@ -336,8 +362,9 @@ static inline bf16 narrow(float x) {
     return (bf16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
-/* out = x / rms(x) * weight, and 1 / rms of each row. */
-void gw_norm(const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_t rows, int64_t width, float epsilon) {
+/* out = x / rms(x) * (offset + weight), and 1 / rms of each row. */
+void gw_norm(
+    const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_t rows, int64_t width, float epsilon, float offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const bf16 *in = x + row * width;
@@ -347,8 +374,7 @@ void gw_norm(const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_
             squares += v * v;
         }
         const float scale = scales[row] = 1.0f / sqrtf(sum(squares) / width + epsilon);
-        for (int64_t i = 0; i < width; i += LANES)
-            store(out + row * width + i, round_bf16(load(in + i) * scale) * load(weight + i));
+        norm_row(in, weight, out + row * width, width, scale, offset);
     }
 }
 
@@ -356,7 +382,7 @@ void gw_norm(const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_
  * one line for each `chunk` rows. */
 void gw_norm_backward(
     const bf16 *grad, const bf16 *x, const float *scales, const bf16 *weight, const bf16 *residual, bf16 *grad_x, float *parts,
-    int64_t rows, int64_t width, int64_t chunk) {
+    int64_t rows, int64_t width, int64_t chunk, float offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < (rows + chunk - 1) / chunk; part++) {
         float *sums = parts + part * width;
@@ -368,11 +394,11 @@ void gw_norm_backward(
             for (int64_t i = 0; i < width; i += LANES) {
                 vec g = load(grad + at + i), normal = load(x + at + i) * scale;
                 *(vec *)(sums + i) += g * normal;
-                products += g * load(weight + i) * normal;
+                products += g * (offset + load(weight + i)) * normal;
             }
             const float dot = sum(products) / width;
             for (int64_t i = 0; i < width; i += LANES) {
-                vec back = (load(grad + at + i) * load(weight + i) - load(x + at + i) * scale * dot) * scale;
+                vec back = (load(grad + at + i) * (offset + load(weight + i)) - load(x + at + i) * scale * dot) * scale;
                 if (residual) back = round_bf16(back) + load(residual + at + i);
                 store(grad_x + at + i, back);
             }
@@ -380,12 +406,21 @@ void gw_norm_backward(
     }
 }
 
-/* Gradient of gw_swiglu's input, and its output once more. */
-void gw_swiglu_backward(const bf16 *grad, const bf16 *gate_up, bf16 *grad_gate_up, bf16 *out, int64_t rows, int64_t width) {
+/* Gradient of gw_gated's input, and its output once more. */
+void gw_gated_backward(
+    const bf16 *grad, const bf16 *gate_up, bf16 *grad_gate_up, bf16 *out, int64_t rows, int64_t width, int gelu) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t gate = 2 * row * width, up = gate + width, at = row * width;
-        for (int64_t i = 0; i < width; i += LANES) {
+        if (gelu)
+            for (int64_t i = 0; i < width; i += LANES) {
+                vec g = load(gate_up + gate + i), u = load(gate_up + up + i), d = load(grad + at + i);
+                vec s = sigmoid(GELU_SLOPE * (g + GELU_CUBE * g * g * g)), slope = GELU_SLOPE * (1.0f + 3 * GELU_CUBE * g * g);
+                store(out + at + i, g * s * u);
+                store(grad_gate_up + gate + i, d * u * s * (1.0f + g * slope * (1.0f - s)));
+                store(grad_gate_up + up + i, d * g * s);
+            }
+        else for (int64_t i = 0; i < width; i += LANES) {
             vec g = load(gate_up + gate + i), u = load(gate_up + up + i), d = load(grad + at + i), s = sigmoid(g);
             store(out + at + i, g * s * u);
             store(grad_gate_up + gate + i, d * u * s * (1.0f + g * (1.0f - s)));
@@ -400,22 +435,30 @@ static inline int64_t seen(int64_t line, int64_t queries, int64_t unit, int64_t 
     return offset < 0 ? keys : offset + line % (queries * unit) / unit + 1;
 }
 
+/* The first key that a line may see: `low` [queries], or 0 where it is NULL. */
+static inline int64_t lowest(const int64_t *low, int64_t line, int64_t queries, int64_t unit) {
+    return low ? low[line % (queries * unit) / unit] : 0;
+}
+
 /* In place: e^(s - max) of each line of scores [lines, keys] where the line may see, else 0; the max, and the sum of the new line. */
 void gw_soften(
-    bf16 *scores, bf16 *top, float *total, int64_t lines, int64_t keys, int64_t queries, int64_t unit, int64_t offset) {
+    bf16 *scores, bf16 *top, float *total, const int64_t *low, int64_t lines, int64_t keys, int64_t queries, int64_t unit,
+    int64_t offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
         bf16 *s = scores + line * keys;
-        const int64_t count = seen(line, queries, unit, offset, keys);
+        const int64_t count = seen(line, queries, unit, offset, keys), first = lowest(low, line, queries, unit);
         vec most = splat(-INFINITY), sums = {0};
         const vec places = counting();
-        for (int64_t i = 0; i < count; i += LANES)
-            most = larger(pick(places < (float)(count - i), load_part(s + i, keys - i), most), most);
+        for (int64_t i = first / LANES * LANES; i < count; i += LANES)
+            most = larger(pick((places < (float)(count - i)) & (places >= (float)(first - i)), load_part(s + i, keys - i), most), most);
         const float highest = largest(most);
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
-            if (i < count)
-                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
+            if (i < count && i + LANES > first)
+                w = pick(
+                    (places < (float)(count - i)) & (places >= (float)(first - i)),
+                    round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
             sums += w;
             store_part(s + i, w, keys - i);
         }
@@ -426,18 +469,20 @@ void gw_soften(
 
 /* In place, for lines as of gw_soften: scores to weights w = e^(s - top), and grads g to (g - delta) w. */
 void gw_soften_backward(
-    bf16 *scores, bf16 *grads, const bf16 *top, const bf16 *delta, int64_t lines, int64_t keys, int64_t queries, int64_t unit,
-    int64_t offset) {
+    bf16 *scores, bf16 *grads, const bf16 *top, const bf16 *delta, const int64_t *low, int64_t lines, int64_t keys,
+    int64_t queries, int64_t unit, int64_t offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
         bf16 *s = scores + line * keys, *g = grads + line * keys;
-        const int64_t count = seen(line, queries, unit, offset, keys);
+        const int64_t count = seen(line, queries, unit, offset, keys), first = lowest(low, line, queries, unit);
         const float t = widen(top[line]), d = widen(delta[line]);
         const vec places = counting();
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
-            if (i < count)
-                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
+            if (i < count && i + LANES > first)
+                w = pick(
+                    (places < (float)(count - i)) & (places >= (float)(first - i)),
+                    round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
             store_part(g + i, (load_part(g + i, keys - i) - d) * w, keys - i);
             store_part(s + i, w, keys - i);
         }
