@@ -125,11 +125,16 @@ def tiny_qwen3() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def tiny_gemma3() -> Callable[..., PreTrainedModel]:
-    """``tiny_gemma3(seed=0, **config)``: a random Gemma 3 whose first layer sees 6 positions, fewer than prompts and completions here have,
-    and whose second sees all; its output head is its own, or it would mostly say the last token again."""
-    kinds = ["sliding_attention", "full_attention"]
-    own = {"layer_types": kinds, "sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
-    return lambda seed=0, **config: tiny_model(Gemma3TextConfig(**{**TINY, **own, **config}), seed)
+    """``tiny_gemma3(seed=0, **config)``: a random Gemma 3 in which every other layer, the first among them, sees 6 positions, fewer than
+    prompts and completions here have. Its output head is its own, or it would mostly say the last token again."""
+    own = {"sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
+
+    def make(seed: int = 0, **config: Any) -> PreTrainedModel:
+        settings = {**TINY, **own, **config}
+        kinds = ["sliding_attention", "full_attention"] * settings["num_hidden_layers"]
+        return tiny_model(Gemma3TextConfig(**{"layer_types": kinds[: settings["num_hidden_layers"]], **settings}), seed)
+
+    return make
 
 
 @pytest.fixture
