@@ -256,7 +256,7 @@ def stranded_adapter() -> Iterator[None]:
         with self.decoder.adapted.disable_adapter():
             return real(self, *arguments, **named)
 
-    with mock.patch.object(BuiltinEngine, "sample", from_the_base):
+    with mock.patch.object(BuiltinEngine, "serve", from_the_base):
         yield
 
 
@@ -265,13 +265,13 @@ def another_temperature() -> Iterator[None]:
     """The engine draws at another temperature than the one that it says, at which the trainer scores."""
     from groupwise.engines.builtin.engine import BuiltinEngine
 
-    real = BuiltinEngine.sample
+    real = BuiltinEngine.serve
 
-    def sample(self: Any, prompts: Any, count: int, settings: Any, **rest: Any) -> Any:
-        groups = real(self, prompts, count, replace(settings, temperature=1.5), **rest)
-        return [tuple(replace(c, temperature=settings.temperature) for c in group) for group in groups]
+    def serve(self: Any, request: Any, on_progress: Any = None) -> Any:
+        groups = real(self, replace(request, settings=replace(request.settings, temperature=1.5)), on_progress)
+        return [tuple(replace(c, temperature=request.settings.temperature) for c in group) for group in groups]
 
-    with mock.patch.object(BuiltinEngine, "sample", sample):
+    with mock.patch.object(BuiltinEngine, "serve", serve):
         yield
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from groupwise.engines.base import SamplingSettings
-from groupwise.engines.beside import Order, SamplingThread
+from groupwise.engines.base import SampleRequest, SamplingSettings
+from groupwise.engines.beside import QueuedRequest, SamplingThread
 from groupwise.engines.builtin.runner import Runner
 from groupwise.memory import DEVICE_WIDE, reclaim_memory
 from groupwise.types import Problem, Prompt
@@ -57,12 +57,12 @@ def held_elsewhere():
 
 def test_the_thread_waits_for_the_weights_and_for_nothing_else(cuda):
     class Engine:
-        def sample(self, prompts, samples, settings, **how):
+        def serve(self, request, on_progress):
             cuda.append(("sample", threading.current_thread().name))
             return []
 
     thread = SamplingThread(torch.device("cuda"))
-    order = Order(Engine(), [Prompt(Problem("p", "", ""), "", (1,))], 2, SamplingSettings(4), 0, "s")
+    order = QueuedRequest(Engine(), SampleRequest([Prompt(Problem("p", "", ""), "", (1,))], 2, SamplingSettings(4), 0, "s"))
     thread.put(order)
     thread.wait(order)
     thread.close()

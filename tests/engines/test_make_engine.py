@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import torch
+
+from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
-from groupwise.engines import make_engine
+from groupwise.engines import SamplingSettings, check_engine, make_engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ConfigError
@@ -37,3 +42,76 @@ def test_another_architecture_falls_back_or_is_refused(tiny_gpt2):
     assert isinstance(make_engine(policy_of(tiny_gpt2()), RolloutConfig()), TransformersEngine)
     with pytest.raises(ConfigError, match=r"some/model.*gpt2.*rollout.engine=transformers"):
         make_engine(policy_of(tiny_gpt2()), RolloutConfig(engine="builtin"))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/vllm.md"
+
+
+@pytest.fixture
+def my_engine(tmp_path):
+    """The file of the how-to page."""
+    (text,) = (
+        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S) if "my_engine.py" in code
+    )
+    path = tmp_path / "my_engine.py"
+    path.write_text(text)
+    return path
+
+
+def test_an_engine_of_ones_own_is_made_of_its_file(my_engine, tiny_llama, tokenizer, make_prompts):
+    """What it samples is what the trainer scores, and greedily what the built-in engine samples."""
+    rollout, prompts = RolloutConfig(engine=f"{my_engine}:OneAtATime"), make_prompts([5, 1, 9])
+    tokenizer.decode = lambda ids, skip_special_tokens, **_: " ".join(map(str, ids))
+    engine = make_engine(Policy(tiny_llama(), tokenizer, (2, 11, 60), 256, "some/model"), rollout)
+    engine.refresh(3)
+    groups = engine.sample(prompts, 2, SamplingSettings(max_tokens=9, temperature=0.8), seed=1, scope="s")
+    assert [len(group) for group in groups] == [2, 2, 2]
+    assert {completion.policy_version for group in groups for completion in group} == {3}
+    assert {completion.temperature for group in groups for completion in group} == {0.8}
+    decoder = Decoder(tiny_llama())
+    batch = decoder.prepare([(p.token_ids, [c.token_ids for c in group]) for p, group in zip(prompts, groups, strict=True)])
+    recorded = torch.tensor([x for group in groups for c in group for x in c.logprobs])
+    torch.testing.assert_close(decoder.logprobs(batch, 0.8).detach(), recorded, rtol=1e-5, atol=1e-5)
+    greedy = SamplingSettings(max_tokens=9, greedy=True)
+    expected = BuiltinEngine(decoder, tokenizer, (2, 11, 60)).sample(prompts, 1, greedy, seed=1, scope="s")
+    found = engine.sample(prompts, 1, greedy, seed=1, scope="s")
+    assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in expected]
+    told = []
+    assert engine.stream(prompts[0], greedy, seed=1, on_text=told.append).text == "".join(told)
+    assert (engine.holds_weights, engine.limit, engine.metrics()) == (False, None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("class MyEngine:\n    pass", "MyEngine", "which is no engine: derive a class from groupwise.engines.Engine"),
+        ("def MyEngine(policy, rollout):\n    pass", "MyEngine", "which is no engine"),
+        ("from groupwise.engines import Engine\nclass MyEngine(Engine):\n    def serve(self, request, on_progress=None):\n        pass",
+         "MyEngine", r"MyEngine of .*my_engine.py does not define refresh"),
+        ("x = 1", "MyEngine", "no function 'MyEngine'"),
+        ("import nothing_of_this_name", "MyEngine", "could not be imported: ModuleNotFoundError"),
+        (None, "MyEngine", "engine file .* does not exist"),
+    ],
+    ids=["no engine", "a function", "half of one", "not there", "broken", "no file"],
+)  # fmt: skip
+def test_what_is_no_engine_is_told(tmp_path, text, name, said):
+    if text is not None:
+        (tmp_path / "my_engine.py").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        check_engine(RolloutConfig(engine=f"{tmp_path / 'my_engine.py'}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("vlm", "did you mean 'vllm'"), ("my_engine.py", "MyEngine"), (":MyEngine", "no engine")]
+)
+def test_a_name_that_no_engine_has_is_refused(name, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"rollout.engine={name}"])
+
+
+def test_another_s_log_probabilities_are_corrected_for():
+    def correction(engine):
+        return load_config(None, [f"rollout.engine={engine}"]).algorithm.correction
+
+    assert [correction(e) for e in ("auto", "builtin", "transformers")] == [None] * 3
+    assert [correction(e).level for e in ("vllm", "my_engine.py:E")] == ["token"] * 2

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise import load_config
-from groupwise.engines import make_engine
+from groupwise.engines import Engine, make_engine
 from groupwise.engines.beside import SamplingThread
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError
@@ -252,7 +252,7 @@ def test_refills_are_fresh(go):
     assert any(row["rollout/staleness"] < 1 for row in refilled)
 
 
-class EngineWithWeights:
+class EngineWithWeights(Engine):
     """Samples with a copy of the weights that only ``refresh`` changes, as an engine in another program does."""
 
     holds_weights = True
@@ -267,12 +267,12 @@ class EngineWithWeights:
         self.copied.follow()
         self.engine.refresh(policy_version)
 
-    def sample(self, *given, **named):
+    def serve(self, request, on_progress=None):
         assert self.samples == 0, "two threads sample at once"
         self.samples += 1
         time.sleep(0.02)
         try:
-            return self.engine.sample(*given, **named)
+            return self.engine.serve(request, on_progress)
         finally:
             self.samples -= 1
 

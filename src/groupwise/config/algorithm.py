@@ -188,8 +188,8 @@ class AlgorithmConfig(Section):
     kl: KLConfig | None = KLConfig()
     """The KL to a reference; null keeps none."""
     correction: CorrectionConfig | None = None
-    """Importance weights between sampler and trainer; null for none. Unless it is set, it is `{level: token}` with `rollout.engine: vllm`
-    and null otherwise."""
+    """Importance weights between sampler and trainer; null for none. Unless it is set, it is `{level: token}` where `rollout.engine`
+    is vllm or your own, and null otherwise."""
     entropy: EntropyConfig | None = None
     """A bonus for entropy, or a loss on the tokens of most entropy alone; null for neither."""
     value: ValueConfig | None = None

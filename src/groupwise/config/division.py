@@ -22,6 +22,7 @@ def refuse_undividable(config: Config, way: str, uncovered: str | None) -> None:
         *_against_adapters(config, way),
         (uncovered is not None and f"this model ({uncovered})",
          "only models that the lean decoder computes are divided: use training.sharding=none"),
+        (config.rollout.engine_is_yours and f"rollout.engine={config.rollout.engine}", "it reads the whole model: use auto or builtin"),
         (config.rollout.engine == "transformers" and "rollout.engine=transformers", "use auto or builtin"),
         (whole and config.optimizer.offload and "optimizer.offload", "use more processes, or training.sharding=none"),
         (config.training.offload_reference and "training.offload_reference", "leave it out: use more processes where memory is short"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from groupwise.config.advantage import ValueConfig
 from groupwise.config.algorithm import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig
@@ -15,6 +15,7 @@ from groupwise.config.model import LoraConfig, ModelConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section
 from groupwise.errors import ConfigError
+from groupwise.importing import nearest
 
 __all__ = [
     "AlgorithmConfig",
@@ -122,6 +123,9 @@ class VllmConfig(Section):
     """Without `url`: no compilation and no CUDA graphs: up in seconds, and slower."""
 
 
+ENGINES = ("auto", "builtin", "transformers", "vllm")
+
+
 class RolloutConfig(Section):
     """How completions are sampled from the policy."""
 
@@ -137,10 +141,11 @@ class RolloutConfig(Section):
     """Sample among the k likeliest tokens only. Off by default: then the distribution sampled is exactly the one scored."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. 1 by default: then the distribution sampled is exactly the one scored."""
-    engine: Literal["auto", "builtin", "transformers", "vllm"] = "auto"
+    engine: str = "auto"
     """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral, Gemma 3). `transformers`: any causal model by
     its own module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after
-    every update; `algorithm.correction` is then `{level: token}` unless it is set."""
+    every update; `algorithm.correction` is then `{level: token}` unless it is set. Or an engine of your own, such as
+    `my_engine.py:MyEngine` or `package.module:MyEngine`."""
     vllm: VllmConfig = VllmConfig()
     """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)
@@ -151,6 +156,27 @@ class RolloutConfig(Section):
     each; `algorithm.stale_samples` corrects for their age. It pays where sampling and learning use different hardware."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
+
+    @field_validator("engine")
+    @classmethod
+    def check_engine(cls, engine: str) -> str:
+        place, colon, name = engine.rpartition(":")
+        if engine not in ENGINES and not (colon and place and name.isidentifier()):
+            raise ValueError(
+                f"{engine!r} is no engine{nearest(engine, ENGINES)}: use one of {', '.join(ENGINES)}, or name a class of your own, such as "
+                "my_engine.py:MyEngine"
+            )
+        return engine
+
+    @property
+    def engine_is_yours(self) -> bool:
+        """Whether the engine is named by import path."""
+        return self.engine not in ENGINES
+
+    @property
+    def engine_reads_the_policy(self) -> bool:
+        """Whether it is one of groupwise's own engines that compute with the policy's very weights."""
+        return self.engine in ("auto", "builtin", "transformers")
 
 
 class OptimizerConfig(Section):
@@ -361,7 +387,7 @@ class Config(Section):
     def samples_are_the_policys(self) -> bool:
         """Whether the sampler's log-probabilities are the policy's own, up to rounding: the same weights, and nothing cut off."""
         rollout = self.rollout
-        return rollout.engine != "vllm" and rollout.ahead == 0 and rollout.top_k is None and rollout.top_p >= 1
+        return rollout.engine_reads_the_policy and rollout.ahead == 0 and rollout.top_k is None and rollout.top_p >= 1
 
     @property
     def correction_level(self) -> str:
@@ -377,7 +403,7 @@ class Config(Section):
     def follow_engine(self) -> Config:
         """Another program's numbers are corrected for, unless something else was said; written past validation, as not set."""
         if "correction" not in self.algorithm.model_fields_set:
-            correction = CorrectionConfig() if self.rollout.engine == "vllm" else None
+            correction = None if self.rollout.engine_reads_the_policy else CorrectionConfig()
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"correction": correction})
             self.algorithm.model_fields_set.discard("correction")
         return self

@@ -6,15 +6,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from groupwise.config.schema import RolloutConfig
-from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
 from groupwise.errors import ConfigError
+from groupwise.importing import import_member
 
 if TYPE_CHECKING:
     from groupwise.distributed import World
     from groupwise.models.load import Policy
     from groupwise.models.scorer import Scorer
 
-__all__ = ["Engine", "SamplingSettings", "make_engine"]
+__all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "make_engine"]
+
+
+def check_engine(rollout: RolloutConfig) -> None:
+    """Raise ConfigError for an engine by import path that is not there or is none."""
+    if rollout.engine_is_yours:
+        _your_engine(rollout.engine)
+
+
+def _your_engine(spec: str) -> type[Engine]:
+    found, place = import_member(spec, "engine", ConfigError)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ConfigError(
+            f"rollout.engine names {spec}, which is no engine: derive a class from groupwise.engines.Engine and name that"
+        )
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"the engine {found.__name__} of {place} does not define {' and '.join(missing)}: every engine must")
+    return found
 
 
 def make_engine(
@@ -28,8 +46,13 @@ def make_engine(
     on the very same tensors. ``world``: the processes that make their engines at once; ``collect``: where each holds a part of the
     weights, what gives the first of them the policy with all of its weights, when all call it.
 
-    Raises ConfigError where the built-in engine is asked for and does not cover the architecture, or vLLM cannot be had.
+    An engine by import path is made by ``Class(policy, rollout)``.
+
+    Raises ConfigError where the built-in engine is asked for and does not cover the architecture, vLLM cannot be had, or an import path
+    leads to no engine.
     """
+    if rollout.engine_is_yours:
+        return _your_engine(rollout.engine)(policy, rollout)  # type: ignore[call-arg]
     if rollout.engine == "vllm":
         from groupwise.engines.vllm.opening import open_vllm_engine
 

@@ -1,15 +1,19 @@
-"""What every sampling engine offers. No torch here, so that evaluation and tests can name the interface cheaply."""
+"""What every sampling engine offers, and how it is asked. No torch here, so that evaluation and tests can name it cheaply."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
-__all__ = ["Engine", "SamplingSettings", "close_engine", "engine_metrics", "share_limit", "tell_of_limit"]
+if TYPE_CHECKING:
+    from groupwise.engines.limit import RowLimit
+
+__all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,60 +34,58 @@ class SamplingSettings:
     """Take the likeliest token; temperature, top_k, top_p and min_p then have no effect on the choice."""
 
 
-class Engine(Protocol):
-    """Samples completions with the policy's present weights.
+Progress = Callable[[int, int], None]
+"""``progress(finished_completions, sampled_tokens)``."""
 
-    One that has weights of its own, which learning does not touch until ``refresh``, says so by an attribute ``holds_weights``.
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """What is to be sampled.
+
+    The randomness of a completion is a function of (``seed``, ``scope``, problem id, ``Prompt.occurrence``, sample index, token position)
+    alone: batch composition, order and the number of processes do not matter.
     """
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """``samples_per_prompt`` completions for each prompt, in the order of ``prompts``.
+    prompts: Sequence[Prompt]
+    samples_per_prompt: int
+    settings: SamplingSettings
+    seed: int
+    scope: str
+    """Names the occasion, for example ``"rollout/step=12"``."""
 
-        The randomness of a completion is a function of (``seed``, ``scope``, problem id, ``Prompt.occurrence``, sample index, token
-        position) alone: batch composition, order and the number of processes do not matter. ``scope`` names the occasion, for example
-        ``"rollout/step=12"``. ``on_progress(finished_completions, sampled_tokens)`` is called now and then.
-        """
-        ...
 
-    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
-        """One completion, with ``on_text`` called with each new piece of text: for a person who reads along."""
-        ...
+class Engine(ABC):
+    """Samples completions with the policy's present weights. Derive from it, and define ``serve`` and ``refresh``."""
 
+    holds_weights: bool = False
+    """Whether it has weights of its own, which learning does not touch until ``refresh``."""
+    limit: RowLimit | None = None
+    """How many sequences it samples at once, where the run may lower that as memory runs out."""
+
+    @abstractmethod
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """``samples_per_prompt`` completions for each prompt, in the order of ``prompts``. ``on_progress`` is called now and then."""
+
+    @abstractmethod
     def refresh(self, policy_version: int) -> None:
         """The policy's weights have changed in place; anything derived from them is renewed before the next sample."""
-        ...
 
+    def sample(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, settings: SamplingSettings, *, seed: int, scope: str,
+        on_progress: Progress | None = None,
+    ) -> list[tuple[Completion, ...]]:  # fmt: skip
+        """``serve`` for a request of these parts."""
+        return self.serve(SampleRequest(prompts, samples_per_prompt, settings, seed, scope), on_progress)
 
-def engine_metrics(engine: Engine) -> dict[str, Metric]:
-    """What an engine has to say of itself since it was asked last, beside its completions; most have nothing."""
-    ask = getattr(engine, "metrics", None)
-    return ask() if callable(ask) else {}
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """One completion, with ``on_text`` called with each new piece of text, for a person who reads along; by itself with all of it."""
+        ((completion,),) = self.sample([prompt], 1, settings, seed=seed, scope="stream")
+        on_text(completion.text)
+        return completion
 
+    def metrics(self) -> dict[str, Metric]:
+        """What it has to say of itself since it was asked last, beside its completions."""
+        return {}
 
-def tell_of_limit(engine: Engine, tell: Callable[[str], object]) -> None:
-    """Have ``tell`` hear of it when the engine samples fewer sequences at once, since memory ran out; of engines that do so."""
-    limit = getattr(engine, "limit", None)
-    if limit is not None:
-        limit.tell = tell
-
-
-def share_limit(engine: Engine, other: Engine) -> None:
-    """What one of them learns about how many sequences fit, the other one knows: on one device."""
-    if hasattr(engine, "limit") and hasattr(other, "limit"):
-        other.limit = engine.limit
-
-
-def close_engine(engine: Engine) -> None:
-    """Let go of what an engine holds outside of this process, if anything."""
-    close = getattr(engine, "close", None)
-    if callable(close):
-        close()
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Release what it holds outside of this process, if anything."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from groupwise.distributed import World
-from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.types import Completion, Prompt
 
 __all__ = ["DealtEngine", "sampling_costs"]
@@ -16,30 +17,19 @@ def sampling_costs(prompts: Sequence[Prompt], samples_per_prompt: int, settings:
     return [len(prompt.token_ids) + samples_per_prompt * settings.max_tokens / 2 for prompt in prompts]
 
 
-class DealtEngine:
-    """Implements ``Engine`` over this process's ``engine``: prompts are dealt to the processes, and all know all completions.
+class DealtEngine(Engine):
+    """Over this process's ``engine``: prompts are dealt to the processes, and all know all completions.
 
-    Every process must call ``sample`` with the same arguments. The completions are those of one process: seeds have names.
+    Every process must call it with the same arguments. The completions are those of one process: seeds have names.
     """
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.engine, self.world = engine, world
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``; progress is this process's own."""
-        own = self.world.mine(sampling_costs(prompts, samples_per_prompt, settings))
-        sampled = self.engine.sample(
-            [prompts[i] for i in own], samples_per_prompt, settings, seed=seed, scope=scope, on_progress=on_progress
-        )
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``; progress is this process's own."""
+        own = self.world.mine(sampling_costs(request.prompts, request.samples_per_prompt, request.settings))
+        sampled = self.engine.serve(replace(request, prompts=[request.prompts[i] for i in own]), on_progress)
         everywhere = self.world.gather(list(zip(own, sampled, strict=True)))
         return [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]
 

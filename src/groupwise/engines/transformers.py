@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.limit import RowLimit
 from groupwise.memory import blocks_of_their_own
@@ -24,15 +24,16 @@ from groupwise.types import Completion, Prompt
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine:
-    """Implements ``groupwise.engines.base.Engine`` over ``model(...)`` with ``past_key_values``.
+class TransformersEngine(Engine):
+    """Samples by ``model(...)`` with ``past_key_values``.
 
     Args:
         max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
 
     def __init__(self, model: Any, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 64) -> None:
-        self.model, self.tokenizer, self.limit = model, tokenizer, RowLimit(max_rows)
+        self.model, self.tokenizer = model, tokenizer
+        self.limit: RowLimit = RowLimit(max_rows)
         self.end_token_ids = frozenset(end_token_ids)
         self.policy_version = 0
 
@@ -41,7 +42,7 @@ class TransformersEngine:
         return self.limit.rows
 
     def metrics(self) -> dict[str, Metric]:
-        """See ``engine_metrics``."""
+        """See ``Engine.metrics``."""
         return self.limit.metrics()
 
     def refresh(self, policy_version: int) -> None:
@@ -49,17 +50,9 @@ class TransformersEngine:
         self.policy_version = policy_version
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``."""
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``."""
+        prompts, samples_per_prompt, settings = request.prompts, request.samples_per_prompt, request.settings
         jobs = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs.sort(key=lambda job: -len(prompts[job[0]].token_ids))  # alike lengths together: less padding
         done: list[dict[int, Completion]] = [{} for _ in prompts]
@@ -68,7 +61,7 @@ class TransformersEngine:
         def decode_next() -> list[_Sequence]:
             part = jobs[start : start + self.max_rows]
             sequences = [
-                _Sequence(p, sample, seed_key(seed, scope, p.problem.id, sample, p.occurrence))
+                _Sequence(p, sample, seed_key(request.seed, request.scope, p.problem.id, sample, p.occurrence))
                 for p, sample in ((prompts[i], sample) for i, sample in part)
             ]
             with blocks_of_their_own():

@@ -46,7 +46,6 @@ def evaluate_model(
     from groupwise.data.prompts import resolve_system
     from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
-    from groupwise.engines.base import close_engine
     from groupwise.engines.dealt import DealtEngine
     from groupwise.engines.vllm.opening import check_vllm
     from groupwise.models.adapters import load_trained
@@ -81,7 +80,7 @@ def evaluate_model(
             trackers=trackers,
         )
     finally:
-        close_engine(engine)
+        engine.close()
     del engine, policy
     gc.collect()  # the next model needs the memory
     return results

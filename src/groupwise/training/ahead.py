@@ -18,8 +18,8 @@ from torch import Tensor
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine, SamplingSettings, make_engine
-from groupwise.engines.base import share_limit
-from groupwise.engines.beside import Order, SamplingThread
+from groupwise.engines.base import Progress, SampleRequest
+from groupwise.engines.beside import QueuedRequest, SamplingThread
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
 from groupwise.models.copies import PolicyCopy, WholeCopy
@@ -46,7 +46,7 @@ class _Batch:
     prompts: Sequence[Prompt]
     own: list[int]
     """Places of the prompts that this process samples."""
-    order: Order | None
+    order: QueuedRequest | None
     """None for one that came with a checkpoint."""
     pairs: Pairs = field(default_factory=list)
     """What came with the checkpoint, or was gathered for one: of all processes."""
@@ -97,14 +97,14 @@ class Ahead:
         """``engine``: the run's, over ``policy``. ``prompts_of(step)`` renders a step's prompts. ``learner`` counts the updates."""
         self.config, self.world, self.steps = config, world, config.rollout.ahead
         self.engine, self.prompts_of, self.learner = engine, prompts_of, learner
-        self.borrows = self.steps == 1 and bool(getattr(engine, "holds_weights", False))
+        self.borrows = self.steps == 1 and engine.holds_weights
         """Whether the run's own engine does the sampling ahead."""
         self._places = [_Place(engine, None)] if self.borrows else [self._own_place(policy) for _ in range(self.steps)]
         self._thread = SamplingThread(policy.model.device)
         self._batches: dict[int, _Batch] = {}
         self._restored: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._waited_s = 0.0
-        self.free_engine: Engine = _Patient(self) if self.borrows else engine
+        self.free_engine: Engine = _WaitingEngine(self) if self.borrows else engine
         """The run's engine with the weights as they are now, for other things than the steps' batches."""
 
     def _own_place(self, policy: Policy) -> _Place:
@@ -118,7 +118,8 @@ class Ahead:
         else:
             copied = PolicyCopy(policy)
             engine = make_engine(copied.policy, rollout)
-        share_limit(self.engine, engine)
+        if self.engine.limit is not None:
+            engine.limit = self.engine.limit  # what one learns about how many sequences fit, the other knows
         return _Place(engine, copied)
 
     def take(self, step: int, on_progress: Callable[[int, int], None] | None = None) -> tuple[Sequence[Prompt], Sampled]:
@@ -196,14 +197,14 @@ class Ahead:
     def _order(self, step: int, weights_of: int, version: int) -> _Batch:
         rollout, prompts = self.config.rollout, self.prompts_of(step)
         own = deal_prompts(prompts, rollout, self.world)
-        order = Order(
-            self._places[weights_of % len(self._places)].engine,
+        request = SampleRequest(
             [prompts[i] for i in own],
             rollout.completions_per_prompt,
             rollout_settings(rollout),
             self.config.training.seed,
             rollout_scope(step),
         )
+        order = QueuedRequest(self._places[weights_of % len(self._places)].engine, request)
         self._thread.put(order)
         return _Batch(step, weights_of, version, prompts, own, order)
 
@@ -268,8 +269,8 @@ class Ahead:
         return _Batch(step, int(row["weights_of"]), int(row["version"]), prompts, own, None, pairs, float(row["seconds"]))
 
 
-class _Patient:
-    """Implements ``Engine`` over one that also samples ahead: it waits until that is done, and brings the newest weights."""
+class _WaitingEngine(Engine):
+    """Over an engine that also samples ahead: it waits until that is done, and brings the newest weights."""
 
     holds_weights = True
 
@@ -281,18 +282,9 @@ class _Patient:
         self.ahead.engine.refresh(self.ahead.learner.updates)
         return self.ahead.engine
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``."""
-        return self._free().sample(prompts, samples_per_prompt, settings, seed=seed, scope=scope, on_progress=on_progress)
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``."""
+        return self._free().serve(request, on_progress)
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""

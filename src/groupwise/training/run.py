@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from groupwise.config.schema import Config, KLConfig
 from groupwise.distributed import World
 from groupwise.engines import Engine
-from groupwise.engines.base import close_engine, engine_metrics, tell_of_limit
 from groupwise.engines.dealt import DealtEngine
 from groupwise.errors import StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
@@ -104,7 +103,8 @@ class Run:
     def __post_init__(self) -> None:
         self.batches = Batches(self.config, self.prepared, self.world)
         self.notices = Notices(self.world, lambda sentence: self.trackers.say(sentence, "yellow"))
-        tell_of_limit(self.engine, self.notices.note)
+        if self.engine.limit is not None:
+            self.engine.limit.tell = self.notices.note
         tokens = self.config.training.micro_batch_tokens
         self.budget = PassBudget(tokens, fixed=self.sharding.divides_weights, tell=self.notices.note)
         output = self.config.output
@@ -118,7 +118,7 @@ class Run:
         self.writer.finish()
         self._tell_of_checkpoints()
         self.prepared.rewards.close()
-        close_engine(self.engine)
+        self.engine.close()
         self.trackers.close()
         self.folder.release()
 
@@ -152,7 +152,7 @@ class Run:
     @contextmanager
     def _room_for_evaluation(self) -> Iterator[None]:
         """Fewer sequences at once in here, where the planner says that as many as it may sample will not fit now."""
-        limit = getattr(self.engine, "limit", None)
+        limit = self.engine.limit
         if limit is None:
             yield
             return
@@ -266,7 +266,7 @@ class Run:
         A signal abandons it here: nothing has been learnt from it yet.
         """
         self.step_started = time.perf_counter()
-        engine_metrics(self.engine)  # what it has to say of evaluations and the warm start belongs to no step
+        self.engine.metrics()  # what it has to say of evaluations and the warm start belongs to no step
         if self.held.found:
             self.held.refuse_to_be_shared(self.world.size, self.checkpoint)
             if self.ahead is not None:
@@ -338,7 +338,7 @@ class Run:
             passes = learnt.value * self.config.algorithm.updates_per_batch
             self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
         self.metrics |= (
-            self.world.reduce(engine_metrics(self.engine))
+            self.world.reduce(self.engine.metrics())
             | {
                 "time/step_s": Sum(time.perf_counter() - self.step_started),
                 "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),

@@ -18,6 +18,7 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
+from groupwise.engines import check_engine
 from groupwise.engines.vllm.opening import check_vllm
 from groupwise.errors import ConfigError
 from groupwise.evaluation.shots import with_shots
@@ -107,6 +108,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     """
     check_trainable(config.model)
     check_model(config.model)
+    check_engine(config.rollout)
     check_trackers(config)
     Objective.from_config(config.algorithm)  # finds a loss or an advantage of the user's
     system, answer_style = resolve_system(config.prompt, config.data)

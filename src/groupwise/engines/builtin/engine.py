@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw, seed_key
@@ -57,15 +57,16 @@ class _Row:
     """It has ended, and is carried along until it leaves."""
 
 
-class BuiltinEngine:
-    """Implements ``groupwise.engines.base.Engine`` over a lean ``Decoder``.
+class BuiltinEngine(Engine):
+    """Samples with a lean ``Decoder``.
 
     Args:
         max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 256) -> None:
-        self.decoder, self.tokenizer, self.limit = decoder, tokenizer, RowLimit(max_rows)
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.limit: RowLimit = RowLimit(max_rows)
         self.end_token_ids = frozenset(end_token_ids)
         self.policy_version = 0
 
@@ -78,21 +79,13 @@ class BuiltinEngine:
         self.policy_version = policy_version
 
     def metrics(self) -> dict[str, Metric]:
-        """See ``engine_metrics``."""
+        """See ``Engine.metrics``."""
         return self.limit.metrics()
 
     @torch.no_grad()
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``."""
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``."""
+        prompts, samples_per_prompt, settings = request.prompts, request.samples_per_prompt, request.settings
         if not prompts:
             return []
         done: list[dict[int, Completion]] = [{} for _ in prompts]
@@ -101,7 +94,7 @@ class BuiltinEngine:
         def attempt() -> None:
             nonlocal missing
             missing = len(prompts) * samples_per_prompt - sum(map(len, done))
-            batch = _Batch(self, prompts, samples_per_prompt, settings, seed, scope, done) if missing else None
+            batch = _Batch(self, prompts, samples_per_prompt, settings, request.seed, request.scope, done) if missing else None
             while batch is not None and batch.advance():
                 if on_progress:
                     on_progress(batch.finished, batch.sampled_tokens)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from groupwise.distributed import World
-from groupwise.engines.base import SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.vllm.protocol import Job, Link, Refused, StaleWeights, Unreachable, owner_of
 from groupwise.engines.vllm.pushing import Patience, push
@@ -43,8 +43,8 @@ def request_seed(seed: int, scope: str, problem_id: str, sample: int, occurrence
     return seed_key(seed, scope, problem_id, sample, occurrence) & (2**62 - 1)
 
 
-class VllmEngine:
-    """Implements ``groupwise.engines.base.Engine`` over a ``protocol.Link``.
+class VllmEngine(Engine):
+    """Samples by a ``protocol.Link``.
 
     The weights are pushed at construction and at each ``refresh``, by the first process of the ``world``; every process then samples its
     own prompts. A server that was restarted is found by its holding no weights: they are pushed again and sampling goes on.
@@ -114,30 +114,22 @@ class VllmEngine:
         self._prompt_tokens = self._cached_tokens = 0
         return found
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``. The completions of one request are the same each time only as far as vLLM's kernels give a row the same
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``. The completions of one request are the same each time only as far as vLLM's kernels give a row the same
         numbers in any batch.
 
         Raises TrainingError where the server is down for longer than ``patience_s``, or answers with something else than was asked.
         """
+        prompts, samples_per_prompt = request.prompts, request.samples_per_prompt
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs = [
-            Job(p.token_ids, request_seed(seed, scope, p.problem.id, sample, p.occurrence))
+            Job(p.token_ids, request_seed(request.seed, request.scope, p.problem.id, sample, p.occurrence))
             for p, sample in ((prompts[i], sample) for i, sample in places)
         ]
         done: dict[int, Completion] = {}
         tokens, version = 0, self.policy_version
-        for place, row in self._rows(jobs, settings):
-            done[place] = self._completion(row, places[place][1], version, settings)
+        for place, row in self._rows(jobs, request.settings):
+            done[place] = self._completion(row, places[place][1], version, request.settings)
             tokens += len(row["tokens"])
             self._prompt_tokens += len(jobs[place].prompt)
             self._cached_tokens += row["cached"]

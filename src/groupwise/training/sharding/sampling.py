@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from groupwise.distributed.sharding import Sharding
 from groupwise.engines import Engine, SamplingSettings
+from groupwise.engines.base import Progress, SampleRequest
 from groupwise.types import Completion, Prompt
 
 __all__ = ["with_whole_weights"]
@@ -13,28 +14,19 @@ __all__ = ["with_whole_weights"]
 
 def with_whole_weights(engine: Engine, sharding: Sharding) -> Engine:
     """An engine that samples as ``engine`` does, which all processes must ask at once; itself where it has weights of its own."""
-    return engine if getattr(engine, "holds_weights", False) else _Gathering(engine, sharding)
+    return engine if engine.holds_weights else _Gathering(engine, sharding)
 
 
-class _Gathering:
-    """Implements ``Engine`` over one that reads the policy's weights."""
+class _Gathering(Engine):
+    """Over an engine that reads the policy's weights."""
 
     def __init__(self, engine: Engine, sharding: Sharding) -> None:
         self.engine, self.sharding = engine, sharding
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        *,
-        seed: int,
-        scope: str,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> list[tuple[Completion, ...]]:
-        """See ``Engine.sample``. Whoever has no prompts takes part too."""
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``. Whoever has no prompts takes part too."""
         with self.sharding.whole():
-            return self.engine.sample(prompts, samples_per_prompt, settings, seed=seed, scope=scope, on_progress=on_progress)
+            return self.engine.serve(request, on_progress)
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
