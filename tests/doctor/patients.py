@@ -250,7 +250,7 @@ def stranded_adapter() -> Iterator[None]:
     """Completions are sampled with the adapter switched off."""
     from groupwise.engines.builtin.engine import BuiltinEngine
 
-    real = BuiltinEngine.sample
+    real = BuiltinEngine.serve
 
     def from_the_base(self: Any, *arguments: Any, **named: Any) -> Any:
         with self.decoder.adapted.disable_adapter():

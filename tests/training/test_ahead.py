@@ -214,14 +214,14 @@ def test_a_signal_ends_the_run_and_it_carries_on(go, monkeypatch, where, steps_a
 
 
 def test_what_the_engine_raises_in_the_thread_ends_the_run(go, monkeypatch):
-    sample = BuiltinEngine.sample
+    serve = BuiltinEngine.serve
 
-    def fail(engine, prompts, *rest, scope, **more):
-        if scope == "rollout/step=2":
+    def fail(engine, request, on_progress=None):
+        if request.scope == "rollout/step=2":
             raise MemoryError("no room")
-        return sample(engine, prompts, *rest, scope=scope, **more)
+        return serve(engine, request, on_progress)
 
-    monkeypatch.setattr(BuiltinEngine, "sample", fail)
+    monkeypatch.setattr(BuiltinEngine, "serve", fail)
     with pytest.raises(Exception, match=r"no room|memory"):
         go("run", rollout={"ahead": 1})
     monkeypatch.undo()
@@ -232,13 +232,13 @@ def test_a_reward_that_fails_ends_the_run_while_a_batch_is_sampled(go, monkeypat
     def letters(completions, **columns):
         raise ValueError("out of luck")
 
-    _under_way_for_ever(monkeypatch, lambda order: order.scope != rollout_scope(0))
+    _under_way_for_ever(monkeypatch, lambda order: order.request.scope != rollout_scope(0))
     with pytest.raises(RewardError, match="out of luck"):
         go("run", functions={"letters": letters}, rollout={"ahead": 2})
 
 
 def test_a_callback_that_ends_the_run_leaves_nothing_running(go, monkeypatch):
-    _under_way_for_ever(monkeypatch, lambda order: order.scope != rollout_scope(0))
+    _under_way_for_ever(monkeypatch, lambda order: order.request.scope != rollout_scope(0))
     folder = go("run", on_step=lambda report: False, rollout={"ahead": 2})
     assert len(rows(folder)) == 1
     assert (folder / "final_model").is_dir()

@@ -118,13 +118,13 @@ def rows_of_each_call(monkeypatch):
     """How many sequences the engine may sample at once, for each of its calls."""
     from groupwise.engines.builtin.engine import BuiltinEngine
 
-    found, sample = [], BuiltinEngine.sample
+    found, serve = [], BuiltinEngine.serve
 
     def watched(engine, *args, **kwargs):
         found.append(engine.limit.rows)
-        return sample(engine, *args, **kwargs)
+        return serve(engine, *args, **kwargs)
 
-    monkeypatch.setattr(BuiltinEngine, "sample", watched)
+    monkeypatch.setattr(BuiltinEngine, "serve", watched)
     return found
 
 
@@ -154,14 +154,14 @@ def test_a_limit_that_was_halved_in_an_evaluation_stays_halved(
 ):
     from groupwise.engines.builtin.engine import BuiltinEngine
 
-    sample = BuiltinEngine.sample
+    serve = BuiltinEngine.serve
 
     def short(engine, *args, **kwargs):
         if not rows_of_each_call:
             engine.limit.rows = 3
-        return sample(engine, *args, **kwargs)
+        return serve(engine, *args, **kwargs)
 
-    monkeypatch.setattr(BuiltinEngine, "sample", short)
+    monkeypatch.setattr(BuiltinEngine, "serve", short)
     train(small_config(evaluation={"at_start": True}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert set(rows_of_each_call) == {3}
 
