@@ -127,6 +127,8 @@ def tiny_qwen3() -> Callable[..., PreTrainedModel]:
 def tiny_gemma3() -> Callable[..., PreTrainedModel]:
     """``tiny_gemma3(seed=0, **config)``: a random Gemma 3 in which every other layer, the first among them, sees 6 positions, fewer than
     prompts and completions here have. Its output head is its own, or it would mostly say the last token again."""
+    from transformers import Gemma3TextConfig
+
     own = {"sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
 
     def make(seed: int = 0, **config: Any) -> PreTrainedModel:
