@@ -79,7 +79,8 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *normalise_backward(grad, *ctx.saved_tensors, offset=ctx.offset), None, None
+        x, scale, weight = ctx.saved_tensors
+        return *normalise_backward(grad, x, scale, weight, offset=ctx.offset), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
@@ -174,7 +175,8 @@ class _Gated(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gated_backward(grad.contiguous(), *ctx.saved_tensors, ctx.activation)[0], None
+        (gate_up,) = ctx.saved_tensors
+        return gated_backward(grad.contiguous(), gate_up, ctx.activation)[0], None
 
 
 def gated_backward(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
