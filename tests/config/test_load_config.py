@@ -328,12 +328,12 @@ def test_settings_of_another_version_keep_what_this_one_knows():
     )
     settings["optimizer"]["master_weights"] = True
     settings["algorithm"]["loss"]["aggregation"] = "as_it_was"
-    settings["algorithm"]["beta"] = 0.1
+    settings["algorithm"]["bata"] = 0.1
     settings["rewards"]["functions"][0]["shade"] = "blue"
     settings["gone"] = {"everything": 1}
     config, left_out = build_known(settings)
     assert sorted(left_out) == [
-        "algorithm.beta",
+        "algorithm.bata",
         "algorithm.loss.aggregation",
         "gone",
         "optimizer.master_weights",

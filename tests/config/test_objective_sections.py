@@ -7,8 +7,10 @@ import yaml
 
 from groupwise.config import Config, build_config, build_known, dump_config, load_config
 from groupwise.config.advantage import GaeAdvantage, GroupAdvantage, ValueConfig
-from groupwise.config.algorithm import FORMER, AlgorithmConfig, EntropyConfig, KLConfig
+from groupwise.config.algorithm import AlgorithmConfig, EntropyConfig, KLConfig
 from groupwise.config.fields import field_paths, sections
+from groupwise.config.former import FORMER
+from groupwise.config.load import load_run_config
 from groupwise.config.loss import CispoLoss, ClipLoss, DppoLoss, OwnLoss, ReinforceLoss
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import REGISTERED
@@ -223,14 +225,68 @@ def test_a_former_key_without_its_section_is_answered_too():
     assert chosen("beta=0.3").kl.beta == 0.3, "whose last part is still unique"
 
 
-def test_the_settings_of_an_older_run_are_read_without_what_has_moved():
-    settings = {"algorithm": {"preset": "dapo", "updates_per_batch": 2, "beta": 0.0, "epsilon": 0.1}}
-    config, left_out = build_known(settings)
-    assert sorted(left_out) == ["algorithm.beta", "algorithm.epsilon"]
-    assert (config.algorithm.preset, config.algorithm.updates_per_batch) == ("dapo", 2)
+OLDER = {  # of 0.1, which wrote all of them
+    "preset": "grpo", "epsilon": 0.2, "epsilon_high": None, "beta": 0.04, "skip_zero_variance": True, "updates_per_batch": 1,
+    "reference_updates": 1, "advantage_epsilon": 1e-4, "baseline": "group_mean", "scale": "group_std", "ratio_level": "token",
+    "surrogate": "clip", "dual_clip": None, "delta": None, "aggregation": "sequence_mean", "kl_estimator": "k3", "kl_placement": "loss",
+    "kl_correction": False, "gamma": 1.0, "gae_lambda": 0.95, "value_clip": None, "value_loss_weight": 0.1, "value_learning_rate": 1e-3,
+    "critic": "shared", "critic_learning_rate": 1e-5, "value_trains_trunk": False, "mask_truncated": False, "entropy_bonus": 0.0,
+    "entropy_floor": None, "top_entropy_share": 1.0, "sampler_correction": "none", "sampler_correction_mode": "truncate",
+    "sampler_correction_cap": 2.0, "stale_samples": "decoupled", "kl_target": None, "kl_gain": 0.1, "reference_every": None,
+    "reference_mixing": 1.0,
+}  # fmt: skip
+RLOO = {
+    "baseline": "leave_one_out",
+    "scale": "none",
+    "surrogate": "reinforce",
+    "aggregation": "sequence_sum",
+    "kl_estimator": "k1",
+}
+CRITIC = {"critic": "copy", "critic_learning_rate": 1e-3}
+PPO = {
+    "baseline": "value",
+    "scale": "batch_std",
+    "aggregation": "token_mean",
+    "kl_estimator": "k1",
+    "kl_placement": "token_reward",
+}
+
+
+@pytest.mark.parametrize(
+    ("older", "now"),
+    [
+        ({}, {}),
+        ({"beta": 0.0, "epsilon": 0.1}, {"kl": None, "loss": {"epsilon": 0.1}}),
+        ({"delta": 4.0}, {"loss": {"dual_clip": 4.0}}),
+        ({"preset": "rloo", "beta": 0.03, "kl_placement": "reward", **RLOO}, {"preset": "rloo"}),
+        ({"preset": "ppo", "beta": 0.02, "value_clip": 0.2, **PPO}, {"preset": "ppo"}),
+        ({"preset": "ppo", "beta": 0.0, "value_clip": None, **PPO, "scale": "none", "gamma": 0.9, **CRITIC},
+         {"preset": "ppo", "kl": None, "advantage": {"whiten": False, "gamma": 0.9}, "value": {**CRITIC, "clip": None}}),
+        ({"preset": "cispo", "surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 4.0, "aggregation": "token_mean", "beta": 0.0},
+         {"preset": "cispo"}),
+        ({"entropy_bonus": 0.1, "entropy_floor": 2.0, "sampler_correction": "sequence", "kl_target": 0.1, "kl_gain": 0.5},
+         {"entropy": {"bonus": 0.1, "floor": 2.0}, "correction": {"level": "sequence"}, "kl": {"target": 0.1, "gain": 0.5}}),
+    ],
+)  # fmt: skip
+def test_the_folder_of_an_older_run_is_read(older, now, tmp_path):
+    settings = {"algorithm": OLDER | older, "training": {"steps": 7}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    known, left_out = build_known(settings)
+    assert known == load_run_config(path) == Config(algorithm=now, training={"steps": 7})
+    assert left_out == []
+    with pytest.raises(ConfigError, match="has moved: write"):
+        load_config(path)
+
+
+def test_what_cannot_be_read_of_a_run_is_left_out_by_type():
     config, left_out = build_known({"algorithm": {"preset": "dapo", "loss": {"type": "clop", "epsilon": 0.1}}})
     assert left_out == ["algorithm.loss"]
     assert config.algorithm == AlgorithmConfig(preset="dapo")
+    assert build_known({"algorithm": {"beta": [1], "top_entropy_share": "much", "critic": {}}})[1] == [
+        "algorithm.kl.beta",
+        "algorithm.entropy.top_share",
+    ]
 
 
 # The whole.

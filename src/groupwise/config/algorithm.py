@@ -12,58 +12,16 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from groupwise.config.advantage import AdvantageConfig, GaeAdvantage, GroupAdvantage, ValueConfig
+from groupwise.config.former import FORMER, former_key
 from groupwise.config.loss import ClipLoss, LossConfig, LossSection
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import Section, type_of
 
-__all__ = ["FORMER", "AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName", "former_key"]
+__all__ = ["AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName"]
 
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo", "sapo", "vespo", "gmpo", "dppo", "maxrl", "gdpo"
 ]  # fmt: skip
-
-FORMER = {
-    "epsilon": "algorithm.loss.epsilon",
-    "epsilon_high": "algorithm.loss.epsilon_high",
-    "dual_clip": "algorithm.loss.dual_clip",
-    "delta": "algorithm.loss.dual_clip, which is the same cap",
-    "ratio_level": "algorithm.loss.ratio",
-    "surrogate": "algorithm.loss.type",
-    "aggregation": "algorithm.loss.aggregation",
-    "baseline": "algorithm.advantage.baseline, and for a learned value algorithm.advantage.type=gae",
-    "scale": "algorithm.advantage.scale, and with a learned value algorithm.advantage.whiten",
-    "advantage_epsilon": "algorithm.advantage.epsilon",
-    "gamma": "algorithm.advantage.gamma, of type gae",
-    "gae_lambda": "algorithm.advantage.lam, of type gae",
-    "beta": "algorithm.kl.beta, and in place of 0 algorithm.kl=null",
-    "kl_estimator": "algorithm.kl.estimator",
-    "kl_placement": "algorithm.kl.placement",
-    "kl_correction": "algorithm.kl.importance_weighted",
-    "kl_target": "algorithm.kl.target",
-    "kl_gain": "algorithm.kl.gain",
-    "skip_zero_variance": "algorithm.kl.skip_zero_variance",
-    "reference_updates": "algorithm.kl.reference_updates",
-    "reference_every": "algorithm.kl.reference_every",
-    "reference_mixing": "algorithm.kl.reference_mixing",
-    "sampler_correction": "algorithm.correction.level, and in place of none algorithm.correction=null",
-    "sampler_correction_mode": "algorithm.correction.mode",
-    "sampler_correction_cap": "algorithm.correction.cap",
-    "entropy_bonus": "algorithm.entropy.bonus, and in place of 0 algorithm.entropy=null",
-    "entropy_floor": "algorithm.entropy.floor",
-    "top_entropy_share": "algorithm.entropy.top_share",
-    "critic": "algorithm.value.critic",
-    "critic_learning_rate": "algorithm.value.critic_learning_rate",
-    "value_learning_rate": "algorithm.value.learning_rate",
-    "value_clip": "algorithm.value.clip",
-    "value_loss_weight": "algorithm.value.loss_weight",
-    "value_trains_trunk": "algorithm.value.trains_trunk",
-}
-"""Settings that stood in ``algorithm`` itself before 0.2.0, and where each is now."""
-
-
-def former_key(name: str) -> str:
-    """The sentence for a setting that stood in ``algorithm`` itself."""
-    return f"algorithm.{name} has moved: write {FORMER[name]}"
 
 
 class KLConfig(Section):

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
+from groupwise.config.former import in_sections
 from groupwise.config.problems import UNKNOWN, shown, unknown_key
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
@@ -72,9 +73,10 @@ def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
 
 
 def load_run_config(path: Path, overrides: Overrides = ()) -> Config:
-    """The same of the ``config.yaml`` of a run, which may be somebody else's: what it says of ``trust_remote_code`` is left out."""
+    """The same of the ``config.yaml`` of a run, which may be somebody else's, or an earlier version's: what it says of
+    ``trust_remote_code`` is left out, and settings that have moved are read."""
     with _in_one_line():
-        return _build(_replace_trust(_read(path), False), overrides)
+        return _build(_of_a_run(_read(path)), overrides)
 
 
 def build_config(settings: Mapping[str, Any], overrides: Overrides = ()) -> Config:
@@ -88,7 +90,7 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
 
     ``None`` where even what is left does not fit together. Trust in a model's own code is not among what is read.
     """
-    merged = _merge({}, _replace_trust(settings, False))
+    merged = _merge({}, _of_a_run(settings))
     left_out: list[str] = []
     _spell_out_rewards(merged)
     while True:
@@ -434,6 +436,13 @@ def _check_values(value: Any, path: str, source: str) -> None:
     if isinstance(value, list):
         for position, inner in enumerate(value):
             _check_values(inner, f"{path}[{position}]", source)
+
+
+def _of_a_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's folder says, without trust in code, and in this version's sections."""
+    kept: dict[str, Any] = _replace_trust(settings, False)
+    algorithm = kept.get("algorithm")
+    return {**kept, "algorithm": in_sections(algorithm)} if isinstance(algorithm, Mapping) else kept
 
 
 def _replace_trust(value: Any, granted: Any) -> Any:

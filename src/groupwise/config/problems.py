@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from groupwise.config.algorithm import FORMER, former_key
 from groupwise.config.fields import REMARKS, field_paths, find_field, kinds_of, schema_path, sections, suggest
+from groupwise.config.former import FORMER, former_key
 
 __all__ = ["UNKNOWN", "explain_failure", "shown", "unknown_key"]
 
