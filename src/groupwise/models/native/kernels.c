@@ -435,9 +435,10 @@ static inline int64_t seen(int64_t line, int64_t queries, int64_t unit, int64_t 
     return offset < 0 ? keys : offset + line % (queries * unit) / unit + 1;
 }
 
-/* The first key that a line may see: `low` [queries], or 0 where it is NULL. */
-static inline int64_t lowest(const int64_t *low, int64_t line, int64_t queries, int64_t unit) {
-    return low ? low[line % (queries * unit) / unit] : 0;
+/* Set the scores of keys before the first that a line may see to minus infinity: `low` [queries], or NULL where there are none. */
+static inline void hide(bf16 *scores, const int64_t *low, int64_t line, int64_t queries, int64_t unit) {
+    const int64_t first = low ? low[line % (queries * unit) / unit] : 0;
+    for (int64_t i = 0; i < first; i++) scores[i] = 0xff80;
 }
 
 /* In place: e^(s - max) of each line of scores [lines, keys] where the line may see, else 0; the max, and the sum of the new line. */
@@ -447,18 +448,17 @@ void gw_soften(
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
         bf16 *s = scores + line * keys;
-        const int64_t count = seen(line, queries, unit, offset, keys), first = lowest(low, line, queries, unit);
+        const int64_t count = seen(line, queries, unit, offset, keys);
+        hide(s, low, line, queries, unit);
         vec most = splat(-INFINITY), sums = {0};
         const vec places = counting();
-        for (int64_t i = first / LANES * LANES; i < count; i += LANES)
-            most = larger(pick((places < (float)(count - i)) & (places >= (float)(first - i)), load_part(s + i, keys - i), most), most);
+        for (int64_t i = 0; i < count; i += LANES)
+            most = larger(pick(places < (float)(count - i), load_part(s + i, keys - i), most), most);
         const float highest = largest(most);
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
-            if (i < count && i + LANES > first)
-                w = pick(
-                    (places < (float)(count - i)) & (places >= (float)(first - i)),
-                    round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
+            if (i < count)
+                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
             sums += w;
             store_part(s + i, w, keys - i);
         }
@@ -474,15 +474,14 @@ void gw_soften_backward(
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
         bf16 *s = scores + line * keys, *g = grads + line * keys;
-        const int64_t count = seen(line, queries, unit, offset, keys), first = lowest(low, line, queries, unit);
+        const int64_t count = seen(line, queries, unit, offset, keys);
+        hide(s, low, line, queries, unit);
         const float t = widen(top[line]), d = widen(delta[line]);
         const vec places = counting();
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
-            if (i < count && i + LANES > first)
-                w = pick(
-                    (places < (float)(count - i)) & (places >= (float)(first - i)),
-                    round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
+            if (i < count)
+                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
             store_part(g + i, (load_part(g + i, keys - i) - d) * w, keys - i);
             store_part(s + i, w, keys - i);
         }
