@@ -1,7 +1,6 @@
 """Memory: freed blocks stay with the process where that was asked for, and peaks are of the right size."""
 
-from __future__ import annotations
-
+import gc
 import subprocess
 import sys
 
@@ -111,12 +110,14 @@ def test_the_peak_is_in_bytes_and_grows_with_what_is_used():
     peak = peak_memory_bytes()
     assert peak >= held + len(block) // 2
     del block
-    assert peak_memory_bytes() >= peak  # it was reached, so it stays
+    assert peak_memory_bytes() >= peak - MIB  # it was reached, so it stays; the kernel counts pages by core, in batches
 
 
 @glibc
 def test_the_peak_of_each_phase_is_its_own():
     """The first takes 96 MiB more than the second, and what is between them 32 MiB more than either."""
+    gc.collect()
+    memory.release_freed_memory()  # what earlier tests left would be given back within the first phase
     peaks = memory.PeakByPhase()
     with peaks.phase("large"):
         block = bytearray(96 * MIB)

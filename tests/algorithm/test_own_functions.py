@@ -11,6 +11,7 @@ from groupwise.algorithm.advantages import ADVANTAGES
 from groupwise.algorithm.losses import LOSSES
 from groupwise.config.load import load_config
 from groupwise.config.schema import AlgorithmConfig
+from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError
 
 MINE = """
@@ -89,6 +90,8 @@ def test_an_advantage_by_place(mine):
 def test_by_registered_name(monkeypatch):
     monkeypatch.setattr("groupwise.algorithm.registry.LOSSES", {**LOSSES})
     monkeypatch.setattr("groupwise.algorithm.registry.ADVANTAGES", {**ADVANTAGES})
+    for what, names in REGISTERED.items():
+        monkeypatch.setitem(REGISTERED, what, set(names))
 
     @register_loss("twice")
     def twice(inputs, *, factor=2.0):

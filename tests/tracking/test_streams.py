@@ -82,12 +82,13 @@ def test_a_closed_terminal_is_not_a_second_signal():
     """Shell and system both send SIGHUP, and an end of the session SIGTERM beside it: none of it cuts the saving short."""
     from groupwise.training.stopping import StopSignals
 
+    before = signal.getsignal(signal.SIGHUP)
     signals = StopSignals()
     with signals:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert signals.received is signal.SIGHUP
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_an_ignored_hangup_stays_ignored():

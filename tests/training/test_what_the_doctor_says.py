@@ -5,7 +5,7 @@ import torch
 
 from groupwise.doctor import RULES, Watch
 from groupwise.training.loop import train
-from tests.doctor.diseases import PAGE, ailing, cause, find
+from tests.doctor.diseases import PAGE, ailing, find
 from tests.doctor.ill_runs import DISEASES, HEALTHY
 from tests.doctor.patients import Clinic
 from tests.survival.page import section
@@ -85,7 +85,8 @@ def test_a_watch_that_cannot_look_says_so_once_and_ends_nothing(tmp_path):
     assert "is not a folder" in said[0]
 
 
-def test_the_page_has_a_row_of_each_run_of_the_tiny_model():
-    rows = [line.split(" | ")[:2] for line in section("diseases", PAGE.read_text(encoding="utf-8")).splitlines()]
-    made = [[f"| `{rule}`", cause(one)] for one in DISEASES if not one.small for rule in one.rules]
-    assert [row for row in made if row not in rows] == []
+def test_the_page_counts_the_runs_of_the_tiny_model():
+    runs = [one for one in DISEASES if not one.small]
+    rules = {rule for one in runs for rule in one.rules}
+    said = section("diseases", PAGE.read_text(encoding="utf-8"))
+    assert f"{len(rules)} rules, {len(runs)} runs. Not found: none." in said
