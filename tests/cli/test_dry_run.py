@@ -257,6 +257,17 @@ def test_a_dry_run_for_several_processes_asks_for_deepspeed(groupwise, small, no
     assert "groupwise[deepspeed]" in refusal(groupwise, *small, "training.sharding=zero2", "--num-processes", "2")
 
 
+def test_the_number_of_processes_may_follow_the_gpus(groupwise, small, monkeypatch):
+    from groupwise.cli.options import _count_processes
+
+    refused = groupwise("train", "quickstart", *small, "--num-processes", "0")
+    assert refused.exit_code == 2
+    assert "'0' is neither auto nor a number of processes" in " ".join(refused.stderr.replace("│", " ").split())
+    for gpus, processes in ((0, 1), (8, 8)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert _count_processes("auto") == processes
+
+
 KEYED = "def score(completions, api_key=None, db=None, **columns):\n    return [0.0] * len(completions)\n"
 
 

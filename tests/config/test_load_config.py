@@ -436,12 +436,11 @@ def test_settings_from_python_that_contain_themselves_get_one_sentence():
         ("training.logging_steps", "is not a setting: every step is logged"),
         ("model.lora.bias", "is not a setting: an adapter here (model.lora) trains no biases"),
         ("training.gradient_accumulation_steps", "training.micro_batch_tokens? (a step's batch is"),
-        ("training.num_train_epochs", "training.steps? (an epoch is"),
-        ("training.epochs", "training.steps? (an epoch is"),
+        ("training.num_train_epochs", "training.epochs?"),
         ("model.load_in_8bit", "model.quantization? (8bit, with model.lora)"),
         ("rollout.max_length", "rollout.max_completion_tokens or data.max_prompt_tokens?"),
         ("training.report_to", "output.trackers? (a list"),
-        ("optimizer.warmup_ratio", "optimizer.warmup_steps? (it is counted in steps)"),
+        ("optimizer.warmup_ratio", "optimizer.warmup_steps? (below 1 it is a share of the run's steps)"),
     ],
 )
 def test_other_trainers_words_lead_to_ours(unknown, said):
@@ -450,3 +449,10 @@ def test_other_trainers_words_lead_to_ours(unknown, said):
     for attempt in (lambda: build_config(settings), lambda: load_config(None, [f"{unknown}=1"])):
         with pytest.raises(ConfigError, match=re.escape(said)):
             attempt()
+
+
+def test_a_warmup_is_steps_or_a_share_of_the_run():
+    assert load_config(None, ["optimizer.warmup_steps=12"]).optimizer.warmup_steps == 12
+    assert load_config(None, ["optimizer.warmup_steps=0.1"]).optimizer.warmup_steps == 0.1
+    with pytest.raises(ConfigError, match="below 1 a share of the run's"):
+        load_config(None, ["optimizer.warmup_steps=1.5"])

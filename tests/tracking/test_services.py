@@ -207,9 +207,10 @@ def test_tensorboard_reads_its_file_back(tmp_path, caplog):
     assert "policy/loss" not in read.Tags()["scalars"]
 
 
-def test_weights_and_biases_writes_without_a_network(tmp_path, caplog):
+def test_weights_and_biases_writes_without_a_network(tmp_path, caplog, monkeypatch):
     pytest.importorskip("wandb")
-    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, wandb]", "output.offline=true", "output.project=mine")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, wandb]", "output.offline=true")
     three_steps_and_a_verdict(config, folder, caplog)
     (path,) = folder.path.glob("wandb/offline-run-*/*.wandb")
     assert comes(lambda: "exit" in [r.WhichOneof("record_type") for r in wandb_records(path.read_bytes())])  # by its own process

@@ -143,6 +143,8 @@ def test_schedules_in_closed_form():
     assert [learning_rate_at(constant, u, 10) for u in (0, 5, 9)] == [peak] * 3
     warm = config_of(learning_rate=peak, warmup_steps=4)
     assert [learning_rate_at(warm, u, 10) for u in range(6)] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 8e-4, 8e-4])
+    share = config_of(learning_rate=peak, warmup_steps=0.4)
+    assert [learning_rate_at(share, u, 10) for u in range(6)] == [learning_rate_at(warm, u, 10) for u in range(6)]
     linear = config_of(learning_rate=peak, warmup_steps=2, schedule="linear", final_fraction=0.5)
     assert [learning_rate_at(linear, u, 6) for u in range(6)] == pytest.approx([4e-4, 8e-4, 8e-4, 7e-4, 6e-4, 5e-4])
     cosine = config_of(learning_rate=peak, schedule="cosine", final_fraction=0.25)

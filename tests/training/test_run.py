@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from groupwise.config import load_config
 from groupwise.doctor.rewarding import groups as groups_of
-from groupwise.errors import RewardError, TrainingError
+from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
@@ -66,6 +66,29 @@ def test_the_seed_decides_the_order_of_problems_and_the_samples_and_each_step_dr
     assert all(first[problem] != second[problem] for problem in first), "each step draws afresh"
     assert all(first[problem] != seen["few, another seed"][0][problem] for problem in first), "the seed decides the samples"
     assert seen["all"][0].keys() != seen["all, another seed"][0].keys(), "and the order of problems"
+
+
+def test_epochs_are_counted_in_steps_once_the_problems_are_read(go, quiet, small_config, letters, tmp_path):
+    """18 problems in steps of 3: a third of an epoch is two steps, and the run's config.yaml says so."""
+    run = go("epochs", training={"epochs": 1 / 3}, optimizer={"warmup_steps": 0.5})
+    assert run.summary["steps"] == 2
+    saved = load_config(run.folder / "config.yaml").training
+    assert (saved.steps, saved.epochs) == (2, None)
+    assert [row["optimizer/learning_rate"] for row in lines_of(run.folder / "metrics.jsonl")] == pytest.approx([1e-3, 1e-3])
+    again = train(small_config(training={"epochs": 1 / 3}), run_folder=run.folder, rewards=letters, console=quiet, resume=True)
+    assert again.summary["steps"] == 2, "it has finished: there is nothing to do"
+    with pytest.raises(ConfigError, match="the run has only 2 optimiser steps"):
+        go("too long", training={"epochs": 1 / 3}, optimizer={"warmup_steps": 3})
+
+
+def test_a_deterministic_run_uses_deterministic_kernels_alone(go):
+    said = []
+    try:
+        run = go("kernels", training={"deterministic": True}, on_step=lambda _: said.append(torch.are_deterministic_algorithms_enabled()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert said == [True, True]
+    assert same(repeatable(run.folder), repeatable(go("plain").folder)), "on this CPU they are the same kernels"
 
 
 def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):

@@ -21,6 +21,19 @@ __all__ = [
     "start_processes",
 ]
 
+
+
+def _count_processes(text: str | int) -> int:
+    """``auto``, or a number of at least 1."""
+    if text == "auto":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    if not str(text).isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is neither auto nor a number of processes from 1 on")
+    return int(text)
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings to change, as in rollout.temperature=0.8; `groupwise config` lists them."),
@@ -49,9 +62,9 @@ NumProcesses = Annotated[
     int,
     typer.Option(
         "--num-processes",
-        min=1,
-        metavar="N",
-        help="Processes on this machine that share the work, one for each GPU.",
+        parser=_count_processes,
+        metavar="N|auto",
+        help="Processes on this machine that share the work, one for each GPU; auto: as many as it has GPUs.",
     ),
 ]
 

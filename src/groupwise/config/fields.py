@@ -73,9 +73,10 @@ OTHER_WORDS: dict[str, str | tuple[str, ...]] = {
     "master_weights": "optimizer.precision",
     "max_steps": "training.steps",
     "num_steps": "training.steps",
-    "epochs": "training.steps",
-    "num_epochs": "training.steps",
-    "num_train_epochs": "training.steps",
+    "num_epochs": "training.epochs",
+    "use_deterministic_algorithms": "training.deterministic",
+    "full_determinism": "training.deterministic",
+    "num_train_epochs": "training.epochs",
     "warmup_ratio": "optimizer.warmup_steps",
     "load_in_4bit": "model.quantization",
     "load_in_8bit": "model.quantization",
@@ -95,14 +96,12 @@ REMARKS = {
     "logging_steps": "every step is logged, to metrics.jsonl and output.trackers",
     "bias": "an adapter here (model.lora) trains no biases",
     "gradient_accumulation_steps": "a step's batch is rollout.prompts_per_step x rollout.completions_per_prompt, however it is cut",
-    "epochs": "an epoch is the training problems / rollout.prompts_per_step, and `groupwise plan` counts its steps",
-    "warmup_ratio": "it is counted in steps",
+    "warmup_ratio": "below 1 it is a share of the run's steps",
     "report_to": "a list, such as [jsonl, wandb]",
     "load_in_4bit": "4bit, with model.lora",
     "load_in_8bit": "8bit, with model.lora",
 }
 """What there is to say of another trainer's setting beside the name of ours, or because we have none."""
-REMARKS |= dict.fromkeys(("num_epochs", "num_train_epochs"), REMARKS["epochs"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,9 @@ class OptimizerConfig(Section):
     """Peak learning rate. 1e-6 to 5e-6 for 0.5B to 7B models; small models and short runs stand 1e-5 and more."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warmup: stay, or fall to `final_fraction` of the peak over the run's steps, those without an update included."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the rate rises linearly from 0; a batch that has nothing to teach makes none."""
+    warmup_steps: int | float = Field(default=0, ge=0)
+    """Optimiser steps over which the rate rises linearly from 0; below 1 a share of the run's, as in 0.1. A batch that has nothing to
+    teach makes none."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.99)
@@ -208,6 +209,13 @@ class OptimizerConfig(Section):
     decay: Literal["all", "matrices"] = "all"
     """What `weight_decay` acts on; `matrices` spares norms and biases."""
 
+    @field_validator("warmup_steps")
+    @classmethod
+    def count_whole_steps(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError("must be a number of steps, or below 1 a share of the run's")
+        return value if value < 1 else int(value)
+
 
 class WarmStartConfig(Section):
     """A few supervised steps on worked examples before GRPO: for small models that do not know the answer format yet."""
@@ -225,6 +233,8 @@ class TrainingConfig(Section):
 
     steps: int = Field(default=100, ge=0)
     """Batches of completions that are sampled and learnt from."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training problems, in place of `steps`, which are counted from them once the problems are read."""
     seed: int = 0
     """Seed of everything random in the run: problem order, sampling, warm start."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
@@ -239,6 +249,9 @@ class TrainingConfig(Section):
     """Keep the reference in the machine's memory and bring it to the GPU for its pass of each step. Without effect on CPUs."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. By default the cores of this process, less those that other programs keep busy, looked at twice a second."""
+    deterministic: bool = False
+    """The same bits in each run on the same machine: PyTorch's deterministic kernels on GPUs, slower, and a fixed number of threads on
+    CPUs. An operation that has no such kernel ends the run with its name."""
 
 
 class EvaluationConfig(Section):
@@ -288,8 +301,9 @@ class OutputConfig(Section):
     trackers: list[Literal["jsonl", "tensorboard", "wandb", "trackio"]] = Field(default=["jsonl"])
     """Where each step's numbers go besides the terminal and the run's own files (`jsonl`). The others are extras: `pip install
     'groupwise[wandb]'`."""
-    project: str = Field(default="groupwise", min_length=1)
-    """The project that the run belongs to in wandb and trackio; there the run has its folder's name."""
+    project: str | None = Field(default=None, min_length=1)
+    """The project that the run belongs to in wandb and trackio, where the run has its folder's name; by default the environment's
+    WANDB_PROJECT for wandb, else `groupwise`."""
     offline: bool = False
     """Talk to no service: wandb writes into the run's folder, and `wandb sync` sends it later."""
 
@@ -320,7 +334,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:
-        if self.optimizer.warmup_steps > max(1, self.optimizer_steps):
+        if self.training.epochs is None and self.optimizer.warmup_steps > max(1, self.optimizer_steps):
             raise ValueError(
                 f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but the run has only {self.optimizer_steps} optimiser "
                 "steps (training.steps x algorithm.updates_per_batch): the peak rate would never be reached; lower it"

@@ -26,7 +26,7 @@ class TrackioTracker(NumericTracker):
         super().__init__(done)
         with _aside():
             self.run: Any = trackio.init(
-                project=config.output.project,
+                project=config.output.project or "groupwise",
                 name=folder.path.absolute().name,
                 resume="allow",
                 config=hide_secrets(config.model_dump(mode="json")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ class WandbTracker(NumericTracker):
         )
         try:
             self.run: Any = wandb.init(
-                project=config.output.project,
+                project=config.output.project or os.environ.get("WANDB_PROJECT") or "groupwise",
                 name=folder.path.absolute().name,
                 id=folder.tracking_id,
                 resume="allow",

@@ -77,8 +77,8 @@ def train(
                 run.evaluate_at_start("base")
                 run.warm_start()
             done = run.begin_learning()
-            with run.trackers.phase("GRPO", max(done, config.training.steps), "steps", done) as bar:
-                for step in range(done, config.training.steps):
+            with run.trackers.phase("GRPO", max(done, run.config.training.steps), "steps", done) as bar:
+                for step in range(done, run.config.training.steps):
                     run.renew_reference_if_due(step)
                     rollout = run.collect(step, bar)
                     advantages = run.learn(rollout)

@@ -34,9 +34,10 @@ def learning_rate_at(config: OptimizerConfig, place: int, places: int, made: int
     ``made``: updates that were made before it, which the warmup goes by; fewer than ``place`` where some batches had nothing to teach.
     Their places count for the schedule, which ends with the run.
     """
-    done = max(0, place - config.warmup_steps) / max(1, places - config.warmup_steps)
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * places)
+    done = max(0, place - warmup) / max(1, places - warmup)
     share = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[config.schedule]
-    warm = min(1.0, ((place if made is None else made) + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    warm = min(1.0, ((place if made is None else made) + 1) / warmup) if warmup else 1.0
     return config.learning_rate * min(warm, config.final_fraction + (1 - config.final_fraction) * share)
 
 

@@ -53,7 +53,7 @@ def nothing_to_carry_on(config: Config, run_folder: Path | None, console: Consol
     ending = None if wanted is None else ending_of(folder)
     if ending is None:
         return None
-    if config.training.steps > ending.asked:
+    if config.training.epochs is None and config.training.steps > ending.asked:
         if latest_checkpoint(folder.checkpoints) is None:
             raise no_way_on(folder, ending.steps, config)
         return None

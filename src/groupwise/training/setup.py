@@ -5,6 +5,7 @@ Training starts from it, and ``groupwise train --dry-run`` is it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,7 @@ class Prepared:
     """A run that has been checked and could start."""
 
     config: Config
+    """With ``training.steps`` in place of ``training.epochs``."""
     problems: ProblemSet
     train_prompts: LazyPrompts
     """Rendered on demand; each is known to leave room for a completion."""
@@ -129,14 +131,16 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     def render_one(problem: Problem) -> Prompt:
         return render(problem, tokenizer, config.prompt, system)
 
-    remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size())]
+    remarks: list[str] = []
+    completion_limit = config.rollout.max_completion_tokens
+    limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
+    train = _fitting(problems.train, render_one, limit, config, "training", remarks)
+    config = _with_steps(config, len(train))
+    remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size()), *remarks]
     if _lean(config.model, hf_config) and (remark := attention_note(config.model.attention, hf_config.model_type)):
         remarks.append(remark)
     if note := _note_on_idle_gpus(config, processes or world_size()):
         remarks.append(note)
-    completion_limit = config.rollout.max_completion_tokens
-    limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
-    train = _fitting(problems.train, render_one, limit, config, "training", remarks)
     suite.check_prompt(train[0])
     check_worked_examples(config, train, tokenizer, answer_style, context)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
@@ -164,6 +168,15 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         notes=remarks,
         short_of_memory=short,
     )
+
+
+def _with_steps(config: Config, problems: int) -> Config:
+    """``config`` with the steps that ``training.epochs`` comes to, where that is set."""
+    if config.training.epochs is None:
+        return config
+    steps = math.ceil(config.training.epochs * problems / config.rollout.prompts_per_step)
+    training = config.training.model_copy(update={"steps": steps, "epochs": None})
+    return Config(**{name: getattr(config, name) for name in config.model_fields_set} | {"training": training})
 
 
 def _lean(model: ModelConfig, hf_config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -58,9 +59,13 @@ def start(
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
-    if config.training.threads:
+    if config.training.threads or config.training.deterministic:
         fix_threads(config.training.threads)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a workspace of fixed size
+        torch.use_deterministic_algorithms(True)
     prepared = prepare(config, rewards, folder=run_folder)
+    config = prepared.config
     world.gather(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None
     if check is not None and checkpoint is None and not (wanted and wanted.expanduser().is_dir()):
