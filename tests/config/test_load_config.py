@@ -215,7 +215,7 @@ def test_a_key_without_a_section_is_told_its_sections(tmp_path):
 
 
 def test_a_key_like_nothing_known_lists_what_the_section_has():
-    assert "training has steps, seed" in refusal("training.zzz=1").replace("the section ", "")
+    assert "training has steps, epochs, seed" in refusal("training.zzz=1").replace("the section ", "")
 
 
 def test_a_leaf_that_several_sections_have_lists_the_candidates():
