@@ -84,7 +84,11 @@ def test_epochs_are_counted_in_steps_once_the_problems_are_read(go, quiet, small
 def test_a_deterministic_run_uses_deterministic_kernels_alone(go):
     said = []
     try:
-        run = go("kernels", training={"deterministic": True}, on_step=lambda _: said.append(torch.are_deterministic_algorithms_enabled()))
+        run = go(
+            "kernels",
+            training={"deterministic": True},
+            on_step=lambda _: said.append(torch.are_deterministic_algorithms_enabled()),
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert said == [True, True]

@@ -22,7 +22,6 @@ __all__ = [
 ]
 
 
-
 def _count_processes(text: str | int) -> int:
     """``auto``, or a number of at least 1."""
     if text == "auto":
