@@ -185,7 +185,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         )
     trained = markdown_table(["trained on the same completions", "steps", "reward, last quarter", "steps clipped"], rows)
     return (
-        f"![Reward by completions sampled](../figures/accumulation.svg)\n\n{cuts}\n\nMeans over {numbers['batches']} batches."
+        f"![Reward by completions sampled](../docs/figures/accumulation.svg)\n\n{cuts}\n\nMeans over {numbers['batches']} batches."
         f"\n\n{trained}\n\n"
         f"{numbers['completions']:,} completions each; mean of {numbers['seeds']} seeds, with the smallest and the largest. "
         f"{describe(numbers)}"

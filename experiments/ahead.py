@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import ROOT
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 
@@ -43,9 +42,7 @@ SHOWN = {
     "correction cut": "policy/correction_cut",
     "clip share": "policy/clip_share",
 }
-COMPARISON = Comparison(
-    "ahead", __doc__ or "", variants, "variants", ROOT / "docs" / "how-to" / "asynchronous.md", timed=False, shown=SHOWN
-)
+COMPARISON = Comparison("ahead", __doc__ or "", variants, "variants", timed=False, shown=SHOWN)
 
 if __name__ == "__main__":
     compare(COMPARISON)

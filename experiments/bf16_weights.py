@@ -133,7 +133,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         for rate, x in numbers["rates"].items()
     ]
     return (
-        f"![Updates rounded away, and weights changed](../figures/bf16_weights.svg)\n\n{markdown_table(header, rows)}\n\n"
+        f"![Updates rounded away, and weights changed](../docs/figures/bf16_weights.svg)\n\n{markdown_table(header, rows)}\n\n"
         f"SmolLM2-135M-Instruct, {numbers['weights'] / 1e6:.0f} million weights, their median size {numbers['median_weight']:.3f}; "
         f"{numbers['steps']} steps of AdamW, 2 x 8 completions each. Displacement kept: the part of the fp32 displacement, by projection, "
         f"that bf16 weights alone have after the last step. {describe(numbers)}"

@@ -1,4 +1,4 @@
-"""What every experiment shares: its command line, its JSON file with the machine's description, and its block in a page.
+"""What every experiment shares: its command line, its JSON file with the machine's description, and its block in RESULTS.md.
 
 An experiment measures first (``measure() -> numbers``) and shows afterwards, from the numbers alone: a figure, and a piece of
 Markdown that stands between two marks in a page. So a figure or a table can be made again without measuring again, and a test
@@ -19,10 +19,23 @@ from typing import Any
 
 from groupwise.tracking.environment import code_revision, installed_version, usable_cpus
 
-__all__ = ["FIGURES", "ROOT", "Experiment", "environment", "main", "markdown_table", "read_block", "read_numbers", "write_block"]
+__all__ = [
+    "FIGURES",
+    "PAGE",
+    "ROOT",
+    "Experiment",
+    "environment",
+    "main",
+    "markdown_table",
+    "read_block",
+    "read_numbers",
+    "write_block",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
+PAGE = ROOT / "experiments" / "RESULTS.md"
+"""All measured tables; the pages of docs/ say what follows from them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,6 @@ class Experiment:
     """Writes the figure of the numbers to a path."""
     report: Callable[[Mapping[str, Any]], str]
     """The numbers as Markdown, for the page."""
-    page: Path = ROOT / "docs" / "explanation" / "questions.md"
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -61,7 +73,7 @@ def publish(experiment: Experiment, numbers: Mapping[str, Any], out: Path = FIGU
     experiment.draw(numbers, out / f"{experiment.name}.svg")
     report = experiment.report(numbers)
     if out.resolve() == FIGURES:
-        write_block(experiment.page, experiment.name, report)
+        write_block(PAGE, experiment.name, report)
     print(report)
 
 

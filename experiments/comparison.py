@@ -22,7 +22,7 @@ SMOOTHING = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs that differ in one thing each, and the page that shows them."""
+    """Runs that differ in one thing each."""
 
     name: str
     description: str
@@ -30,7 +30,6 @@ class Comparison:
     """The variants of the names asked for; all of them for no names."""
     option: str
     """The word for a variant on the command line, such as ``presets``."""
-    page: Path
     timed: bool = True
     """Whether seconds per step belong into the table: only where the machine does nothing else."""
     shown: Mapping[str, str] = field(default_factory=dict)
@@ -38,7 +37,7 @@ class Comparison:
 
     @property
     def experiment(self) -> Experiment:
-        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed, shown=self.shown), self.page)
+        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed, shown=self.shown))
 
 
 def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Map
     took = f" All runs together took {total / 60:.0f} minutes of process time." if timed else ""
     return "\n\n".join(
         [
-            f"![A panel per run: accuracy by completions, in training and held out](../figures/{name}.svg)",
+            f"![A panel per run: accuracy by completions, in training and held out](../docs/figures/{name}.svg)",
             "Lines: right completions of a step, averaged over three steps; mean and range over the seeds. "
             f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems.",
             markdown_table(header, rows),

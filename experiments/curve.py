@@ -1,6 +1,6 @@
 """Several steps of the real small model, however the passes are cut, packed and divided: one curve.
 
-    python -m experiments.curve             # measure; writes docs/figures/curve.json and curve.svg, and the page's block
+    python -m experiments.curve             # measure; writes docs/figures/curve.json and curve.svg, and the block of RESULTS.md
     python -m experiments.curve --redraw
 
 SmolLM2-135M-Instruct in fp32 trains on arithmetic, paid by the share of lower-case letters: one whole run a setting, from sampling to the
@@ -160,7 +160,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     given = dict(word.split("=", 1) for word in numbers["settings"])
     return "\n\n".join(
         [
-            "![Reward, loss and gradient norm of eight steps at four settings, over each other](../figures/curve.svg)",
+            "![Reward, loss and gradient norm of eight steps at four settings, over each other](../docs/figures/curve.svg)",
             f"Settings: {'; '.join(lines)}. {min(same):.0%} of the completions are those of the first. Largest differences over all steps: "
             f"{largest}, final weights {max(lines[name]['weights'] for name in found):.1e}. Its own numbers: {spans}.",
             f"{given['training.steps']} steps of {given['rollout.prompts_per_step']} prompts x "
@@ -171,7 +171,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
 
 
-EXPERIMENT = Experiment("curve", measure, draw, report, ROOT / "docs" / "how-to" / "distributed.md")
+EXPERIMENT = Experiment("curve", measure, draw, report)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--carry-out"]:

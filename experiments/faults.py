@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import ROOT
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 
@@ -41,9 +40,7 @@ def variants(names: Sequence[str]) -> list[Variant]:
     return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
 
 
-COMPARISON = Comparison(
-    "faults", __doc__ or "", variants, "variants", ROOT / "docs" / "explanation" / "questions.md", timed=False
-)
+COMPARISON = Comparison("faults", __doc__ or "", variants, "variants", timed=False)
 
 if __name__ == "__main__":
     compare(COMPARISON)

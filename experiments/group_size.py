@@ -116,7 +116,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     limits = ", ".join(f"{x['cut']:.0%} at {x['limit']} tokens" for x in numbers["limits"])
     completions, batches = numbers["completions"], numbers["batches"]
     return (
-        "![Groups that vary by accuracy; gradient noise by G and by length](../figures/group_size.svg)\n\nShare of groups that vary, "
+        "![Groups that vary by accuracy; gradient noise by G and by length](../docs/figures/group_size.svg)\n\nShare of groups that vary, "
         f"1 - p^G - (1 - p)^G:\n\n{shares}\n\nToy, noise / signal of the gradient of {completions} completions, {batches} batches "
         f"each: {sizes}; with G = 8: {lengths}.\n\nReal, {numbers['limits'][0]['n']} completions of quickstart problems before any "
         f"training, cut: {limits}. {describe(numbers)}"

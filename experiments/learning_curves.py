@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import ROOT
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 from groupwise.config.presets import PRESETS
@@ -34,9 +33,7 @@ def _variant(name: str) -> Variant:
     return Variant(name, (f"algorithm.preset={name}", "algorithm.kl=null" if kl is None else f"algorithm.kl.beta={kl.beta}"))
 
 
-COMPARISON = Comparison(
-    "learning_curves", __doc__ or "", presets, "presets", ROOT / "docs" / "explanation" / "learning-curves.md", timed=False
-)
+COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", timed=False)
 
 if __name__ == "__main__":
     compare(COMPARISON)

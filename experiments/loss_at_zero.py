@@ -83,7 +83,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         ["beta", "reward, first to last 5 steps", "loss at step 1", "loss, last 5 steps", "beta x KL, last 5"], rows
     )
     return (
-        f"![Reward and loss by step](../figures/loss_at_zero.svg)\n\n{table}\n\n"
+        f"![Reward and loss by step](../docs/figures/loss_at_zero.svg)\n\n{table}\n\n"
         f"Means over {numbers['seeds']} seeds (the loss at step 1: the largest). Without a KL "
         f"the loss of no step was above {numbers['largest_loss_without_kl']:.0e}. {describe(numbers)}"
     )

@@ -131,7 +131,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         [[p, *(f"{x[key]:.3g}" for key in ("kl", "typical", "worst", "stale", "one_token"))] for p, x in numbers["two_tokens"].items()],
     )  # fmt: skip
     return (
-        f"![k1, k2 and k3 of one token, and k3 of batches](../figures/loss_spikes.svg)\n\n{family}\n\n"
+        f"![k1, k2 and k3 of one token, and k3 of batches](../docs/figures/loss_spikes.svg)\n\n{family}\n\n"
         f"{_formats(numbers)} {describe(numbers)}"
     )
 

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.common import FIGURES, ROOT, describe, environment, markdown_table, write_block
+from experiments.common import FIGURES, PAGE, ROOT, describe, environment, markdown_table, write_block
 from groupwise.tracking.environment import installed_version
 
 __all__ = ["MODES", "Mode", "main", "report"]
 
-PAGE = ROOT / "docs" / "how-to" / "adapters.md"
 NAME = "memory_modes"
 ADAPTER = ("model.lora={rank: 16, alpha: 32}", "optimizer.learning_rate=2e-4", "warm_start.learning_rate=5e-4")
 """An adapter, and the rates it wants here: ten times those of the quickstart."""
@@ -119,7 +118,7 @@ def report(numbers: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """``python -m experiments.memory_modes [MODE ...]``: run what is not there yet, and write JSON and the page's table."""
+    """``python -m experiments.memory_modes [MODE ...]``: run what is not there yet, and write JSON and the table of RESULTS.md."""
     options = argparse.ArgumentParser(prog=f"python -m experiments.{NAME}")
     options.add_argument(
         "modes", nargs="*", metavar="MODE", help="of " + ", ".join(mode.name for mode in MODES) + "; by default all"

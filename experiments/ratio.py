@@ -121,7 +121,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         [[mu, f"{_level(c, len(c) // 3):.2f}", f"{_level(c, len(c)):.2f}"] for mu, c in numbers["toy"].items()],
     )
     return (
-        f"![The ratio by update, and the toy's reward by step](../figures/ratio.svg)\n\n{markdown_table(header, rows)}\n\n{toy}\n\n"
+        f"![The ratio by update, and the toy's reward by step](../docs/figures/ratio.svg)\n\n{markdown_table(header, rows)}\n\n{toy}\n\n"
         "Upper table: one batch of 2 x 8 completions of SmolLM2-135M-Instruct, scored by length; masters are fp32 in all rows. "
         "Largest: 1 plus the largest deviation. Lower: mean of "
         f"{numbers['seeds']} seeds, last ten steps before the point. {describe(numbers)}"

@@ -132,7 +132,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         ["SmolLM2-135M, warm start", "token limit", "stop", "tokens, mean", "in the format", "right (strict)"], rows
     )
     return (
-        f"![Completions that stop, with the stop token trained and masked](../figures/stop_token.svg)\n\n{toy}\n\n{real}\n\nToy: mean "
+        f"![Completions that stop, with the stop token trained and masked](../docs/figures/stop_token.svg)\n\n{toy}\n\n{real}\n\nToy: mean "
         f"of {numbers['seeds']} seeds. Real: {numbers['real_steps']} steps of 8 worked examples, then {numbers['problems']} held-out "
         f"problems at temperature 1. {describe(numbers)}"
     )

@@ -1,6 +1,6 @@
 """What do token budget, packing and the number of processes change? Time and memory, and no number that is learnt.
 
-    python -m experiments.sweep                              # measure; writes docs/figures/sweep.json and sweep.svg, and the page's table
+    python -m experiments.sweep                              # measure; writes docs/figures/sweep.json and sweep.svg and the table
     python -m experiments.sweep --redraw
 
 One batch of the real small model (4 prompts x 4 completions of up to 96 tokens) is learnt from at every budget of
@@ -141,7 +141,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
     return "\n\n".join(
         [
-            "![Seconds of an update and peak memory against the token budget](../figures/sweep.svg)",
+            "![Seconds of an update and peak memory against the token budget](../docs/figures/sweep.svg)",
             markdown_table(["", *(f"{budget:,} tokens" for budget in budgets)], rows),
             f"One update on {sizes['groups']} prompts x {sizes['completions']} completions, {numbers['completion_tokens']:,} completion "
             f"tokens, bfloat16 weights with fp32 masters, no reference; median of {sizes['repeats']}; {numbers['cores']} threads in all. "
@@ -151,7 +151,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     )
 
 
-EXPERIMENT = Experiment("sweep", measure, draw, report, ROOT / "docs" / "how-to" / "distributed.md")
+EXPERIMENT = Experiment("sweep", measure, draw, report)
 
 if __name__ == "__main__":
     main(EXPERIMENT)

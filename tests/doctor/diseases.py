@@ -3,7 +3,7 @@
     python -m tests.doctor.diseases                          # those of tiny models, a few minutes of one core
     python -m tests.doctor.diseases --only length stop       # those whose name has one of the words
     python -m tests.doctor.diseases --small                  # those of the quickstart's model of 135M, about half an hour
-    python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into docs/reference/doctor.md
+    python -m tests.doctor.diseases --kept FOLDER --write    # runs there are not made again; the table goes into benchmarks/TRIALS.md
 
 Each is a real run (or settings before a run) with the disease caused in it; a defect of the program itself is put in, and the table
 says so. No run is made up. Rules fire on what was meant to have them and are silent on the healthy runs, or the command fails.
@@ -33,7 +33,6 @@ from tests.survival.page import slug, stamp, write_section
 __all__ = ["ailing", "find", "main", "table"]
 
 Found = Mapping[str, Finding]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "doctor.md"
 
 
 def find(disease: Disease, clinic: Clinic, kept: Path) -> Found:
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(found, "python -m tests.doctor.diseases" + " --small" * options.small)
     print(text)
     if options.write:
-        write_section("diseases of 135M" if options.small else "diseases", text, PAGE)
+        write_section("diseases of 135M" if options.small else "diseases", text)
     missed = [f"{disease.name}: {rule}" for disease, one in found.items() for rule in disease.rules - set(one)]
     false = [f"{disease.name}: {rule}" for disease, one in found.items() if not disease.rules for rule in ailing(one)]
     for line in [*(f"MISSED  {one}" for one in missed), *(f"FALSE ALARM  {one}" for one in false)]:
@@ -74,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", default=[], metavar="WORD", help="runs whose name has one of the words")
     made.add_argument("--small", action="store_true", help="those of the quickstart's model of 135M instead")
     made.add_argument("--kept", type=Path, metavar="FOLDER", help="where runs are kept, and not made again")
-    made.add_argument("--write", action="store_true", help="put the table into docs/reference/doctor.md")
+    made.add_argument("--write", action="store_true", help="put the table into benchmarks/TRIALS.md")
     return made
 
 

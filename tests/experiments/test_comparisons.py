@@ -6,7 +6,7 @@ pytest.importorskip("matplotlib")
 
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
-from experiments.common import FIGURES, read_block, read_numbers
+from experiments.common import FIGURES, PAGE, read_block, read_numbers
 from experiments.comparison import compare, draw, held_out, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
@@ -122,7 +122,7 @@ def test_unknown_presets_are_refused():
 
 @pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda c: c.name)
 def test_pages_show_the_numbers_that_are_committed(comparison):
-    block = read_block(comparison.page, comparison.name)
+    block = read_block(PAGE, comparison.name)
     if not (FIGURES / f"{comparison.name}.json").exists():
         assert block == "", "a table without its numbers"
         return

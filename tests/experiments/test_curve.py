@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from experiments.common import environment, read_block, read_numbers
-from experiments.curve import CURVES, EXPERIMENT, SETTINGS, differences, draw, measure, report
+from experiments.common import PAGE, environment, read_block, read_numbers
+from experiments.curve import CURVES, SETTINGS, differences, draw, measure, report
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_no_setting_changes_the_curve(tmp_path, tiny_folder, sums):
 
 def test_the_page_shows_the_curves_that_are_committed():
     numbers = read_numbers("curve")
-    assert read_block(EXPERIMENT.page, "curve") == report(numbers)
+    assert read_block(PAGE, "curve") == report(numbers)
     assert list(numbers["lines"]) == list(SETTINGS)
     first, *others = numbers["lines"].values()
     assert all(other["completions"] == first["completions"] for other in others)

@@ -1,7 +1,7 @@
 """The modes are settings that exist, and the table says what the numbers say."""
 
-from experiments.common import read_block, read_numbers
-from experiments.memory_modes import MODES, NAME, PAGE, report, settings_of
+from experiments.common import PAGE, read_block, read_numbers
+from experiments.memory_modes import MODES, NAME, report, settings_of
 from groupwise import load_config
 
 

@@ -9,13 +9,13 @@ import torch
 pytest.importorskip("matplotlib")
 
 from experiments import accumulation, bf16_weights, group_size, loss_at_zero, loss_spikes, ratio, stop_token
-from experiments.common import FIGURES, ROOT, environment, main, read_block, read_numbers
+from experiments.common import FIGURES, PAGE, ROOT, environment, main, read_block, read_numbers
 from experiments.toy import STOP, ToyPolicy, backward, objective
 from groupwise.metrics import wilson_interval
 
 MODULES = [loss_at_zero, ratio, accumulation, loss_spikes, bf16_weights, stop_token, group_size]
 EXPERIMENTS = [module.EXPERIMENT for module in MODULES]
-PAGE = ROOT / "docs" / "explanation" / "questions.md"
+ANSWERS = ROOT / "docs" / "explanation" / "questions.md"
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_the_page_shows_the_numbers_that_are_committed(experiment, tmp_path):
 
 
 def test_the_intervals_of_14_and_27_of_30_are_those_of_the_page():
-    text = PAGE.read_text(encoding="utf-8")
+    text = ANSWERS.read_text(encoding="utf-8")
     for right in (14, 27):
         low, high = wilson_interval(right, 30)
         assert f"{low:.1%} to {high:.1%}" in " ".join(text.split())

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from experiments.common import environment, read_block, read_numbers
-from experiments.sweep import DTYPES, EXPERIMENT, draw, measure, report
+from experiments.common import PAGE, environment, read_block, read_numbers
+from experiments.sweep import DTYPES, draw, measure, report
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_no_setting_changes_the_gradient(tmp_path, tiny_folder, monkeypatch):
 
 
 def test_the_page_shows_the_numbers_that_are_committed():
-    block = read_block(EXPERIMENT.page, "sweep")
+    block = read_block(PAGE, "sweep")
     numbers = read_numbers("sweep")
     assert block == report(numbers)
     for lines, most in zip((numbers["curves"][dtype] for dtype in DTYPES), (1e-4, 0.1), strict=True):

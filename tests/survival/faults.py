@@ -2,7 +2,7 @@
 
     python -m tests.survival.faults                     # all of them, about a minute
     python -m tests.survival.faults --only disk reward
-    python -m tests.survival.faults --write             # and put the table into docs/how-to/resuming.md
+    python -m tests.survival.faults --write             # and put the table into benchmarks/TRIALS.md
 
 Each is a function below; it raises AssertionError where what happened is not what is promised. Real faults where the machine allows
 them (a small disk needs the right to mount one); what is injected says so.
@@ -391,7 +391,7 @@ def table(rows: dict[str, Outcome]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.survival.faults", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="faults whose names begin so")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/how-to/resuming.md")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/TRIALS.md")
     chosen = parser.parse_args(words)
     torch.set_num_threads(1)
     rows, broken = {}, 0

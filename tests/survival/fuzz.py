@@ -2,7 +2,7 @@
 
     python -m tests.survival.fuzz                              # 10,000 cases of each kind: minutes
     python -m tests.survival.fuzz --targets report --cases 500 --seed 3
-    python -m tests.survival.fuzz --write                      # and put the table into docs/how-to/resuming.md
+    python -m tests.survival.fuzz --write                      # and put the table into benchmarks/TRIALS.md
 
 Cases are drawn by hypothesis, some of them near what is valid; one that fails is made small and printed.
 """
@@ -417,7 +417,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", choices=[*TARGETS], default=[*TARGETS])
     parser.add_argument("--cases", type=int, default=10_000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/how-to/resuming.md")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/TRIALS.md")
     chosen = parser.parse_args(words)
     logging.disable(logging.CRITICAL)
     rows: dict[str, tuple[Counter[str], float]] = {}

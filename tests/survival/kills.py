@@ -2,7 +2,7 @@
 
     python -m tests.survival.kills                            # at least 10 kills of every kind, some 200 together: minutes
     python -m tests.survival.kills --kinds lora ppo --kills 30 --seed 7
-    python -m tests.survival.kills --write                    # and put the table into docs/how-to/resuming.md
+    python -m tests.survival.kills --write                    # and put the table into benchmarks/TRIALS.md
 
 The same means: weights, masters and moments bit for bit, every number of ``metrics.jsonl`` but times and memory, every line of
 ``completions.jsonl``, and the evaluations. Runs are forked from a process that has everything imported, so that a kill costs a
@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--kills", type=int, default=10, help="SIGKILLs of each kind, at least")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/how-to/resuming.md")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/TRIALS.md")
     chosen = parser.parse_args(words)
     torch.set_num_threads(1)
     tallies = []

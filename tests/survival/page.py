@@ -1,4 +1,4 @@
-"""Tables that commands write into docs/how-to/resuming.md and docs/reference/doctor.md, between a pair of comments."""
+"""Tables that commands write into benchmarks/TRIALS.md, between a pair of comments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 __all__ = ["PAGE", "section", "slug", "stamp", "write_section"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "how-to" / "resuming.md"
+PAGE = ROOT / "benchmarks" / "TRIALS.md"
 
 
 def marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: written by the command below -->", f"<!-- end of {name} -->"
+    return f"<!-- {name}: written by the command above -->", f"<!-- end of {name} -->"
 
 
 def section(name: str, page: str) -> str:
@@ -27,10 +27,10 @@ def section(name: str, page: str) -> str:
     return found[1]
 
 
-def write_section(name: str, text: str, path: Path = PAGE) -> None:
-    page = path.read_text(encoding="utf-8")
+def write_section(name: str, text: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
     first, last = marks(name)
-    path.write_text(page.replace(f"{first}\n{section(name, page)}\n{last}", f"{first}\n{text}\n{last}"), encoding="utf-8")
+    PAGE.write_text(page.replace(f"{first}\n{section(name, page)}\n{last}", f"{first}\n{text}\n{last}"), encoding="utf-8")
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Faults tried by the command line; the table in docs/how-to/resuming.md has the same ones."""
+"""Faults tried by the command line; the table in benchmarks/TRIALS.md has the same ones."""
 
 import os
 import re

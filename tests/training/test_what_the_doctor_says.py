@@ -5,10 +5,10 @@ import torch
 
 from groupwise.doctor import RULES, Watch
 from groupwise.training.loop import train
-from tests.doctor.diseases import PAGE, ailing, find
+from tests.doctor.diseases import ailing, find
 from tests.doctor.ill_runs import DISEASES, HEALTHY
 from tests.doctor.patients import Clinic
-from tests.survival.page import section
+from tests.survival.page import PAGE, section
 
 OF_SETTINGS = {rule.name for rule in RULES if rule.subject == "settings"}
 """They speak of settings alone, and have no completions to show."""
