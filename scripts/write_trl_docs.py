@@ -13,5 +13,5 @@ MARK = "<!-- The rest is written by scripts/write_trl_docs.py. -->"
 
 if __name__ == "__main__":
     head, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
-    PAGE.write_text(f"{head}{MARK}\n\n{render_table().strip()}\n", encoding="utf-8")
+    PAGE.write_text(f"{head}{MARK}\n\n{render_table(whole=False).strip()}\n", encoding="utf-8")
     print(f"wrote {PAGE.name}")

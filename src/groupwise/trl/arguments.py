@@ -74,7 +74,7 @@ torch_compile_mode | str? | None | x | Leave it out: nothing is compiled.
 use_liger_kernel | bool | False | - | What Liger's loss is for is done anyway: the logits of all tokens never exist at once.
 liger_kernel_config | dict? | None | - | Liger's kernels are not used.
 use_cache | bool | False | - | Sampling always has a KV cache, learning never.
-neftune_noise_alpha | float? | None | x | Leave it out: noise on embeddings would make the sampled policy another than the trained one.
+neftune_noise_alpha | float? | None | x | Leave it out: noise would make the sampled policy another than the trained one.
 torch_empty_cache_steps | int? | None | h | Frees the accelerator's cached memory every so many optimiser steps.
 auto_find_batch_size | bool | False | x | Lower `per_device_train_batch_size` and raise `gradient_accumulation_steps` (TRL refuses it too).
 logging_strategy | str | 'steps' | h | `no`, `steps` or `epoch`.
@@ -144,9 +144,9 @@ ddp_broadcast_buffers | bool? | None | - | There is one process.
 ddp_static_graph | bool? | None | - | There is one process.
 ddp_backend | str? | None | - | There is one process.
 ddp_timeout | int | 1800 | - | There is one process.
-fsdp | str? | None | x | Leave it out: one process. Gradient checkpointing, LoRA and a smaller micro-batch save memory.
+fsdp | str? | None | x | Leave it out: one process. Gradient checkpointing and LoRA save memory.
 fsdp_config | dict? | None | x | Leave it out: one process.
-deepspeed | dict? | None | x | Leave it out: one process. Gradient checkpointing, LoRA and a smaller micro-batch save memory.
+deepspeed | dict? | None | x | Leave it out: one process. Gradient checkpointing and LoRA save memory.
 debug | names? | '' | x | Leave it out: an update that is not finite is dropped and reported.
 skip_memory_metrics | bool | True | x | Leave it at True.
 do_train | bool | False | - | A flag for scripts; the trainer does not read it, transformers' neither.
@@ -288,16 +288,19 @@ _NOTED = {
 """Honoured arguments whose text says more than their documentation in TRL."""
 
 
-def render_table() -> str:
-    """The arguments as Markdown, for ``docs/how-to/coming-from-trl.md``: names that share a text share a line."""
+def render_table(whole: bool = True) -> str:
+    """The arguments as Markdown: names that share a text share a line.
+
+    Not ``whole``, as docs/how-to/coming-from-trl.md has it: only those of which TRL's documentation does not say enough.
+    """
     honoured = [row for row in ARGUMENTS.values() if row.fate == "honoured"]
-    lines = ["### Honoured: they do what TRL's documentation says", ""]
-    lines += [", ".join(f"`{row.name}`" for row in honoured if row.name not in _NOTED) + ".", "", "With a note:", ""]
-    lines += [f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED]
-    for fate, title in (
-        ("refused", "Refused, unless at TRL's default: an error says what to do"),
-        ("harmless", "Accepted, and without effect"),
-    ):
+    lines = ["### Honoured, with a note", "", *(f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED)]
+    if whole:
+        plain = ", ".join(f"`{row.name}`" for row in honoured if row.name not in _NOTED)
+        lines += ["", "### Honoured: they do what TRL's documentation says", "", f"{plain}."]
+    refused: tuple[Fate, str] = ("refused", "Refused, unless at TRL's default: an error says what to do")
+    harmless: tuple[Fate, str] = ("harmless", "Accepted, and without effect")
+    for fate, title in (refused, harmless) if whole else (refused,):
         names: dict[str, list[str]] = {}
         for row in ARGUMENTS.values():
             if row.fate == fate:
