@@ -1,5 +1,5 @@
 """Where `strict_xml`, `soft_xml` and `xml_count` agree with the pattern-matching rewards of the widespread GRPO tutorial for GSM8K,
-and where they differ on purpose. docs/how-to/rewards.md says the same in words."""
+and where they differ on purpose. docs/how-to/rewards.md says it in short."""
 
 import re
 
