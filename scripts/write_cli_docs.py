@@ -14,18 +14,32 @@ from groupwise.cli import app
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command prints its part of this page with `--help`. `scripts/write_cli_docs.py` writes this page.
+Every command prints its part of this page with `--help`. `scripts/write_cli_docs.py` writes it.
 
 Common to the commands, and left out below:
 
+- `RECIPE|FILE` is a recipe's name, or a YAML file; `SOURCE` any [source of data](../how-to/data.md#sources).
 - `KEY=VALUE` changes a [setting](configuration.md), as in `rollout.temperature=0.8`.
 - `--json` prints JSON; progress goes to standard error.
 - `--num-processes N` starts N processes on this machine, one for each GPU.
+- `--device-map auto` lays a large model over all GPUs, the machine's memory and the disk (`eval`, `generate`).
+- `--trust-remote-code` runs Python code that comes with the model (`generate`, `merge`).
 - Exit code 0 means success, 2 a mistake in settings, data or options, 130 Ctrl-C; [a training run has more](../how-to/resuming.md).
 - `GROUPWISE_DEBUG=1` in the environment shows the traceback of a mistake.
 """
 WIDTH = 120
-COMMON = ("-h, --help ", "--json ", "--num-processes ", "KEY=VALUE ")
+COMMON = (
+    "-h, --help ",
+    "--json ",
+    "--num-processes ",
+    "KEY=VALUE ",
+    "--device-map ",
+    "--trust-remote-code",
+    "RECIPE|FILE <",
+    "SOURCE <",
+)
+KIND = re.compile(r"<(int|float|str|path|list)[a-z \[\]]*>(?= |$)")
+LIMITS = re.compile(r"  \[(required|x>=[\d.]+)\]|; [\d.<=]*x[<>=]+[\d.]+(?=\])")
 
 
 def commands(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str]]:
@@ -42,10 +56,16 @@ def commands(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str,
 def render() -> str:
     parts = [HEAD]
     for name, text in commands(typer.main.get_command(app), "groupwise"):
-        lines = [line.rstrip() for line in text.splitlines() if not line.strip().startswith(COMMON)]
+        lines = [_plain(line).rstrip() for line in text.splitlines() if not line.strip().startswith(COMMON)]
         words = re.sub(r"\n\n(Options|Arguments):(?=\n\n|$)", "", "\n".join(lines).strip("\n"))
         parts.append(f"## {name}\n\n```text\n{words}\n```\n")
     return "\n".join(parts)
+
+
+def _plain(line: str) -> str:
+    """Without types, but for the value of an option, and without limits, which the errors tell. Columns stay."""
+    value = {"int": "N", "float": "X", "str": "TEXT"} if line.strip().startswith("--") else {}
+    return LIMITS.sub("", KIND.sub(lambda found: value.get(found[1], "").ljust(len(found[0])), line))
 
 
 if __name__ == "__main__":

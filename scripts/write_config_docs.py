@@ -18,11 +18,10 @@ INTRODUCTION = """\
 
 A run is a YAML file with the sections below. Each line has a setting, what it may be, its default, and what it does.
 On the command line write `section.name=value`, or `name=value` where the name is unique: `groupwise train quickstart training.steps=10`.
-Values are read as YAML; `null` unsets. `groupwise config NAME` prints a section or a setting of this page.
+Values are read as YAML; `null` unsets. `groupwise config NAME` prints a part of this page.
 
-Unset fields of `algorithm` follow `algorithm.preset` ([the table of presets](algorithms.md#presets)); defaults here are those of
-`grpo`. How they are used: [data](../how-to/data.md), [rewards](../how-to/rewards.md), [memory](../how-to/planning.md),
-[several processes](../how-to/distributed.md), [vLLM](../how-to/vllm.md), [sampling ahead](../how-to/asynchronous.md).
+Unset fields of `algorithm` follow `algorithm.preset` ([presets](algorithms.md#presets)); defaults here are those of `grpo`.
+Where a section has types, a setting "of" some of them belongs to these alone.
 """
 
 
@@ -33,7 +32,7 @@ def render() -> str:
         by_section.setdefault(_section(doc), []).append(doc)
     pieces = [INTRODUCTION]
     for section, fields in by_section.items():
-        pieces.append(f"## {section}\n\n{_about(section)}")
+        pieces += [f"## {section}\n", *filter(None, [_about(section)])]
         pieces += [*map(_row, fields), ""]
     return "\n".join(pieces).rstrip() + "\n"
 
@@ -49,18 +48,23 @@ def _about(section: str) -> str:
     models = sections().get(section, ())
     if len(models) == 1:
         return " ".join((models[0].__doc__ or "").split()) + "\n"
-    types = [
-        f"- `{', '.join(kinds_of(model)) or 'FILE.py:FUNCTION'}`: {' '.join((model.__doc__ or '').split())}" for model in models
+    return ""
+
+
+def _types_of(section: str) -> str:
+    """A line for each type that a section comes in, below its `type`."""
+    lines = [
+        f"    - `{', '.join(kinds_of(model)) or 'FILE.py:FUNCTION'}`: {' '.join((model.__doc__ or '').split())}"
+        for model in sections().get(section, ())
     ]
-    words = (
-        "Comes in types, each with the settings that act in it; a setting of some of them alone is listed with their names.\n\n"
-    )
-    return words + "\n".join(types) + "\n" if types else ""
+    return "\n".join(lines)
 
 
 def _row(doc: FieldDoc) -> str:
     """What a setting may be is left out where its default says so."""
     default = "required" if doc.default == "(required)" else f"`{shown(doc.default)}`"
+    if doc.leaf == "type":
+        return f"- `type` ({default}): {doc.description.partition('.')[0]}:\n{_types_of(_section(doc))}"
     kind = doc.type.replace("whole number", "integer")
     if doc.default is None:
         kind = kind.replace(" or null", "")

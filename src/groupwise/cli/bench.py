@@ -20,16 +20,12 @@ _GIB = 2**30
 def bench(
     source: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's name, or a YAML file.")],
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="To train; times are those of the steps after the first.")] = 3,
-    as_written: Annotated[
-        bool, typer.Option("--as-written", help="Let completions end where the model ends them, at the recipe's temperature.")
-    ] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Times are those of the steps after the first.")] = 3,
+    as_written: Annotated[bool, typer.Option("--as-written", help="Let completions end where the model ends them.")] = False,
     whole: Annotated[
         bool, typer.Option("--whole", help="Also warm up, evaluate, and write checkpoints and the final model.")
     ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Plan with rates measured here instead of the table's (2 s).")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Plan with rates measured here (2 s).")] = False,
     num_processes: NumProcesses = 1,
     as_json: ProgressAside = False,
 ) -> None:
@@ -41,13 +37,11 @@ def bench(
 
     \b
     Examples:
-      groupwise bench quickstart
       groupwise bench gsm8k-1.5b-24gb training.micro_batch_tokens=4096
       groupwise bench gsm8k-7b-8gpu --num-processes 8 --steps 5
-      groupwise bench mine.yaml --as-written --json
       groupwise bench mine.yaml --whole evaluation.problems=64
 
-    Exit code 1 means that it could not be run here, for lack of memory for example; 2 a mistake in settings or data.
+    Exit code 1 means that it could not be run here, for lack of memory for example.
     """
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config

@@ -28,8 +28,6 @@ def inspect(
 
     \b
     Examples:
-      groupwise data inspect gsm8k
-      groupwise data inspect problems.jsonl --rows 10
       groupwise data inspect table.csv data.prompt_column=task data.answer_column=result
       groupwise data inspect gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --json
     """
@@ -60,7 +58,6 @@ def prepare(
 
     \b
     Examples:
-      groupwise data prepare gsm8k prepared/gsm8k
       groupwise data prepare problems.jsonl prepared/mine data.holdout=500
       groupwise train gsm8k-0.5b data.source=prepared/gsm8k
     """

@@ -26,7 +26,7 @@ def doctor(
     ],
     overrides: Overrides = None,
     as_json: AsJson = False,
-    examples: Annotated[int, typer.Option("--examples", min=0, max=3, help="How many examples to show with each finding.")] = 1,
+    examples: Annotated[int, typer.Option("--examples", min=0, max=3, help="Examples with each finding.")] = 1,
 ) -> None:
     """Diagnose a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
 
@@ -35,11 +35,8 @@ def doctor(
 
     \b
     Examples:
-      groupwise doctor quickstart
       groupwise doctor mine.yaml optimizer.learning_rate=1e-5
-      groupwise doctor runs/quickstart-1
       groupwise doctor runs/quickstart-1 --examples 3
-      groupwise doctor runs/quickstart-1 --json
 
     Exit code 1 means that something critical was found.
     """

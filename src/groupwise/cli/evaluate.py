@@ -26,8 +26,7 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL [MODEL ...] [KEY=VALUE ...]",
-        help="Model folders, run folders, Hub names or smollm2-135m-instruct; a .jsonl that --out wrote is judged again, without a "
-        "model. Then settings to change.",
+        help="Model folders, run folders, Hub names or smollm2-135m-instruct; or a .jsonl that --out wrote. Then settings to change.",
     ),
 ]
 
@@ -45,7 +44,7 @@ def evaluate(
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions per problem when sampling.")] = None,
     shots: Annotated[int | None, typer.Option("--shots", min=0, help="Worked examples before each question.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts, one a line.")
+        Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts.")
     ] = None,
     device_map: DeviceMap = None,
     as_json: ProgressAside = False,
@@ -53,18 +52,14 @@ def evaluate(
 ) -> None:
     """Judge models on held-out problems, greedy and sampled, and compare each with the first.
 
-    Strict, lenient and LaTeX-equivalent accuracy with 95% intervals; with --samples also pass@k, mean@n and majority@k. A model that
-    a run made is asked the way it was trained: settings come from that run's config.yaml unless you change them. Several models
-    are all asked in one way, that of the first which a run made.
+    Settings come from the first model that a run made: from that run's config.yaml, unless you change them.
 
     \b
     Examples:
-      groupwise eval smollm2-135m-instruct --data arithmetic
       groupwise eval smollm2-135m-instruct runs/quickstart-1 --out both.jsonl
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
       groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
-      groupwise eval my-model --data gsm8k:test --shots 4 data.folder=~/data
-      groupwise eval my-model --data gsm8k:test --num-processes 8
+      groupwise eval my-model --data gsm8k:test --shots 4 --num-processes 8
       groupwise eval Qwen/Qwen2.5-32B-Instruct --device-map auto 'model.max_memory={0: 20GiB, cpu: 100GiB}'
       groupwise eval both.jsonl
     """

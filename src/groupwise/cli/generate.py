@@ -21,14 +21,12 @@ def generate(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            "--system", help="System prompt: a text, xml, boxed or none. Else the one the model was trained with, if any."
-        ),
+        typer.Option("--system", help="System prompt: a text, xml, boxed or none. Else the one it was trained with."),
     ] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="1 is the model itself, 0 is greedy.")] = 1.0,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=1, help="Longest answer, in tokens; by itself what the run trained it with, else 512."),
+        typer.Option("--max-tokens", min=1, help="Longest answer; else what the run trained it with, or 512."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answer.")] = 0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
@@ -41,9 +39,7 @@ def generate(
     \b
     Examples:
       groupwise generate runs/quickstart-1/final_model
-      groupwise generate runs/quickstart-1/final_model "Ann has 12 apples and buys 7 more. How many has she now?"
       groupwise generate smollm2-135m-instruct "Why is the sky blue?" --greedy --max-tokens 100
-      groupwise generate my-model --system xml < questions.txt
       groupwise generate my-model --num-processes 8 < questions.txt > answers.txt
     """
     from groupwise.distributed import open_world, world_size

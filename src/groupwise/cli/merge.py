@@ -19,7 +19,7 @@ def merge(
     ],
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model is written; it must not exist yet.")],
     base: Annotated[
-        str | None, typer.Option("--base", help="The model under the adapter: folder or name; else the one it was trained on.")
+        str | None, typer.Option("--base", help="The model under the adapter; else the one it was trained on.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -30,7 +30,6 @@ def merge(
 
     \b
     Examples:
-      groupwise merge runs/qlora-1 qlora-merged
       groupwise merge runs/qlora-1/checkpoints/step-40 step-40-merged
       groupwise merge somebodys-adapter merged --base Qwen/Qwen2.5-1.5B-Instruct
     """

@@ -44,7 +44,7 @@ DeviceMap = Annotated[
     typer.Option(
         "--device-map",
         metavar="auto",
-        help="For a model that no single device holds: lay it over all GPUs, the machine's memory and the disk.",
+        help="Lay a large model over all GPUs, the machine's memory and the disk.",
     ),
 ]
 Model = Annotated[
@@ -52,7 +52,7 @@ Model = Annotated[
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run Python code that comes with the model, which can do whatever you can."),
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the model."),
 ]
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="gsm8k, polaris, arithmetic, a data file, a save_to_disk folder, or a Hub name.")

@@ -24,20 +24,18 @@ def plan(
     overrides: Overrides = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB (of 2^30 bytes; 24GB are of 10^9)."),
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB (2^30 bytes) or 24GB (10^9)."),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", metavar="NAME", help="A device of the table, such as rtx-4090, a100-80gb, or cpu.")
+        str | None, typer.Option("--hardware", metavar="NAME", help="Such as rtx-4090, a100-80gb, or cpu.")
     ] = None,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Processes, one device each.")] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", min=1, help="Processes of one machine; what goes to others crosses the network.")
-    ] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="Processes of one machine.")] = 8,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=0, help="Longest prompt; `groupwise data inspect` counts them.")
     ] = 0,
     completion_tokens: Annotated[
-        int, typer.Option("--completion-tokens", min=0, help="Expected mean length, for the time alone; by default the limit.")
+        int, typer.Option("--completion-tokens", min=0, help="Expected mean length, for the time alone; else the limit.")
     ] = 0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's rates instead of looking them up (2 s).")
@@ -51,11 +49,9 @@ def plan(
 
     \b
     Examples:
-      groupwise plan quickstart
       groupwise plan gsm8k-1.5b-24gb --gpu-memory 24GiB
       groupwise plan gsm8k-7b-8gpu --hardware a100-80gb --world-size 8
       groupwise plan polaris-3b --hardware a100-40gb rollout.prompts_per_step=4 --formulas
-      groupwise plan gsm8k-0.5b --hardware rtx-4090 --json
 
     Exit code 1 means that it does not fit, 2 that the settings contradict each other or cannot be run.
     """

@@ -16,7 +16,7 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, going on or finished.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write; RUN/report.html by itself, report.html for several."),
+        typer.Option("--out", metavar="FILE", help="Where to write; else RUN/report.html, or report.html for several."),
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts/--no-texts", help="With or without what the models wrote, and the problems.")
@@ -29,7 +29,6 @@ def report(
 
     \b
     Examples:
-      groupwise report runs/quickstart-1
       groupwise report runs/quickstart-1 runs/quickstart-2 --out both.html
       groupwise report runs/quickstart-1 --no-texts --out numbers-only.html
     """

@@ -19,37 +19,26 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-Source = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE", help="A shipped recipe (see `groupwise recipes`) or a YAML file of settings.")
-]
+Source = Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's name, or a YAML file.")]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights, then stop."),
+    typer.Option("--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights."),
 ]
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run-folder", metavar="DIR", help="Where the run is written; runs/RECIPE-DATE-TIME by itself."),
+    typer.Option("--run-folder", metavar="DIR", help="Where the run is written; else runs/RECIPE-DATE-TIME."),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Resume in the run's folder from its newest checkpoint; without --run-folder, in the recipe's newest unfinished run. A "
-        "finished run is left as it is.",
+        help="Resume from the newest checkpoint; without --run-folder, of the recipe's newest unfinished run.",
     ),
 ]
-AcceptChanges = Annotated[
-    bool, typer.Option("--accept-changes", help="With --resume: although settings or data that change the result differ.")
-]
-Check = Annotated[
-    bool, typer.Option("--check/--no-check", help="Look at settings and rewards before the run, and refuse what cannot learn.")
-]
-Everything = Annotated[
-    bool, typer.Option("--all", help="With --dry-run: show every setting, not only those that differ from the defaults.")
-]
-Hints = Annotated[
-    bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds; ever more seldom as it goes on.")
-]
+AcceptChanges = Annotated[bool, typer.Option("--accept-changes", help="With --resume: although settings or data differ.")]
+Check = Annotated[bool, typer.Option("--check/--no-check", help="Try settings and rewards first, and refuse what cannot learn.")]
+Everything = Annotated[bool, typer.Option("--all", help="With --dry-run: show every setting.")]
+Hints = Annotated[bool, typer.Option("--hints/--no-hints", help="Say during the run what the doctor finds.")]
 
 
 def train(
@@ -67,25 +56,18 @@ def train(
 ) -> None:
     """Train a model: a recipe or a YAML file, with any setting changed on the way.
 
-    A setting is named by its section and name, or by its name alone where only one is called so. A list is written as in YAML.
-
-    Before weights are loaded the doctor looks at the settings and tries the rewards on a few made-up completions; a run that cannot
-    learn is refused, unless it is told --no-check.
+    A setting is named by its section and name, or by its name alone where only one is called so.
 
     \b
     Examples:
       groupwise train quickstart
-      groupwise train quickstart --dry-run
-      groupwise train quickstart training.steps=10 training.seed=1
-      groupwise train gsm8k-1.5b-24gb completions_per_prompt=4 micro_batch_tokens=2048
+      groupwise train gsm8k-1.5b-24gb completions_per_prompt=4 training.seed=1 --dry-run
       groupwise train mine.yaml 'rewards.functions=[correctness, my_rewards.py:short]'
-      groupwise train mine.yaml --run-folder runs/first-try
       groupwise train mine.yaml --run-folder runs/first-try --resume
       groupwise train gsm8k-0.5b --num-processes 8
 
-    Exit code 2 means a mistake in the settings or the data, told in one sentence; 1 that training could not go on; 130, 143 and 129
-    that Ctrl-C, SIGTERM or a closed terminal (SIGHUP; not under nohup) stopped it, after the step was finished or abandoned, and
-    saved. A second Ctrl-C ends it at once.
+    Exit code 2 means a mistake in the settings or the data; 1 that training could not continue; 130, 143 and 129 that Ctrl-C, SIGTERM or
+    a closed terminal (SIGHUP) stopped it, after it saved. A second Ctrl-C ends it at once.
     """
     from groupwise.cli.models import fetch_model
     from groupwise.config import load_config

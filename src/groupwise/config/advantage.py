@@ -27,14 +27,14 @@ class GroupAdvantage(AdvantageSection):
     type: Literal["group"] = "group"
     """Rewards compared with each other."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """What a completion's reward is compared with: its group's mean, the mean of the others in its group (unbiased), the mean of
-    the whole batch, or nothing."""
+    """What a reward is compared with: its group's mean, the mean of the others in its group (unbiased), the batch's mean, or
+    nothing."""
     scale: Literal["group_std", "batch_std", "centred_std", "none"] = "group_std"
-    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps the
-    reward's own units. In between, and steadier with few completions per prompt, is one standard deviation for the whole batch: of the
-    rewards (`batch_std`), or of the differences themselves (`centred_std`, which the spread of difficulty does not enter)."""
+    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps
+    the reward's units. Steadier with few completions per prompt is one standard deviation for the batch: of the rewards
+    (`batch_std`), or of the differences (`centred_std`)."""
     epsilon: float = Field(default=1e-4, gt=0)
-    """Added to what advantages are divided by."""
+    """Added to the divisor."""
 
     @model_validator(mode="after")
     def check_scale(self) -> GroupAdvantage:
@@ -53,19 +53,19 @@ class GroupAdvantage(AdvantageSection):
 
 
 class GaeAdvantage(AdvantageSection):
-    """A learned value judges every token: generalised advantage estimation (arXiv 1506.02438). `algorithm.value` says how it learns."""
+    """A learned value judges every token (arXiv 1506.02438). `algorithm.value` says how it learns."""
 
     type: Literal["gae"] = "gae"
     """A learned value."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token. Below 1 a token far from the end hears little of the final reward."""
+    """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda. 1 takes the whole return and uses the value as a baseline only (unbiased, noisier); 0 trusts the value of the next
-    token (biased while the value is young)."""
+    """GAE's lambda. 1 uses the value as a baseline only (unbiased, noisier); 0 trusts the value of the next token (biased at
+    first)."""
     whiten: bool = True
-    """Take the mean of all tokens' advantages off, and divide by their standard deviation over the batch."""
+    """Normalise the advantages of all tokens of the batch."""
     epsilon: float = Field(default=1e-4, gt=0)
-    """Added to what advantages are divided by."""
+    """Added to the divisor."""
 
 
 class MaxrlAdvantage(AdvantageSection):
@@ -74,7 +74,7 @@ class MaxrlAdvantage(AdvantageSection):
     type: Literal["maxrl"] = "maxrl"
     """Divided by the group's mean."""
     epsilon: float = Field(default=1e-4, gt=0)
-    """Added to what advantages are divided by."""
+    """Added to the divisor."""
 
 
 class GdpoAdvantage(AdvantageSection):
@@ -83,7 +83,7 @@ class GdpoAdvantage(AdvantageSection):
     type: Literal["gdpo"] = "gdpo"
     """Each reward function by itself."""
     epsilon: float = Field(default=1e-4, gt=0)
-    """Added to what advantages are divided by."""
+    """Added to the divisor."""
 
 
 class OwnAdvantage(AdvantageSection):
@@ -92,7 +92,7 @@ class OwnAdvantage(AdvantageSection):
     type: str
     """A registered name, `path/to/file.py:function`, or an import path `package.module:function`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """What the function is given as its settings."""
+    """The function's settings."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,20 +121,19 @@ class ValueConfig(Section):
     """The learned value of `algorithm.advantage.type: gae`, and who learns it."""
 
     critic: str = Field(default="shared", min_length=1)
-    """Whose states the value's head reads. `shared`: the policy's own, at next to no cost. `copy`: those of a second model that starts
-    as the policy is when GRPO begins and learns only the value; a model folder or Hub name with the same tokenizer: another such model.
-    A second model doubles the memory of weights and optimiser, and the time of the passes."""
+    """Whose states the value's head reads. `shared`: the policy's. `copy`: those of a second model that starts as the policy
+    and learns only the value; or a model folder or Hub name with the same tokenizer. A second model doubles weights, optimiser
+    state and passes."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Learning rate of the value's own head, a single linear layer that starts from nothing."""
+    """Learning rate of the value's head, a linear layer."""
     critic_learning_rate: float = Field(default=1e-5, gt=0)
-    """With a `critic` of its own: learning rate of that model, constant. The head on it learns at `learning_rate`."""
+    """Constant learning rate of a `critic` of its own."""
     clip: float | None = Field(default=None, gt=0)
-    """Within one batch the value learns no further than this from where it was, in units of reward. Acts only with
-    `algorithm.updates_per_batch` above 1. Null takes the plain squared error."""
+    """How far a value may move within a batch, in units of reward. Acts with `algorithm.updates_per_batch` above 1."""
     loss_weight: float = Field(default=0.1, gt=0)
-    """Weight of the value's loss beside the policy's."""
+    """Weight of the value's loss."""
     trains_trunk: bool = False
-    """With the `shared` critic: let the value's error reach the policy's layers too, at the policy's learning rate."""
+    """With the `shared` critic: let the value's error reach the policy's layers too."""
 
     @model_validator(mode="after")
     def check_critic(self) -> ValueConfig:

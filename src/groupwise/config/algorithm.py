@@ -30,30 +30,27 @@ class KLConfig(Section):
     beta: float = Field(default=0.04, gt=0)
     """Weight of the KL. `algorithm.kl: null` keeps no reference at all, which saves its memory and time."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL to the reference from one sample. In the loss use `k3` (never negative, low variance) or `k2` (the exact
-    gradient of the KL on-policy), not `k1`, whose gradient averages to 0; in the reward use `k1` (unbiased)."""
+    """Estimate from one sample. In the loss use `k3` (low variance) or `k2` (exact gradient on-policy), not `k1`, whose
+    gradient averages to 0; in the reward `k1` (unbiased)."""
     placement: Literal["loss", "reward", "token_reward"] = "loss"
-    """Where `beta` x KL acts: added to the loss; taken off a completion's reward before the baseline; or taken off as each
-    token's own reward, so that a token's advantage counts only the KL still to come."""
+    """Where `beta` x KL acts: added to the loss, taken off a completion's reward, or taken off each token's own."""
     importance_weighted: bool = False
-    """With `placement: loss`: multiply the KL by the ratio (DeepSeek-V3.2, arXiv 2512.02556): with `k3`, its gradient is then that of the
-    KL of the policy to the reference, also off-policy. The loss's clip does not act on this ratio."""
+    """With `placement: loss`: multiply the KL by the ratio (arXiv 2512.02556). With `k3` its gradient is then that of KL(policy
+    || reference), also off-policy."""
     target: float | None = Field(default=None, gt=0)
-    """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593): it rises while the KL is above and falls while below.
-    `beta` is where it starts. 0.05 to 0.1 is a usual band. Null keeps `beta` fixed."""
+    """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593); 0.05 to 0.1 is usual. Null keeps it fixed."""
     gain: float = Field(default=0.1, gt=0)
-    """With `target`: share by which `beta` changes a step, for an error of 100%; errors count up to 20%."""
+    """With `target`: share by which `beta` changes a step for an error of 100%; errors count up to 20%."""
     skip_zero_variance: bool = True
-    """With `placement: loss`: leave groups whose completions all scored the same out of the passes: their advantages are 0. It also spares
-    them the KL pull, which saves their compute. Turn it off for eq. 3 of arXiv 2402.03300 to the letter. They take part where something
-    else needs them: a learned value, an entropy bonus that acts, a top-entropy share."""
+    """With `placement: loss`: leave groups with equal rewards out of the passes, and so out of the KL. Turn it off for eq. 3 of
+    arXiv 2402.03300 to the letter."""
     reference_updates: int = Field(default=1, ge=1)
-    """I: outer iterations. The run is divided into this many; at the start of each the reference becomes the current policy."""
+    """I: outer iterations; at the start of each the reference becomes the current policy."""
     reference_every: int | None = Field(default=None, ge=1)
-    """Renew the reference every so many steps, beside the outer iterations. Null: never."""
+    """Renew the reference every so many steps too."""
     reference_mixing: float = Field(default=1.0, gt=0, le=1)
-    """How far a renewal goes: 1 makes the reference the policy, 0.1 moves it a tenth of the way. Small, with `reference_every: 1`, it is
-    a moving average of the policy, at the cost of an fp32 copy."""
+    """How far a renewal goes: 1 all the way, 0.1 a tenth. Small, with `reference_every: 1`, it is a moving average, at the cost
+    of an fp32 copy."""
 
     @field_validator("beta", mode="before")
     @classmethod
@@ -83,28 +80,28 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Weigh each token, or completion, by how much likelier the trainer finds it than the sampler did: for samplers whose numbers differ
-    (another engine, quantised weights). `policy/sampler_mismatch` says whether there is anything to correct."""
+    """Weigh each token, or completion, by how much likelier the trainer finds it than the sampler did
+    (`policy/sampler_mismatch`)."""
 
     level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for a whole completion."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Beyond the cap: hold the weight there, or leave the token (the completion) out."""
+    """Beyond the cap: hold the weight there, or leave it out."""
     cap: float = Field(default=2.0, ge=1)
-    """Largest weight that the correction gives."""
+    """Largest weight."""
 
 
 class EntropyConfig(Section):
     """What keeps exploration alive, or learns where it happens."""
 
     bonus: float = Field(default=0.0, ge=0)
-    """Weight of the entropy of each token's whole distribution, taken off the loss: keeps exploration alive, and too much of it makes
-    text random. It acts on all groups, those without variance included. Costs some time in the output head. 0.001 is a start."""
+    """Weight of the entropy of each token's distribution, taken off the loss of all groups. 0.001 is a start; too much makes
+    text random."""
     floor: float | None = Field(default=None, gt=0)
-    """The bonus acts only on batches whose `policy/entropy` is less than this, in nats. Null: on all."""
+    """The bonus acts only below this `policy/entropy`, in nats."""
     top_share: float = Field(default=1.0, gt=0, le=1)
-    """Only this share of the batch's tokens, those of highest entropy, takes part in the policy's loss: the forks of the text, where it
-    is decided what comes (arXiv 2506.01939 has 0.2). Costs one more forward pass, and the passes of groups without variance."""
+    """Only this share of the batch's tokens, those of highest entropy, takes part in the policy's loss (arXiv 2506.01939: 0.2).
+    Costs one more forward pass."""
 
     @model_validator(mode="after")
     def check_floor(self) -> EntropyConfig:
@@ -116,27 +113,22 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The objective, as a product of small choices: advantage x loss x KL, and what corrects and explores.
-
-    `preset` picks a published method; a setting that is not written takes the preset's value, one that is written wins. Where
-    `advantage` or `loss` is of another type than the preset's, only `loss.aggregation` is taken from it. Defaults are GRPO as in
-    DeepSeekMath (arXiv 2402.03300, eq. 3 and 4).
+    """The objective: advantage x loss x KL, and what corrects and explores. A setting that is not written follows `preset`.
+    Where `advantage` or `loss` is of another type than the preset's, only `loss.aggregation` does. Defaults are GRPO as in
+    DeepSeekMath (arXiv 2402.03300).
     """
 
     preset: PresetName = "grpo"
-    """The published method that unset fields follow. `grpo` is the one to start with; the table is in `config/presets.py`."""
+    """The published method that unset fields follow."""
     updates_per_batch: int = Field(default=1, ge=1)
-    """mu: optimiser steps on each batch of completions. Above 1 the later ones are off-policy, and clipping begins to act."""
+    """mu: optimiser steps on each batch. Above 1 the later ones are off-policy, and clipping begins to act."""
     mask_truncated: bool = False
-    """Leave completions that were cut at the token limit out of the loss and out of its count of tokens (DAPO's overlong filtering):
-    a cut says little about the text before it. They still count in the mean of their group or batch, their KL included where it is part
-    of the reward; a learned value leaves them out altogether. If most are cut, raise the limit instead."""
+    """Leave completions that were cut at the token limit out of the loss (DAPO's overlong filtering). They still count in the
+    mean of their group or batch; a learned value leaves them out altogether. If most are cut, raise the limit instead."""
     stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
-    """With `rollout.ahead`, what corrects for samples of older weights. `decoupled`: ratio and clip are against the weights before the
-    batch's first update, and each token is weighted by how much likelier those find it than the sampler did, up to
-    `algorithm.correction.cap` (arXiv 2110.00641, 2505.24298); `algorithm.correction.level: sequence` weighs whole completions instead.
-    `behaviour`: ratio and clip are against the sampler's own log-probabilities (plain PPO, as in arXiv 2410.18252). `uncorrected`: as if
-    the samples were fresh."""
+    """With `rollout.ahead`, what corrects for age. `decoupled`: ratio and clip are against the weights before the batch's first
+    update, and each token is weighted as by `algorithm.correction` (arXiv 2110.00641). `behaviour`: they are against the
+    sampler (arXiv 2410.18252). `uncorrected`: as if the samples were fresh."""
     advantage: AdvantageConfig = GroupAdvantage()
     """How rewards become advantages. `group`: compared with other completions. `gae`: with a learned value of every token's state (PPO).
     `maxrl` and `gdpo`: published variants of `group`. Or a function of your own."""
@@ -146,10 +138,10 @@ class AlgorithmConfig(Section):
     kl: KLConfig | None = KLConfig()
     """The KL to a reference; null keeps none."""
     correction: CorrectionConfig | None = None
-    """Importance weights between sampler and trainer; null for none. Unless it is set, it is `{level: token}` where `rollout.engine`
-    is vllm or your own, and null otherwise."""
+    """Importance weights between sampler and trainer. Unless it is set, it is `{level: token}` where `rollout.engine` is vllm
+    or your own, and null otherwise."""
     entropy: EntropyConfig | None = None
-    """A bonus for entropy, or a loss on the tokens of most entropy alone; null for neither."""
+    """A bonus for entropy, or a loss on the tokens of most entropy alone."""
     value: ValueConfig | None = None
     """The learned value: there exactly when `advantage.type` is `gae`."""
 

@@ -22,10 +22,9 @@ class LossSection(Section):
     type: str
     """Which loss."""
     aggregation: Aggregation = "sequence_mean"
-    """How token losses become one number. `sequence_mean`: completions weigh the same, so a token of a long one weighs less.
-    `token_mean`: all tokens of the batch weigh the same. `fixed`: like it, with a denominator that does not depend on lengths
-    (completions x `rollout.max_completion_tokens`). `sequence_sum`: tokens are summed, completions averaged (needs a rate smaller
-    by about the length)."""
+    """How token losses become one number. `sequence_mean`: completions weigh the same. `token_mean`: tokens weigh the same.
+    `fixed`: so too, over completions x `rollout.max_completion_tokens`. `sequence_sum`: tokens are summed, completions
+    averaged."""
 
 
 class ClipLoss(LossSection):
@@ -34,16 +33,13 @@ class ClipLoss(LossSection):
     type: Literal["clip"] = "clip"
     """PPO's minimum."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of new to old probability for each token, or one for a whole completion (GSPO: steadier for mixture-of-experts
-    models; it wants an epsilon about a thousand times smaller)."""
+    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
     epsilon: float = Field(default=0.2, gt=0)
-    """Clip range of the ratio to the old policy: useful from 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
+    """Clip range of the ratio: 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """Its upper side, where that should differ: useful up to 1 + epsilon_high. A little above `epsilon` (0.28) keeps exploration
-    alive in long runs. Null takes `epsilon`."""
+    """Its upper side: 1 + epsilon_high. A little more (0.28) keeps exploration alive. Null takes `epsilon`."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """For negative advantages the loss stops growing where the ratio passes this (3 is usual). Set it when a few tokens that became
-    far likelier dominate the loss. INTELLECT-2's delta is the same cap."""
+    """For negative advantages the loss stops growing where the ratio passes this (3 is usual)."""
 
     @property
     def high(self) -> float:
@@ -66,8 +62,7 @@ class CispoLoss(LossSection):
     type: Literal["cispo"] = "cispo"
     """A clipped weight."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of new to old probability for each token, or one for a whole completion (GSPO: steadier for mixture-of-experts
-    models; it wants an epsilon about a thousand times smaller)."""
+    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
     epsilon: float = Field(default=1.0, gt=0)
     """The weight is at least 1 - epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=4.0, gt=0)
@@ -144,7 +139,7 @@ class OwnLoss(LossSection):
     type: str
     """A registered name, `path/to/file.py:function`, or an import path `package.module:function`."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """What the function is given as its settings."""
+    """The function's settings."""
 
     @model_validator(mode="before")
     @classmethod

@@ -15,14 +15,13 @@ class LoraConfig(Section):
     """A low-rank adapter (arXiv 2106.09685), trained in place of the model's own weights. Needs the package peft."""
 
     rank: int = Field(default=16, ge=1)
-    """Rank of the two factors. 1 to 32 carry what rewards teach; more only costs memory."""
+    """Rank of the two factors. 1 to 32 carry what rewards teach."""
     alpha: int = Field(default=32, ge=1)
     """The adapter is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in learning only, the same in all passes of a batch. The sampler has none, and it is slower: leave it
-    at 0 for GRPO."""
+    """Dropout before the adapter, in learning only. It is slower: leave it at 0 for GRPO."""
     target_modules: str | list[str] = "all-linear"
-    """Which layers get one: `all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
+    """`all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
 
 
 class ModelConfig(Section):
@@ -31,30 +30,27 @@ class ModelConfig(Section):
     name: str = "smollm2-135m-instruct"
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub; set it to make a run repeatable."""
+    """Branch, tag or commit on the Hub."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Numbers of the weights that sample and compute; `optimizer.precision` says what learns. `auto` is bfloat16, but float32 on a CPU
-    without instructions for bfloat16. float16 is for GPUs without bfloat16: its loss is scaled."""
+    """Numbers of the weights that sample and compute. `auto` is bfloat16, but float32 on a CPU without instructions for it.
+    float16, with a scaled loss, is for GPUs without bfloat16."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels; `auto` takes the fastest that is exact. `eager` (plain products) and `flash_attention_2` (package flash-attn)
-    act only in models that are computed by their own module, not in Llama, Qwen, Mistral and Gemma 3 models."""
+    """Attention kernels; `auto` takes the fastest exact one. `eager` and `flash_attention_2` (package flash-attn) act only in
+    models computed by their own module, not in Llama, Qwen, Mistral and Gemma 3."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third more compute for far less memory. Sampling keeps its KV cache."""
+    """Recompute activations in the backward pass: a third more compute, far less memory."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     device_map: Literal["auto"] | None = None
-    """For `groupwise eval` and `generate`: `auto` lays a model's layers over all GPUs, then the machine's memory, then the disk
-    (package accelerate)."""
+    """For `eval` and `generate`: lay the layers over all GPUs, then the machine's memory, then the disk (package accelerate)."""
     max_memory: dict[int | str, str] | None = None
-    """The most that `device_map` may lay on each device, such as `{0: 20GiB, cpu: 60GiB}`; what is over goes to the disk."""
+    """The most that `device_map` lays on each device, such as `{0: 20GiB, cpu: 60GiB}`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. The command alone can grant it: a file that sets it is refused."""
+    """Run Python code that comes with the model. The command alone can grant it, no file."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Store the frozen projections in 4 bits (QLoRA: NF4, 0.52 bytes a weight) or 8 (a byte a weight). Needs `lora` and the package
-    bitsandbytes."""
+    """Bits of the frozen projections: 0.52 bytes a weight (QLoRA), or one. Needs `lora` and the package bitsandbytes."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter on the frozen model, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate. Null trains
-    all weights."""
+    """Train a low-rank adapter, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate. Null trains all weights."""
 
     @field_validator("max_memory")
     @classmethod

@@ -32,61 +32,59 @@ class RewardModelConfig(Section):
     """A reward model: any sequence classifier of transformers, which scores prompt and completion together."""
 
     name: str
-    """A model folder, or a Hub name such as `Skywork/Skywork-Reward-V2-Qwen3-0.6B`: what `AutoModelForSequenceClassification` loads."""
+    """A folder or Hub name that `AutoModelForSequenceClassification` loads."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub; set it to make a run repeatable."""
+    """Branch, tag or commit on the Hub."""
     label: str | int | None = None
-    """Which of several labels is scored, by its name or number. A model with one output, as reward models have, needs none."""
+    """Which of several labels is scored, by name or number."""
     score: Literal["logit", "probability"] = "logit"
-    """`logit`: the output itself; for one of several labels its log-odds, log(p / (1 - p)). `probability`: 1 / (1 + exp(-logit))."""
+    """`logit`: the output, or a label's log-odds. `probability`: 1 / (1 + exp(-logit))."""
     form: Literal["auto", "conversation", "text", "pair", "as_prompt"] = "auto"
-    """How prompt and completion are put: a `conversation` by the model's chat template, one `text`, or a `pair` of texts. `auto` takes
-    the conversation where there is a template; `as_prompt` where the prompt is one."""
+    """A `conversation` by the model's chat template, one `text`, or a `pair` of texts. `auto` takes the conversation where
+    there is a template, `as_prompt` where the prompt is one."""
     show_system_prompt: bool = True
-    """Show the reward model the system prompt too. Off for templates that refuse one, or where it is about the answer's form only."""
+    """Show it the system prompt too. Off for templates that refuse one."""
     special_tokens: bool = True
-    """Let the tokenizer add its special tokens to texts and pairs. A chat template writes its own, and this changes nothing for it."""
+    """Let the tokenizer add its special tokens to texts and pairs."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     max_input_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt and completion together; by default what the model was made for."""
+    """Longest prompt and completion together; null takes the model's limit."""
     on_long: Literal["truncate", "error"] = "truncate"
-    """Longer ones lose their beginning and are counted (`reward_model/truncated_<component>`), or stop the run."""
+    """Longer ones lose their beginning and are counted, or stop the run."""
     batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward pass, padding included. Lower it when memory runs out; scores do not depend on it."""
+    """Most tokens in one pass. Scores do not depend on it."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Numbers of the weights; `auto` takes those of the checkpoint. A linear score head is computed in float32 either way."""
+    """Numbers of the weights; `auto` takes the checkpoint's."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. The command alone can grant it: a file that sets it is refused."""
+    """Run Python code that comes with the model. The command alone can grant it, no file."""
 
 
 class RewardFunctionConfig(_Shaped):
     """One reward function, or one reward model, and its weight."""
 
     function: str | None = None
-    """A built-in name, `path/to/file.py:function`, or an import path `package.module:function`. This or `model` must be given."""
+    """A built-in name, `path/to/file.py:function`, or `package.module:function`."""
     model: RewardModelConfig | None = None
-    """A reward model in place of a function: its name or folder, or a section with its settings."""
+    """A reward model in place of a function: its name, or a section."""
     weight: float = 1.0
-    """Factor in the sum that becomes the completion's reward."""
+    """Factor in the sum that is the reward."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed to the function at every call."""
+    """Keyword arguments of every call."""
     scope: Scope | None = None
-    """What one call sees: one `completion`, those of one problem (`group`), or those of the step (`batch`). Null takes what the
-    function declares with `reward_scope`, else `group`."""
+    """What one call sees: one `completion`, those of one problem, or those of the step. Null takes what the function declares,
+    else `group`."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that one call may take; null takes `rewards.timeout_s`."""
     isolate: Isolation = False
-    """Call it in a process of its own, which is killed at the time limit. `process`, or true, is for functions that may hang or crash.
-    `sandbox` is for functions that run generated code: no network, no files but those it imports, no secrets, limits on processes and
-    memory; Linux only. The function must be named by file or module."""
+    """Call it in a process of its own, which is killed at the time limit. `process`, or true, is for functions that may hang or
+    crash; `sandbox`, on Linux, for those that run generated code. The function must be named by file or module."""
     normalise: Normalising = "none"
-    """Before the weight: divide scores by their standard deviation over the run so far (`std`), or take off their mean as well
-    (`mean_std`): for functions whose size is unknown, such as reward models."""
+    """Before the weight: divide scores by their running standard deviation, or take off their mean as well."""
     clip: tuple[float, float] | None = None
-    """Before the weight, and after `normalise`: hold every score between these two, such as `[-5, 5]`."""
+    """After `normalise`: hold every score between these two."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -129,17 +127,16 @@ class RewardsConfig(_Shaped):
     functions: list[RewardFunctionConfig] = Field(
         default=[RewardFunctionConfig(function="correctness"), RewardFunctionConfig(function="format")], min_length=1
     )
-    """Scores are multiplied by their weights and added; each is also logged by itself."""
+    """Their weighted scores are added."""
     normalise: Normalising = "none"
-    """Normalise the summed reward, as `normalise` of an entry does its scores."""
+    """The same of the summed reward."""
     clip: tuple[float, float] | None = None
-    """Hold every completion's summed reward between these two, after `normalise`."""
+    """After `normalise`: hold the summed reward between these two."""
     on_error: Literal["stop", "skip"] = "stop"
-    """A function that raises or times out: stop the run, or leave the group out and count it. It is never scored 0."""
+    """A function that raises or times out: stop the run, or leave the group out and count it."""
     timeout_s: float | None = Field(default=60.0, gt=0)
-    """Seconds that one call of a reward function may take. A late plain function is left in its thread, an `async` one cancelled, an
-    isolated one killed."""
+    """Seconds that one call may take."""
     concurrent_calls: int = Field(default=16, ge=1)
     """Calls of `async` functions that run side by side."""
     processes: int = Field(default=2, ge=1)
-    """Processes for functions with `isolate`, and so calls of these that run side by side."""
+    """Processes for functions with `isolate`."""

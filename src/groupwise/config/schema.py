@@ -45,13 +45,13 @@ class ArithmeticConfig(Section):
     """The built-in generator of arithmetic word problems (`data.source: arithmetic`)."""
 
     largest_number: int = Field(default=50, ge=3, le=100_000)
-    """Upper end of the numbers that appear in a problem: larger is harder."""
+    """Largest number in a problem."""
     operations: list[Literal["+", "-", "x"]] = Field(default=["+", "-", "x"], min_length=1)
-    """Which operations problems are made of. Small models add better than they multiply, and subtract worst."""
+    """Operations of problems. Small models add best and subtract worst."""
     steps: int = Field(default=2, ge=1, le=4)
-    """Operations that an answer takes: more is harder."""
+    """Operations that an answer takes."""
     problems: int = Field(default=20_000, ge=1)
-    """How many different training problems are generated."""
+    """Training problems that are generated."""
 
 
 class DataConfig(Section):
@@ -59,37 +59,37 @@ class DataConfig(Section):
 
     source: str = "arithmetic"
     """`arithmetic` (built-in generator), a known name (`gsm8k`, `svamp`, `math500`, `aime24`, `aime25`, `amc23`, `polaris`), a
-    JSONL/JSON/CSV/Parquet file, a `save_to_disk` folder, or a Hub name."""
+    file (JSONL, JSON, CSV, Parquet), a `save_to_disk` folder, or a Hub name."""
     folder: str | None = None
-    """Folder in which the data sets known by name are looked for before the Hub; `GROUPWISE_DATA` in the environment does the same."""
+    """Folder of data sets known by name, read before the Hub; or `GROUPWISE_DATA` in the environment."""
     subset: str | None = None
     """The Hub data set's configuration, such as `main` for GSM8K."""
     split: str = "train"
     """Split of `source` that is trained on."""
     prompt_column: str | None = None
-    """Column with the question; found among the usual names when not set."""
+    """Column with the question; null looks for the usual names."""
     answer_column: str | None = None
-    """Column with the reference answer; found among the usual names when not set."""
+    """Column with the reference answer; null looks for the usual names."""
     answer_format: Literal["auto", "gsm8k", "boxed", "xml", "plain"] = "auto"
-    """How the reference answer stands in its column: after `####`, in `\\boxed{}`, in `<answer>`, or alone. `auto` looks."""
+    """Where the reference answer stands: after `####`, in `\\boxed{}`, in `<answer>`, or alone. `auto` looks."""
     limit: int | None = Field(default=None, ge=1)
-    """Keep only this many training problems: for trying things small."""
+    """Keep only this many training problems."""
     shuffle: bool = True
-    """Visit problems in a new seeded order each epoch; off keeps the file's order."""
+    """A new seeded order each epoch; off keeps the file's."""
     eval_source: str | None = None
-    """Where held-out problems come from; the training source when not set."""
+    """Source of held-out problems; null takes `source`."""
     eval_split: str | None = None
-    """Split of the held-out source. When neither this nor `eval_source` is set, `holdout` rows are kept out of training."""
+    """Split of the held-out source. With neither this nor `eval_source`, `holdout` acts."""
     holdout: int = Field(default=200, ge=0)
-    """Rows of `source` kept out of training for evaluation when no evaluation split is named."""
+    """Rows of `source` kept out of training for evaluation."""
     split_seed: int = 0
-    """Seed of that split. It is not the run's seed, so that runs with different seeds are judged by the same problems."""
+    """Seed of that split: runs with other seeds are judged by the same problems."""
     on_bad_answer: Literal["error", "drop"] = "error"
-    """A row whose reference answer cannot be extracted: stop and name it, or drop it with a counted warning."""
+    """A row without a readable reference answer: stop and name it, or drop and count it."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """A prompt longer than `max_prompt_tokens` or than the context allows: stop and name it, or drop it with a counted warning."""
+    """A prompt too long for `max_prompt_tokens` or the context: stop and name it, or drop and count it."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest rendered prompt, in tokens; by default whatever the model's context leaves beside the completion."""
+    """Longest prompt, in tokens; null takes what the context leaves beside the completion."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """Settings of the built-in generator."""
 
@@ -107,20 +107,19 @@ class VllmConfig(Section):
     """vLLM as the sampling engine (`rollout.engine: vllm`)."""
 
     url: str | None = None
-    """A server's address, such as `http://127.0.0.1:8300`, started by `python -m groupwise.engines.vllm MODEL`. Null: vLLM in the
-    trainer's own process."""
+    """A server's address, such as `http://127.0.0.1:8300`. Null: vLLM in the trainer's own process."""
     shared_folder: str | None = None
-    """A folder that trainer and server both see (the server's `--shared-folder`): weights go there in place of through the connection."""
+    """A folder that trainer and server both see (the server's `--shared-folder`), for the weights."""
     bucket_mib: int = Field(default=256, ge=1, le=2048)
-    """Weights travel in parts of about so many MiB."""
+    """Size of the parts in which weights travel."""
     patience_s: float = Field(default=300.0, gt=0)
-    """Seconds that a server may be away before the run ends. One that comes back in time is sent the weights again."""
+    """Seconds that a server may be away before the run ends."""
     gpu_memory_share: float = Field(default=0.3, gt=0, lt=1)
     """Without `url`: vLLM's share of the GPU, weights included."""
     cache_gib: float | None = Field(default=None, gt=0)
-    """Without `url`: memory for keys and values, in place of what the share leaves. Set it on CPUs."""
+    """Without `url`: memory for keys and values. Set it on CPUs."""
     eager: bool = False
-    """Without `url`: no compilation and no CUDA graphs: up in seconds, and slower."""
+    """Without `url`: no compilation; up in seconds, and slower."""
 
 
 ENGINES = ("auto", "builtin", "transformers", "vllm")
@@ -132,30 +131,28 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(default=8, ge=1)
     """Problems per step, over all processes together."""
     completions_per_prompt: int = Field(default=8, ge=2)
-    """G, the size of a group. At least 2, since a completion is judged against the others of its group."""
+    """G, the size of a group."""
     max_completion_tokens: int = Field(default=256, ge=1)
-    """Longest completion, in tokens; one that reaches it is cut and counted as truncated."""
+    """Longest completion, in tokens; one that reaches it is cut."""
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature of sampling, and of the log-probabilities that are trained. 1 is the policy itself."""
+    """Of sampling, and of the log-probabilities that are trained."""
     top_k: int | None = Field(default=None, ge=1)
-    """Sample among the k likeliest tokens only. Off by default: then the distribution sampled is exactly the one scored."""
+    """Sample among the k likeliest tokens only. Null samples the distribution that is scored."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling. 1 by default: then the distribution sampled is exactly the one scored."""
+    """Nucleus sampling. 1 samples the distribution that is scored."""
     engine: str = "auto"
-    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral, Gemma 3). `transformers`: any causal model by
-    its own module. `auto` takes the built-in one where the architecture allows. `vllm`: another program, which is sent the weights after
-    every update; `algorithm.correction` is then `{level: token}` unless it is set. Or an engine of your own, such as
-    `my_engine.py:MyEngine` or `package.module:MyEngine`."""
+    """`builtin`: continuous batching over the trained weights (Llama, Qwen2, Qwen3, Mistral, Gemma 3). `transformers`: any
+    causal model by its own module. `auto`: the built-in one where the architecture allows. `vllm`: another program, which is
+    sent the weights. Or your own: `my_engine.py:MyEngine`."""
     vllm: VllmConfig = VllmConfig()
     """Settings of `engine: vllm`."""
     refill_rounds: int = Field(default=0, ge=0)
-    """Dynamic sampling (DAPO): replace groups without variance by those of further problems, at most this many times a step;
-    `groups/sampled` counts them."""
+    """Dynamic sampling (DAPO): replace groups without variance, at most this many times a step."""
     ahead: int = Field(default=0, ge=0)
-    """Asynchronous rollouts: sample the batch of the step so many steps later while one is learnt from, with a copy of the weights for
-    each; `algorithm.stale_samples` corrects for their age. It pays where sampling and learning use different hardware."""
+    """Sample so many steps ahead while one is learnt from, with a copy of the weights for each. It pays where sampling and
+    learning use different hardware."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
-    """Sequences decoded at once: bounds the KV cache. The samples do not depend on it."""
+    """Sequences decoded at once. It bounds the KV cache and changes no sample."""
 
     @field_validator("engine")
     @classmethod
@@ -183,31 +180,29 @@ class OptimizerConfig(Section):
     """AdamW, and the numbers it steps on."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate. 1e-6 to 5e-6 for 0.5B to 7B models; small models and short runs stand 1e-5 and more."""
+    """Peak rate: 1e-6 to 5e-6 for 0.5B to 7B models; small models stand 1e-5 and more."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warmup: stay, or fall to `final_fraction` of the peak over the run's steps, those without an update included."""
+    """After warmup: stay, or fall to `final_fraction` of the peak by the run's end."""
     warmup_steps: int | float = Field(default=0, ge=0)
-    """Optimiser steps over which the rate rises linearly from 0; below 1 a share of the run's, as in 0.1. A batch that has nothing to
-    teach makes none."""
+    """Optimiser steps over which the rate rises linearly from 0; below 1 a share of the run's, as in 0.1."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, as a share of the peak."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW's averaging of gradient and squared gradient."""
+    """AdamW's averages of gradient and squared gradient."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm; null switches clipping off."""
+    """Largest global norm of the gradient; null switches clipping off."""
     precision: Literal["masters", "masters-8bit", "stochastic", "pure"] = "masters"
-    """What the optimiser steps on where weights are not float32; bytes a weight with gradients. `masters`: fp32 copies and moments, 18.
-    `masters-8bit`: 8-bit moments (package bitsandbytes), 12. `stochastic`: the bf16 weights, rounded stochastically, 10. `pure`: bf16
-    throughout, 8; most updates at rates near 1e-6 are rounded away."""
+    """What the optimiser steps on where weights are not float32, with bytes a weight. `masters`: fp32 copies and moments, 18.
+    `masters-8bit`: 8-bit moments (package bitsandbytes), 12. `stochastic`: bf16 weights, rounded stochastically, 10. `pure`:
+    bf16, 8; loses most updates at rates near 1e-6."""
     offload: bool = False
-    """Keep masters, moments and fp32 gradients in the machine's memory and step there: 16 bytes a weight less on the GPU. Without
-    effect on CPUs."""
+    """Keep masters, moments and fp32 gradients in the machine's memory: 16 bytes a weight less on the GPU."""
     decay: Literal["all", "matrices"] = "all"
-    """What `weight_decay` acts on; `matrices` spares norms and biases."""
+    """What `weight_decay` acts on: `matrices` spares norms and biases."""
 
     @field_validator("warmup_steps")
     @classmethod
@@ -218,37 +213,36 @@ class OptimizerConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """A few supervised steps on worked examples before GRPO: for small models that do not know the answer format yet."""
+    """Supervised steps on worked examples before GRPO, for models that do not know the answer format yet."""
 
     steps: int = Field(default=0, ge=0)
-    """Supervised steps; 0 skips the warm start."""
+    """Supervised steps."""
     examples_per_step: int = Field(default=16, ge=1)
-    """Worked examples in each supervised step."""
+    """Worked examples in each."""
     learning_rate: float = Field(default=2e-5, gt=0)
-    """Learning rate of the warm start, with its own optimiser state."""
+    """Its learning rate, with an optimiser state of its own."""
 
 
 class TrainingConfig(Section):
     """Length, seeds, and how the batch is cut for the machine."""
 
     steps: int = Field(default=100, ge=0)
-    """Batches of completions that are sampled and learnt from."""
+    """Batches that are sampled and learnt from."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training problems, in place of `steps`, which are counted from them once the problems are read."""
+    """Passes over the training problems, in place of `steps`, which are counted from them."""
     seed: int = 0
-    """Seed of everything random in the run: problem order, sampling, warm start."""
+    """Seed of all that is random in the run."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens in one forward and backward pass. Only memory and speed depend on it: the gradient does not."""
+    """Most tokens in one pass. Memory and speed depend on it; the gradient does not."""
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
-    """With several processes: what is divided. `none`: nothing. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference, masters,
-    moments, gradients; with `model.lora` the frozen weights. `zero2`: masters, moments, gradients. `auto` follows `accelerate launch`,
-    else `none`."""
+    """What several processes divide. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference and optimiser state; with
+    `model.lora` the frozen weights. `zero2`: the optimiser state. `auto` follows `accelerate launch`, else `none`."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
-    """With several processes: seconds that one waits for the others. More than the longest sampling of a step."""
+    """Seconds that a process waits for the others: more than the longest sampling of a step."""
     offload_reference: bool = False
-    """Keep the reference in the machine's memory and bring it to the GPU for its pass of each step. Without effect on CPUs."""
+    """Keep the reference in the machine's memory and bring it to the GPU for its pass."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads. By default the cores of this process, less those that other programs keep busy, looked at twice a second."""
+    """CPU threads. Null takes the cores that other programs leave free."""
     deterministic: bool = False
     """The same bits in each run on the same machine: PyTorch's deterministic kernels on GPUs, slower, and a fixed number of threads on
     CPUs. An operation that has no such kernel ends the run with its name."""
@@ -258,25 +252,25 @@ class EvaluationConfig(Section):
     """Judging the policy on held-out problems, before, during and after training."""
 
     problems: int | None = Field(default=200, ge=1)
-    """How many held-out problems; null takes all of them."""
+    """Held-out problems; null takes all."""
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
-    """`sampled` draws at `temperature`, `greedy` takes the likeliest token; the first is the headline figure."""
+    """`sampled` draws, `greedy` takes the likeliest token; the first is the headline figure."""
     temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the `sampled` mode."""
+    """Of the `sampled` mode."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Token limit in evaluation; by default the rollout's."""
+    """Token limit; null takes the rollout's."""
     every: int = Field(default=0, ge=0)
-    """Evaluate every so many steps, besides before and after; 0 only before and after."""
+    """Evaluate every so many steps too; 0 only before and after."""
     at_start: bool = True
-    """Evaluate the untrained model (and the warm-started one)."""
+    """Evaluate the untrained and the warm-started model."""
     show: int = Field(default=2, ge=0)
-    """Examples printed in the terminal after each evaluation; all are in the run's folder."""
+    """Examples printed after each evaluation."""
     samples: int = Field(default=1, ge=1)
-    """Completions per problem in the `sampled` mode. Above 1 there are also pass@k, majority@k and intervals clustered by problem."""
+    """Completions per problem in the `sampled` mode; above 1 also pass@k and majority@k."""
     shots: int = Field(default=0, ge=0)
-    """Worked examples from the training problems that stand before each question, the same ones for all."""
+    """Worked examples before each question, the same for all."""
     seed: int = 1234
-    """Seed of sampled evaluation, the same at every stage so that stages are compared on equal terms."""
+    """Seed of sampled evaluation, the same at every stage."""
 
 
 class OutputConfig(Section):
@@ -285,27 +279,25 @@ class OutputConfig(Section):
     folder: str | None = None
     """The run's folder; by default `runs/<recipe>-<date>-<time>`."""
     checkpoint_every: int = Field(default=0, ge=0)
-    """Write a checkpoint every so many steps; 0 writes only the final model."""
+    """Steps between checkpoints; 0 writes only the final model."""
     checkpoint_in_background: bool = True
-    """Sample the next batch while a thread writes the state; learning waits for it."""
+    """Sample the next batch while a thread writes."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Older checkpoints beyond this many are removed."""
+    """Checkpoints kept."""
     adapter_only: bool = False
-    """With `model.lora`: write the final model as the adapter alone. `groupwise merge` makes a whole model of it later."""
+    """With `model.lora`: write the adapter alone, for `groupwise merge`."""
     keep_best: bool = False
-    """Keep also the checkpoint with the highest strict accuracy, of those written at a step with an evaluation."""
+    """Keep also the checkpoint with the highest strict accuracy, of those at a step with an evaluation."""
     log_completions: int = Field(default=4, ge=0)
-    """Groups per step whose completions and scores are written to `completions.jsonl`."""
+    """Groups per step in `completions.jsonl`."""
     log_tokens: int = Field(default=1, ge=0)
-    """Of these, groups whose tokens and log-probabilities are written too, for the report. About 13 bytes a token."""
+    """Of these, groups with tokens and log-probabilities, for the report. About 13 bytes a token."""
     trackers: list[Literal["jsonl", "tensorboard", "wandb", "trackio"]] = Field(default=["jsonl"])
-    """Where each step's numbers go besides the terminal and the run's own files (`jsonl`). The others are extras: `pip install
-    'groupwise[wandb]'`."""
+    """Where numbers go besides the terminal and the run's folder (`jsonl`). Extras: `pip install 'groupwise[wandb]'`."""
     project: str | None = Field(default=None, min_length=1)
-    """The project that the run belongs to in wandb and trackio, where the run has its folder's name; by default the environment's
-    WANDB_PROJECT for wandb, else `groupwise`."""
+    """The run's project in wandb and trackio; by default the environment's WANDB_PROJECT for wandb, else `groupwise`."""
     offline: bool = False
-    """Talk to no service: wandb writes into the run's folder, and `wandb sync` sends it later."""
+    """wandb writes into the run's folder, for `wandb sync`."""
 
 
 class Config(Section):
