@@ -14,7 +14,7 @@ from groupwise.cli import app
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command prints its part of this page with `--help`. `scripts/write_cli_docs.py` writes it.
+Every command prints its part of this page, with examples, by `--help`. `scripts/write_cli_docs.py` writes it.
 
 Common to the commands, and left out below:
 
@@ -57,7 +57,8 @@ def render() -> str:
     parts = [HEAD]
     for name, text in commands(typer.main.get_command(app), "groupwise"):
         lines = [_plain(line).rstrip() for line in text.splitlines() if not line.strip().startswith(COMMON)]
-        words = re.sub(r"\n\n(Options|Arguments):(?=\n\n|$)", "", "\n".join(lines).strip("\n"))
+        text = re.sub(r"\n\n  Examples:\n(    .*\n?)+", "\n", "\n".join(lines).strip("\n"))
+        words = re.sub(r"\n\n(Options|Arguments):(?=\n\n|$)", "", text)
         parts.append(f"## {name}\n\n```text\n{words}\n```\n")
     return "\n".join(parts)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from groupwise.config import FieldDoc, explain
 from groupwise.config.fields import kinds_of, sections
-from groupwise.config.problems import shown
 
 __all__ = ["PAGE", "render"]
 
@@ -16,7 +18,7 @@ INTRODUCTION = """\
 
 # Settings
 
-A run is a YAML file with the sections below. Each line has a setting, what it may be, its default, and what it does.
+A run is a YAML file with the sections below. Each line has a setting with its default, what else it may be, and what it does.
 On the command line write `section.name=value`, or `name=value` where the name is unique: `groupwise train quickstart training.steps=10`.
 Values are read as YAML; `null` unsets. `groupwise config NAME` prints a part of this page.
 
@@ -61,21 +63,33 @@ def _types_of(section: str) -> str:
 
 
 def _row(doc: FieldDoc) -> str:
-    """What a setting may be is left out where its default says so."""
-    default = "required" if doc.default == "(required)" else f"`{shown(doc.default)}`"
+    """A setting as it stands in YAML with its default, what else it may be where that does not say so, and what it does."""
+    value = "" if doc.default == "(required)" else f" {dump(doc.default)}"
+    head = f"- `{doc.leaf}:{value}`{_types(doc)}"
     if doc.leaf == "type":
-        return f"- `type` ({default}): {doc.description.partition('.')[0]}:\n{_types_of(_section(doc))}"
-    kind = doc.type.replace("whole number", "integer")
+        return f"{head}: {doc.description.partition('.')[0]}:\n{_types_of(_section(doc))}"
+    kind = doc.type.replace("whole number", "integer").replace("False", "false")
     if doc.default is None:
         kind = kind.replace(" or null", "")
-    plain = kind in ("text", "true or false", "mapping", "settings")
-    return (
-        f"- `{doc.leaf}`{_types(doc)} ({'' if plain else _outside_code(kind) + '; '}{default}): {_outside_code(doc.description)}"
-    )
+    elif isinstance(doc.default, int | float):
+        kind = re.sub(r"^(integer|number) ?", "", kind)
+    if " | " in kind and not kind.startswith("list"):
+        kind = ", ".join(one for one in kind.split(" | ") if one != dump(doc.default))
+    plain = kind in ("", "text", "true or false", "mapping", "settings")
+    return f"{head}{'' if plain else f' ({_outside_code(kind)})'}: {_outside_code(doc.description)}"
 
 
 def _types(doc: FieldDoc) -> str:
     return f" of {', '.join(doc.of)}" if doc.of else ""
+
+
+def dump(value: Any) -> str:
+    """A default as YAML has it on one line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value).replace('"', "")
 
 
 def _outside_code(text: str) -> str:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from groupwise.config import load_config
-from groupwise.config.algorithm import AlgorithmConfig
-from groupwise.config.formula import formula
 from groupwise.config.presets import PRESETS
 from groupwise.tracking import METRICS
 
@@ -31,7 +29,6 @@ def test_the_page_quotes_the_preset(name):
     )
     assert preset.summary in text
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == HEADINGS
-    assert f"```text\n{chr(10).join(formula(AlgorithmConfig(preset=name)))}\n```" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)

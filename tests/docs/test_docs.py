@@ -339,7 +339,7 @@ def test_the_page_of_settings_is_current():
     script = script_of("write_config_docs")
     assert page("docs/reference/configuration.md") == script.render(), "run python scripts/write_config_docs.py"
     for doc in explain():
-        assert f"- `{doc.leaf}`" in script.render()
+        assert f"- `{doc.leaf}:" in script.render()
 
 
 def test_the_table_of_named_data_sets_is_that_of_the_code():

@@ -291,19 +291,20 @@ _NOTED = {
 def render_table(whole: bool = True) -> str:
     """The arguments as Markdown: names that share a text share a line.
 
-    Not ``whole``, as docs/how-to/coming-from-trl.md has it: only those of which TRL's documentation does not say enough.
+    Not ``whole``, as docs/how-to/coming-from-trl.md has it: notes on what is honoured, and the names of what is refused.
     """
     honoured = [row for row in ARGUMENTS.values() if row.fate == "honoured"]
     lines = ["### Honoured, with a note", "", *(f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED)]
-    if whole:
-        plain = ", ".join(f"`{row.name}`" for row in honoured if row.name not in _NOTED)
-        lines += ["", "### Honoured: they do what TRL's documentation says", "", f"{plain}."]
-    refused: tuple[Fate, str] = ("refused", "Refused, unless at TRL's default: an error says what to do")
-    harmless: tuple[Fate, str] = ("harmless", "Accepted, and without effect")
-    for fate, title in (refused, harmless) if whole else (refused,):
-        names: dict[str, list[str]] = {}
+    refused = "### Refused, unless at TRL's default: an error says what to do"
+    if not whole:
+        names = [f"`{row.name}`" for row in ARGUMENTS.values() if row.fate == "refused"]
+        return "\n".join([*lines, "", refused, "", f"{', '.join(names)}."]) + "\n"
+    plain = [f"`{row.name}`" for row in honoured if row.name not in _NOTED]
+    lines += ["", "### Honoured: they do what TRL's documentation says", "", f"{', '.join(plain)}."]
+    for fate, title in (("refused", refused), ("harmless", "### Accepted, and without effect")):
+        of_text: dict[str, list[str]] = {}
         for row in ARGUMENTS.values():
             if row.fate == fate:
-                names.setdefault(row.text, []).append(f"`{row.name}`")
-        lines += ["", f"### {title}", "", *(f"- {', '.join(same)}: {text}" for text, same in names.items())]
+                of_text.setdefault(row.text, []).append(f"`{row.name}`")
+        lines += ["", title, "", *(f"- {', '.join(same)}: {text}" for text, same in of_text.items())]
     return "\n".join(lines) + "\n"
