@@ -77,8 +77,7 @@ INTRODUCTION = """\
 
 # Plans of the recipes
 
-What `groupwise plan` says of each [recipe](recipes.md) on the machines that it is for. One set-up has the command's whole output below.
-[Planning](../how-to/planning.md) explains the figures and compares them with measured peaks.
+What `groupwise plan` says of each [recipe](recipes.md) on the machines that it is for ([planning](../how-to/planning.md)).
 **Times and GPU memory are estimates from data sheets; none of these runs has been made here on a GPU.**
 """
 
@@ -105,9 +104,9 @@ def _published() -> str:
     rows = [
         "## POLARIS-53K on one A100 of 40 GB, beside published figures",
         "",
-        "The first three columns are **others' figures** from a public guide to GRPO for Qwen2.5-3B: expected, approximate, for 53,000",
-        "examples, without the length of completions, and with a batch in the first row alone. The last columns are **our estimates**",
-        "from the card's data sheet: four completions of 800 tokens for each of 53,291 problems, 2 or 8 problems a step.",
+        "The first three columns are **others' figures**, approximate, from a public guide to GRPO for Qwen2.5-3B, which does not say how",
+        "long completions are. The last columns are **our estimates**: four completions of 800 tokens for each problem, 2 or 8 problems a",
+        "step.",
         "",
         "| published | examples an hour | hours | nearest here | fits | 2 a step: an hour | hours | 8 a step: an hour | hours |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -117,8 +116,7 @@ def _published() -> str:
         rates = [f"{plan.prompts_per_hour:,.0f} | {_PROBLEMS_OF_POLARIS / plan.prompts_per_hour:.0f}" for plan in (two, eight)]
         fits = f"{eight.peak.bytes / 2**30:.0f} of 40 GiB" if eight.fits else "**no**"
         rows.append(f"| {name} | {rate} | `{words}` | {fits} | {' | '.join(rates)} |")
-    closing = ("A larger batch samples faster, because each decoded token reads all weights. Fewer bits save memory alone.",)
-    return "\n".join([*rows, "", *closing, ""])
+    return "\n".join([*rows, ""])
 
 
 def _demo() -> str:
@@ -126,9 +124,8 @@ def _demo() -> str:
     rows = [
         "## GSM8K on one RTX 4090, beside a run with TRL",
         "",
-        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems on one RTX 4090: **25 s a step**.",
-        "On two cards 934 steps took less than 10 hours: less than 39 s a step. They name neither the model nor the lengths. Our estimates",
-        "are for three guesses, with 4 problems x 4 completions a step:",
+        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems: **25 s a step**. They name",
+        "neither the model nor the lengths. Our estimates are for three guesses, of another program and without a GPU measured:",
         "",
         "| `groupwise plan` | a step, estimated |",
         "|---|---|",
@@ -136,10 +133,7 @@ def _demo() -> str:
     for words in DEMO:
         given = f"{words} rollout.prompts_per_step=4 rollout.completions_per_prompt=4"
         rows.append(f"| `{given}` | {made(f'{given} --hardware rtx-4090').cost.step_s:.1f} s |")
-    closing = (
-        "The estimates are several times shorter, and of another program. No GPU has been measured, so the cause is unknown.",
-    )
-    return "\n".join([*rows, "", *closing, ""])
+    return "\n".join([*rows, ""])
 
 
 def _overview() -> str:

@@ -11,7 +11,7 @@ from groupwise.planner.scale import Work, scaled
 __all__ = ["PAGE", "render"]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "scale.md"
-SIZES = ("7B", "14B", "32B", "72B")
+SIZES = ("7B", "32B", "72B")
 GPUS = (8, 64, 512)
 CARD = HARDWARE["h100"]
 GIB = 2**30
