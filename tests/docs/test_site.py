@@ -61,7 +61,7 @@ def test_links_are_as_the_site_has_them(hooks):
 
 def test_files_that_pages_link_to_come_along(hooks):
     found = hooks.linked_files()
-    assert {"README.md", "LICENSE", "src/groupwise/types.py", "examples/notebooks/01-first-grpo-run.ipynb"} <= found
+    assert {"README.md", "LICENSE", "examples/rewards/equations.py", "examples/notebooks/01-first-grpo-run.ipynb"} <= found
     assert all((ROOT / file).is_file() and not file.startswith("docs/") for file in found)
 
 
