@@ -21,7 +21,7 @@ Common to the commands, and left out below:
 - `RECIPE|FILE` is a recipe's name, or a YAML file; `SOURCE` any [source of data](../how-to/data.md#sources).
 - `KEY=VALUE` changes a [setting](configuration.md), as in `rollout.temperature=0.8`.
 - `--json` prints JSON; progress goes to standard error.
-- `--num-processes N` starts N processes on this machine, one for each GPU.
+- `--num-processes N` starts N processes on this machine, one for each GPU; `auto` as many as it has GPUs.
 - `--device-map auto` lays a large model over all GPUs, the machine's memory and the disk (`eval`, `generate`).
 - `--trust-remote-code` runs Python code that comes with the model (`generate`, `merge`).
 - Exit code 0 means success, 2 a mistake in settings, data or options, 130 Ctrl-C; [a training run has more](../how-to/resuming.md).
