@@ -1,0 +1,69 @@
+"""What CONTRIBUTING.md shows is done as it says: a reward scores, a data set is found by its name, a family equals transformers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.config.schema import Config, DataConfig
+from groupwise.data.named import NAMED
+from groupwise.data.sources import load_problems
+from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.families import FAMILIES
+from groupwise.rewards.compose import RewardSuite
+
+PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+
+
+def example(title):
+    (code,) = re.findall(rf"^```python\n# {title}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return code
+
+
+def test_the_reward_scores_by_its_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(example("a reward"), encoding="utf-8")
+    rewards = Config(rewards={"functions": [{"function": f"{path}:ends_with_a_stop"}]}).rewards
+    suite = RewardSuite.from_config(rewards, "xml")
+    (function,) = [reward.function for reward in suite.rewards]
+    talks = [[{"role": "assistant", "content": text}] for text in ("It is 4.", "It is 4", "")]
+    assert function(completions=talks) == [1.0, 0.0, 0.0]
+
+
+def test_the_data_set_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.data.named.NAMED", NAMED)
+    before = dict(NAMED)
+    try:
+        exec(example("a data set"), {})
+        row = {"question": "2 + 2 = ?", "answer": "4"}
+        (tmp_path / "asdiv_validation.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        problems = load_problems(DataConfig(source="asdiv", folder=str(tmp_path), split="validation", holdout=0))
+    finally:
+        for name in NAMED.keys() - before.keys():
+            del NAMED[name]
+    assert [(problem.question, problem.answer) for problem in problems.train] == [("2 + 2 = ?", "4")]
+
+
+def test_the_family_is_computed_as_transformers_does():
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from tests.conftest import TINY, tiny_model
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.AutoConfig.for_model("ministral", **TINY, head_dim=16, sliding_window=6, layer_types=kinds)
+    model = tiny_model(config, seed=0)
+    assert why_unsupported(model) is not None, "without its row the module computes it"
+    prompt, completions = list(range(5, 14)), [[20, 31, 7, 90, 14], [3, 3, 77]]
+    try:
+        exec(example("a family"), {})
+        decoder = Decoder(tiny_model(config, seed=0))
+        ours = decoder.logprobs(decoder.prepare([(prompt, completions)])).detach()
+    finally:
+        FAMILIES.pop("ministral", None)
+    expected = []
+    for completion in completions:
+        ids = torch.tensor([prompt + completion])
+        scores = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected.append(scores.gather(1, ids[0, len(prompt) :, None])[:, 0].detach())
+    torch.testing.assert_close(ours, torch.cat(expected), rtol=1e-5, atol=1e-5)
