@@ -16,7 +16,7 @@ from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_reference, make_scorer
-from groupwise.training.learner import Learner, Share
+from groupwise.training.learner import Learner, Sweep
 from groupwise.types import Completion, Group, Problem, Prompt
 
 peft = pytest.importorskip("peft")
@@ -261,12 +261,14 @@ def test_dropout_does_not_depend_on_how_the_batch_is_cut(tiny_llama):
 
 
 def test_old_logprobs_are_those_of_the_mask_that_later_sweeps_have(tiny_llama):
-    """For callers that order the steps themselves: the ratio of a share's first sweep is 1 as long as the weights are where they were."""
+    """For callers that order the steps themselves: the ratio of a window's first sweep is 1 as long as the weights are where they were."""
     learner, groups, _ = dropping_out(tiny_llama())
     members = [(g, m) for g in range(2) for m in range(4)]
-    shares = [Share(members[::2], learner.counts(groups)), Share(members[1::2], learner.counts(groups))]
-    for prepared in learner.prepare(groups, shares, group_advantages([g.rewards for g in groups]), off_policy=True):
-        assert learner.accumulate(prepared, first=True)["policy/ratio_deviation"].value < 1e-4
+    advantages = group_advantages([g.rewards for g in groups])
+    for chosen in (members[::2], members[1::2]):
+        of_chosen = torch.tensor([advantages[g][m] for g, m in chosen])
+        window = learner.window_of(groups, chosen, torch.full((len(chosen),), 0.01), of_chosen, off_policy=True)
+        assert learner.accumulate([Sweep(window, True)])["policy/ratio_deviation"].value < 1e-4
 
 
 def test_what_is_dropped_is_even_unrelated_and_made_up_for(tiny_llama):

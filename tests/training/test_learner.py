@@ -22,7 +22,7 @@ from slow_grpo import (
 
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config
-from groupwise.training.learner import Share
+from groupwise.training.learner import Sweep
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 
@@ -230,35 +230,43 @@ def test_a_batch_in_which_no_group_varies_makes_no_update(tiny_llama):
     assert all(torch.equal(weights[n], p) for n, p in learner.scorer.named_parameters())
 
 
-def test_shares_of_a_batch_add_up_to_the_whole(tiny_llama):
-    """Completions dealt over two shares, across groups, with the counts of the whole batch: one gradient, as if nobody had dealt."""
+def windows_of(learner, groups, parts, off_policy=False):
+    """The windows of some members each, with the weights that they have in the whole batch."""
+    counts, advantages = learner.counts(groups), group_advantages(REWARDS)
+    found = []
+    for members in parts:
+        tokens_N = torch.tensor([len(groups[g].completions[m].token_ids) for g, m in members], dtype=torch.long)
+        weights_N = learner.objective.weights(tokens_N, torch.arange(len(members)), counts)
+        advantages_N = torch.tensor([advantages[g][m] for g, m in members])
+        found.append(learner.window_of(groups, members, weights_N, advantages_N, off_policy=off_policy))
+    return found
+
+
+def test_windows_of_a_batch_add_up_to_the_whole(tiny_llama):
+    """Completions dealt over two windows, across groups, with the counts of the whole batch: one gradient, as if nobody had dealt."""
     learner, before = learner_of(tiny_llama(), config_of())
     groups = make_groups(before, REWARDS)
     everyone = [(g, m) for g in range(3) for m in range(4)]
-    counts = learner.counts(groups)
-    shares = [Share(everyone[::2], counts), Share([], counts), Share(everyone[1::2], counts)]
     seen = watch_gradients(learner)
-    batch = learner.prepare(groups, shares, group_advantages(REWARDS), off_policy=False)
-    for micro_batches in batch:
-        learner.accumulate(micro_batches, first=True)
+    windows = windows_of(learner, groups, [everyone[::2], [], everyone[1::2]])
+    learner.accumulate([Sweep(window, True) for window in windows])
     learner.step(1e-3)
     loss, _ = slow_loss(before, groups)
     assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
 
 
-def test_a_share_whose_turn_comes_later_is_measured_from_the_policy_that_sampled(tiny_llama):
+def test_a_window_whose_turn_comes_later_is_measured_from_the_policy_that_sampled(tiny_llama):
     """Two optimiser steps on the halves of one batch, at a rate so high that the second one's clip bites."""
     config = config_of(algorithm={"loss": {"epsilon": 0.02}}, optimizer={"max_grad_norm": None})
     learner, before = learner_of(tiny_llama(), config)
     groups = make_groups(before, REWARDS)
     halves = [[(g, m) for g in range(3) for m in members] for members in ((0, 1), (2, 3))]
-    shares = [Share(half, learner.counts(groups)) for half in halves]
     seen = watch_gradients(learner)
-    first, second = learner.prepare(groups, shares, group_advantages(REWARDS), off_policy=True)
-    learner.accumulate(first, first=True)
+    first, second = windows_of(learner, groups, halves, off_policy=True)
+    learner.accumulate([Sweep(first, True)])
     learner.step(2e-2)
     moved = present_model(learner, before)
-    numbers = learner.accumulate(second, first=True)
+    numbers = learner.accumulate([Sweep(second, True)])
     learner.step(2e-2)
     advantages = [slow_advantages(rewards) for rewards in REWARDS]
     loss, cut, tokens = 0.0, 0, 0

@@ -1,8 +1,8 @@
 """Several processes that train as one: who does what, what they tell each other, and what happens when one of them fails."""
 
 from groupwise.distributed.deal import deal
-from groupwise.distributed.open import is_first_process, open_world, world_size
+from groupwise.distributed.open import is_first_process, join_world, open_world, together, world_size
 from groupwise.distributed.sharding import Sharding
 from groupwise.distributed.world import World
 
-__all__ = ["Sharding", "World", "deal", "is_first_process", "open_world", "world_size"]
+__all__ = ["Sharding", "World", "deal", "is_first_process", "join_world", "open_world", "together", "world_size"]

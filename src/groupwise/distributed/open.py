@@ -29,7 +29,7 @@ from groupwise.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_first_process", "open_world", "world_size"]
+__all__ = ["is_first_process", "join_world", "open_world", "together", "world_size"]
 
 
 def world_size() -> int:
@@ -48,18 +48,35 @@ def open_world(on_cpu: bool, timeout_s: float) -> Iterator[World]:
 
     ``timeout_s``: how long a process waits for another before it gives up.
     """
+    world = join_world(on_cpu, timeout_s)
+    with together(world):
+        yield world
+
+
+def join_world(on_cpu: bool, timeout_s: float) -> World:
+    """The same, for what lasts as long as the process: what its processes do together then stands in ``together``."""
     _refuse_half_a_launch()
     if world_size() == 1:
-        yield World()
-        return
+        return World()
     if _joined is None:
         _check(on_cpu)
         _join(on_cpu, timeout_s)
-    world = _next_world(timeout_s)
+    return _next_world(timeout_s)
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Around what all processes of ``world`` do: when one fails, all end with its error, and nobody leaves before all are done."""
+    if world.size == 1:
+        yield
+        return
+    if _joined is not None:
+        _joined.done = False
     with world.watching():
-        yield world
-        world.gather(None)  # nobody leaves before all are done
-    _joined_to_the_end()
+        yield
+        world.gather(None)
+    if _joined is not None:
+        _joined.done = True
 
 
 @dataclass
@@ -114,11 +131,6 @@ def _own_store(timeout_s: float) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def _joined_to_the_end() -> None:
-    assert _joined is not None
-    _joined.done = True
-
-
 def _leave() -> None:
     """Take the process groups down before the interpreter: gloo's threads, where they outlive it, abort a process that was done.
 
@@ -145,7 +157,6 @@ def _next_world(timeout_s: float) -> World:
 
     assert _joined is not None
     _joined.runs += 1
-    _joined.done = False
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
     seal = Seal(os.environ.get(SECRET, ""), f"run {_joined.runs}")

@@ -32,18 +32,22 @@ from groupwise.training.learner import Learner
 __all__ = [
     "MODEL",
     "Snapshot",
+    "damage",
     "find_checkpoint",
     "last_good",
     "latest_checkpoint",
     "load_checkpoint",
     "newest_sound_checkpoint",
     "read_state",
+    "restore_state",
     "save_checkpoint",
+    "seal",
     "set_damaged_aside",
     "set_suspect_aside",
     "take_snapshot",
     "verify_checkpoint",
     "write_snapshot",
+    "write_state",
 ]
 
 MODEL = "model"
@@ -186,11 +190,22 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
 
 def _write(aside: Path, snapshot: Snapshot) -> None:
     save_model(replace(snapshot.policy, adapter_only=True), aside / MODEL)  # beneath an adapter lies what nobody changes
+    write_state(aside, snapshot)
+    seal(aside)
+
+
+def write_state(folder: Path, snapshot: Snapshot) -> None:
+    """Everything in ``snapshot`` but the model."""
     for file, tensors in snapshot.tensors.items():
-        write_tensors(aside / file, tensors)
-    (aside / _STATE).write_text(snapshot.state, encoding="utf-8")
-    (aside / _MANIFEST).write_text(json.dumps({"files": _files(aside)}, indent=1), encoding="utf-8")
-    sync_tree(aside)
+        write_tensors(folder / file, tensors)
+    (folder / _STATE).write_text(snapshot.state, encoding="utf-8")
+
+
+def seal(folder: Path, *changing: str) -> None:
+    """Write sizes and digests of all files but ``changing`` beside them, and force everything to the disk."""
+    files = {name: about for name, about in _files(folder).items() if name not in changing}
+    (folder / _MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+    sync_tree(folder)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -272,15 +287,22 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = lambda sentence: N
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raises CheckpointError unless the files are those of the manifest, byte for byte, and no other."""
+    if (found := damage(checkpoint)) is not None:
+        raise _unreadable(checkpoint, found)
+
+
+def damage(checkpoint: Path, *, others: bool = False) -> str | None:
+    """What is wrong with a checkpoint's files, or None. ``others``: files that the manifest does not name may lie beside them."""
     try:
-        wanted, there = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"], _files(checkpoint)
+        wanted = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        there = _files(checkpoint, set(wanted) if others else None)
         differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _unreadable(checkpoint, error) from error
-    if differing:
-        name = differing[0]
-        what = "is missing" if name not in there else "was put there" if name not in wanted else "is not what was written"
-        raise _unreadable(checkpoint, f"{name} {what}")
+        return str(error)
+    if not differing:
+        return None
+    name = differing[0]
+    return f"{name} {'is missing' if name not in there else 'was put there' if name not in wanted else 'is not what was written'}"
 
 
 def _is_sound(checkpoint: Path) -> bool:
@@ -311,7 +333,11 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     verify_checkpoint(checkpoint)
-    state = read_state(checkpoint)
+    return restore_state(checkpoint, learner, read_state(checkpoint))
+
+
+def restore_state(checkpoint: Path, learner: Learner, state: Mapping[str, Any]) -> int:
+    """The same of a checkpoint that was verified, whose ``state.json`` was read."""
     try:
         learner.optimizer.load_state(learner.sharding.read_state(checkpoint / _OPTIMIZER))
         if learner.moving_reference is not None:
@@ -354,11 +380,13 @@ def _score(checkpoint: Path) -> float | None:
     return None if score is None else float(score)
 
 
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file below ``folder`` but the manifest itself."""
+def _files(folder: Path, chosen: set[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below ``folder``, or of those ``chosen``, but not of the manifest itself."""
     out = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
         if path.name == _MANIFEST and path.parent == folder:
+            continue
+        if chosen is not None and path.relative_to(folder).as_posix() not in chosen:
             continue
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

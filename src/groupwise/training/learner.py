@@ -32,7 +32,7 @@ from groupwise.models.scorer import Scorer, as_in_learning
 from groupwise.training.advantages import Advantages, advantage_inputs, by_group, teaching
 from groupwise.training.budget import PassBudget, largest_divisible
 from groupwise.training.critic import make_critic
-from groupwise.training.microbatches import MicroBatch, Share, cut
+from groupwise.training.microbatches import MicroBatch, cut
 from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
@@ -40,7 +40,7 @@ from groupwise.training.sharding import Replicas, Sharding
 from groupwise.training.window import Paused, Stateful, Window
 from groupwise.types import Group
 
-__all__ = ["Advantages", "Learner", "Learnt", "MicroBatch", "Paused", "Share", "Stateful"]
+__all__ = ["Advantages", "Learner", "Learnt", "MicroBatch", "Paused", "Stateful", "Sweep"]
 
 T = TypeVar("T")
 HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
@@ -57,6 +57,16 @@ class Learnt(NamedTuple):
 
     advantages: Advantages
     metrics: dict[str, Metric]
+
+
+class Sweep(NamedTuple):
+    """The passes over all completions of a window."""
+
+    window: Window
+    first: bool
+    """Whether they are swept for the first time, so that the sampler's mismatch can be measured."""
+    scale: float = 1.0
+    """Multiplies their loss."""
 
 
 class Learner:
@@ -192,7 +202,7 @@ class Learner:
         """Find out what must be known of a batch before its first update: reference, values, and with them the advantages."""
         groups, batch = window.groups, window.batch
         passes = self._attempt(
-            lambda: merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)]), window
+            lambda: merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)]), [window]
         )
         window.found += [self.world.reduce(passes), self._mask_by_entropy(window, learnt), self._choose_bonus(window)]
         if early is None:
@@ -211,10 +221,9 @@ class Learner:
 
     def _update(self, window: Window, stop: Callable[[], bool]) -> bool:
         """One optimiser step; False, and no gradient, where ``stop`` said so between two passes."""
-        swept = self._attempt(lambda: self.accumulate(window.micro_batches, first=window.updates == 0, stop=stop), window)
-        if swept is None:
+        passes = self.accumulate([Sweep(window, window.updates == 0)], stop)
+        if passes is None:
             return False
-        passes = self.world.reduce(swept)
         for name in ("policy/loss", "value/loss"):
             if name in passes:
                 passes[name] = Mean(passes[name].value, 1)  # summed over micro-batches, averaged over updates
@@ -300,63 +309,71 @@ class Learner:
 
     # Passes.
 
-    def _attempt(self, passes: Callable[[], T], window: Window) -> T:
-        """``passes`` over the window's micro-batches; where memory runs out, again over smaller ones."""
+    def _attempt(self, passes: Callable[[], T], windows: Sequence[Window]) -> T:
+        """``passes`` over the windows' micro-batches; where memory runs out, again over smaller ones."""
 
         def restart() -> None:
             self._clear()
-            window.micro_batches[:] = self._cut(window.batch)
+            for window in windows:
+                window.micro_batches[:] = self._cut(window.batch)
 
-        return self.budget.attempt(passes, lambda: largest_divisible(window.micro_batches), restart)
+        return self.budget.attempt(passes, lambda: largest_divisible([m for w in windows for m in w.micro_batches]), restart)
 
-    def prepare(
-        self, groups: Sequence[Group], shares: Sequence[Share], advantages: Advantages, *, off_policy: bool
-    ) -> list[list[MicroBatch]]:
-        """Each share's micro-batches, with advantages and the reference's logprobs: for callers that order the steps themselves.
+    def window_of(
+        self, groups: Sequence[Group], members: Sequence[Member], weights_N: Tensor, advantages_N: Tensor, *, off_policy: bool
+    ) -> Window:
+        """This process's share of ``members``, scored by the reference: for callers that order the optimiser steps themselves.
 
-        ``off_policy``: the weights will have moved before some share's turn, so the policy's logprobs are taken down now, in one
-        more pass; otherwise the ratio of a share's first sweep is 1 by definition. The KL must not be part of the reward.
+        ``weights_N``: of each token of a completion in the loss. ``off_policy``: the weights will have moved before the window's first
+        sweep, so the policy's logprobs are taken down now, in one more pass; otherwise that sweep's ratio is 1 by definition. The KL
+        must not be part of the reward.
         """
         assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
         self._seed_noise(self.updates)
-        out = []
-        for share in shares:
-            batch = self._batch(groups, list(share.members), share.counts)
-            of_completions = torch.tensor([advantages[g][m] for g, m in share.members], device=self.scorer.device)
-            batch.advantages_T = of_completions[batch.sequence_T]
-            out.append(self._cut(batch))
-            if off_policy:
-                with torch.no_grad(), as_in_learning(self.scorer):
-                    for micro_batch in out[-1]:
-                        micro_batch.note(old_T=self.scorer.logprobs(micro_batch.packed, batch.temperature))
-            self._score_reference(out[-1])
-        return out
+        own = self._own(groups, list(members))
+        rows = [row for row, (group, _) in enumerate(members) if group in own]
+        batch = Batch.of(groups, [members[row] for row in rows], self.scorer.device)
+        sequence_T = batch.sequence_T
+        batch.weights_T = weights_N[rows].to(sequence_T.device)[sequence_T] * batch.sampled_T
+        batch.advantages_T = advantages_N[rows].to(sequence_T.device)[sequence_T]
+        window = Window(groups, batch, self._cut(batch))
 
-    def accumulate(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        first: bool,
-        scale: float = 1.0,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> dict[str, Metric] | None:
-        """Add the gradient of some micro-batches, times ``scale``, to what the next ``step`` takes. Their loss is summed, not averaged.
+        @torch.no_grad()
+        def passes() -> None:
+            self._score_reference(window.micro_batches)
+            if not off_policy:
+                return
+            with as_in_learning(self.scorer), self.sharding.evened(self.scorer, len(window.micro_batches)):
+                for micro_batch in window.micro_batches:
+                    micro_batch.note(old_T=self.scorer.logprobs(micro_batch.packed, batch.temperature))
 
-        ``first``: they are swept for the first time, so that the sampler's mismatch can be measured. Without gradients switched on
-        (``torch.no_grad``) only the numbers are computed. ``stop`` is asked before each pass; where it says yes, all gradients are
-        dropped and None is returned. Names that begin with ``detail/`` are for callers, not for the records.
+        self._attempt(passes, [window])
+        return window
+
+    def accumulate(self, sweeps: Sequence[Sweep], stop: Callable[[], bool] = lambda: False) -> dict[str, Metric] | None:
+        """For all processes at once: add the gradients of ``sweeps`` to what the next ``step`` takes. Their losses are summed, not
+        averaged.
+
+        Without gradients switched on (``torch.no_grad``) only the numbers are computed. ``stop`` is asked before each pass; where it
+        says yes, all gradients are dropped and None is returned. Names that begin with ``detail/`` are for callers, not for the records.
         """
+        found = self._attempt(lambda: self._sweep_all(sweeps, stop), [sweep.window for sweep in sweeps])
+        return None if found is None else self.world.reduce(found)
+
+    def _sweep_all(self, sweeps: Sequence[Sweep], stop: Callable[[], bool]) -> dict[str, Metric] | None:
         started = time.perf_counter()
         parts: list[dict[str, Metric]] = []
-        with self.sharding.evened(self.scorer, len(micro_batches)):
-            for micro_batch in micro_batches:
-                if stop():
-                    self._clear()
-                    return None
-                parts.append(self._backward(micro_batch, first, scale))
-        for micro_batch in micro_batches:
-            micro_batch.note(**micro_batch.pending)
-            micro_batch.pending.clear()
+        for window, first, scale in sweeps:
+            with self.sharding.evened(self.scorer, len(window.micro_batches)):
+                for micro_batch in window.micro_batches:
+                    if stop():
+                        self._clear()
+                        return None
+                    parts.append(self._backward(micro_batch, first, scale))
+        for micro_batch in (m for sweep in sweeps for m in sweep.window.micro_batches):
+            if micro_batch.pending:
+                micro_batch.note(**micro_batch.pending)
+                micro_batch.pending.clear()
         return merge(parts) | {"time/learn_s": Sum(time.perf_counter() - started)}
 
     def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> dict[str, Metric]:
@@ -392,8 +409,12 @@ class Learner:
             weights_T = view.weights_T if view.entropy_weights_T is None else view.entropy_weights_T
             weighted = (weights_T * scored.entropy_T).sum()
             loss = loss - self.entropy_bonus * scale * weighted
-            found["detail/weighted_entropy"] = Sum(float(weighted.detach()))
+            found["detail/entropy_bonus"] = Sum(self.entropy_bonus * scale * float(weighted.detach()))
             found["policy/full_entropy"] = Mean(float(scored.entropy_T.detach().sum()), tokens)
+            if view.mask_T is not None:
+                found["detail/entropy_kept"] = Mean(
+                    float((view.mask_T * scored.entropy_T.detach()).sum()), float(view.mask_T.sum())
+                )
         if self.critic and self._value_on_policy:
             value_part, of_value = self.critic.loss_of(micro_batch, scored)
             loss, found = loss + scale * value_part, found | of_value
@@ -462,10 +483,12 @@ class Learner:
         return {"time/learn_s": Sum(time.perf_counter() - started)}
 
     @torch.no_grad()
-    def entropies(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Entropy of the current policy at each token, one ``[T]`` tensor per micro-batch, in nats."""
-        scored = [self._score(micro_batch, entropy=True) for micro_batch in micro_batches]
-        return [one.entropy_T for one in scored if one.entropy_T is not None]
+    def entropies(self, window: Window) -> Tensor:
+        """For all processes at once: the entropy of the current policy at each token of ``window``, ``[T]`` in nats."""
+        with self.sharding.evened(self.scorer, len(window.micro_batches)):
+            scored = [self._score(micro_batch, entropy=True) for micro_batch in window.micro_batches]
+        found = [one.entropy_T for one in scored if one.entropy_T is not None]
+        return torch.cat(found) if found else torch.zeros(0, device=self.scorer.device)
 
     # Entropy and KL.
 

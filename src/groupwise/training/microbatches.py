@@ -7,24 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from groupwise.algorithm import BatchCounts
-from groupwise.batch import Batch, Member
+from groupwise.batch import Batch
 from groupwise.batching import cut_batch
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import PackedTokens, Scorer
 
-__all__ = ["MicroBatch", "Share", "cut", "mask_below", "pack_for", "packs_alike"]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Completions that are swept together, and the counts that their weights in the loss are made of.
-
-    Usually one share is the whole batch. Several divide a batch among several optimiser steps, or add up several denominators in one.
-    """
-
-    members: Sequence[Member]
-    counts: BatchCounts
+__all__ = ["MicroBatch", "cut", "pack_for", "packs_alike"]
 
 
 @dataclass
@@ -64,12 +52,6 @@ def cut(batch: Batch, rows: range, scorer: Scorer, budget: int) -> list[MicroBat
         out.append(MicroBatch(batch, chosen, scorer.prepare(batch.view(chosen).packing())))
         start = chosen.stop
     return out
-
-
-def mask_below(micro_batches: Sequence[MicroBatch], entropies: Sequence[Tensor], threshold: Tensor) -> None:
-    """Leave tokens of less entropy than ``threshold`` out of the policy's loss."""
-    for micro_batch, entropy_T in zip(micro_batches, entropies, strict=True):
-        micro_batch.note(mask_T=(entropy_T >= threshold.to(entropy_T)).float())
 
 
 def packs_alike(one: Scorer, other: Scorer) -> bool:

@@ -43,7 +43,7 @@ KINDS: Mapping[str, Any] = {
 # name | type | default | h(onoured), - (harmless) or x (refused) | text
 _TABLE = """
 output_dir | str? | None | h | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
-per_device_train_batch_size | int | 8 | h | Completions in one sweep; several may be computed at once or in parts.
+per_device_train_batch_size | int | 8 | h | Completions of a process in one sweep; several may be computed at once or in parts.
 num_train_epochs | float | 3.0 | h | Passes over the data set.
 max_steps | int | -1 | h | Optimiser steps; wins over `num_train_epochs`. A stream (`IterableDataset`) needs it.
 learning_rate | float | 1e-06 | h | Peak rate of AdamW; 0 trains nothing.
@@ -57,8 +57,8 @@ adam_beta1 | float | 0.9 | h | AdamW's average of gradients.
 adam_beta2 | float | 0.999 | h | AdamW's average of squared gradients.
 adam_epsilon | float | 1e-08 | h | AdamW's denominator term.
 optim_target_modules | names? | None | x | Remove it: it belongs to GaLore and APOLLO, which are not here.
-gradient_accumulation_steps | int | 1 | h | Sweeps of `per_device_train_batch_size` completions in one optimiser step.
-average_tokens_across_devices | bool | True | - | There is one process.
+gradient_accumulation_steps | int | 1 | h | Sweeps of `per_device_train_batch_size` completions a process in one optimiser step.
+average_tokens_across_devices | bool | True | - | Losses are always divided by counts over all processes.
 max_grad_norm | float | 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
 label_smoothing_factor | float | 0.0 | - | GRPO has no labels, in TRL neither.
 bf16 | bool? | None | h | A model loaded by name computes in bfloat16 with fp32 master weights; False: in float32.
@@ -80,11 +80,11 @@ auto_find_batch_size | bool | False | x | Lower `per_device_train_batch_size` an
 logging_strategy | str | 'steps' | h | `no`, `steps` or `epoch`.
 logging_steps | float | 10 | h | Optimiser steps between two logs; below 1 a share of the run.
 logging_first_step | bool | False | h | Log the first step too.
-log_on_each_node | bool | True | - | There is one process.
+log_on_each_node | bool | True | - | The first process logs.
 logging_nan_inf_filter | bool | True | - | An update whose gradient is not finite is dropped, and its loss left out of the log.
 include_num_input_tokens_seen | flag | 'no' | x | Leave it out: `num_tokens` is always logged.
 log_level | str | 'passive' | h | transformers' verbosity from the trainer on: `debug` to `critical`; `passive` leaves it.
-log_level_replica | str | 'warning' | - | There is one process.
+log_level_replica | str | 'warning' | - | The first process logs.
 disable_tqdm | bool? | None | h | True prints logs instead of a progress bar.
 report_to | names? | 'none' | h | transformers' own callbacks: `wandb`, `tensorboard`, `trackio`, `mlflow` ...
 run_name | str? | None | h | Read by those callbacks.
@@ -95,18 +95,18 @@ trackio_static_space_id | flag | None | h | Read by the Trackio callback.
 eval_strategy | str | 'no' | h | `no`, `steps` or `epoch`.
 eval_steps | float? | None | h | Optimiser steps between evaluations; by default `logging_steps`.
 eval_delay | float | 0 | h | Steps or epochs before the first evaluation.
-per_device_eval_batch_size | int | 8 | h | Completions over which evaluation's loss and rewards are averaged at a time.
+per_device_eval_batch_size | int | 8 | h | Completions of a process over which evaluation's loss and rewards are averaged at a time.
 prediction_loss_only | bool | False | - | GRPO's evaluation returns no predictions, in TRL neither.
 eval_on_start | bool | False | h | Evaluate before the first step.
 eval_do_concat_batches | bool | True | - | GRPO's evaluation returns no predictions.
-eval_use_gather_object | bool | False | - | There is one process.
+eval_use_gather_object | bool | False | - | GRPO's evaluation returns no predictions.
 eval_accumulation_steps | int? | None | - | GRPO's evaluation returns no predictions.
 include_for_metrics | names | [] | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
 batch_eval_metrics | bool | False | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
 save_only_model | bool | False | h | Checkpoints without the optimiser: they cannot be resumed.
 save_strategy | str | 'steps' | h | `no`, `steps` or `epoch`; for `best`, compare `state.log_history` yourself.
 save_steps | float | 500 | h | Optimiser steps between checkpoints; below 1 a share of the run.
-save_on_each_node | bool | False | - | There is one process.
+save_on_each_node | bool | False | - | The first process saves.
 save_total_limit | int? | None | h | Older checkpoints beyond this many are removed.
 enable_jit_checkpoint | bool | False | x | Leave it out and set `save_steps`.
 push_to_hub | bool | False | x | Leave it out, and upload the folder of `save_model()` with `hf upload`.
@@ -125,8 +125,8 @@ full_determinism | bool | False | h | transformers' `enable_full_determinism(see
 seed | int | 42 | h | Order of prompts (the same as TRL's), sampling, adapters.
 data_seed | int? | None | - | TRL orders GRPO's prompts by `seed` too.
 use_cpu | bool | False | h | Stay on the CPU where there is an accelerator.
-accelerator_config | dict? | None | x | Leave it out: one process, without Accelerate.
-parallelism_config | dict? | None | x | Leave it out: one process.
+accelerator_config | dict? | None | x | Leave it out: prompts are dealt to the processes by groupwise.
+parallelism_config | dict? | None | x | Leave it out: replicas, or FSDP2 by the configuration of `accelerate launch`.
 dataloader_drop_last | bool | False | - | A batch of prompts is always whole, in TRL too.
 dataloader_num_workers | int | 0 | - | Prompts are read in this process; `get_train_dataloader()` has as many.
 dataloader_pin_memory | bool | True | - | Prompts are read in this process.
@@ -138,22 +138,22 @@ remove_unused_columns | bool? | False | h | True: reward functions get `prompts`
 label_names | names? | None | - | GRPO has no labels.
 train_sampling_strategy | str | 'random' | - | `shuffle_dataset` decides, in TRL too.
 length_column_name | str | 'length' | - | Only matters for grouping by length, which GRPO has not, in TRL neither.
-ddp_find_unused_parameters | bool? | None | - | There is one process.
-ddp_bucket_cap_mb | int? | None | - | There is one process.
-ddp_broadcast_buffers | bool? | None | - | There is one process.
-ddp_static_graph | bool? | None | - | There is one process.
-ddp_backend | str? | None | - | There is one process.
-ddp_timeout | int | 1800 | - | There is one process.
-fsdp | str? | None | x | Leave it out: one process. Gradient checkpointing and LoRA save memory.
-fsdp_config | dict? | None | x | Leave it out: one process.
-deepspeed | dict? | None | x | Leave it out: one process. Gradient checkpointing and LoRA save memory.
+ddp_find_unused_parameters | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
+ddp_bucket_cap_mb | int? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
+ddp_broadcast_buffers | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
+ddp_static_graph | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
+ddp_backend | str? | None | - | NCCL between GPUs, gloo between CPUs.
+ddp_timeout | int | 1800 | h | Seconds for which a process waits for another.
+fsdp | str? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
+fsdp_config | dict? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
+deepspeed | dict? | None | x | Leave it out: FSDP2 divides weights, by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
 debug | names? | '' | x | Leave it out: an update that is not finite is dropped and reported.
 skip_memory_metrics | bool | True | x | Leave it at True.
 do_train | bool | False | - | A flag for scripts; the trainer does not read it, transformers' neither.
 do_eval | bool | False | - | A flag for scripts; `eval_strategy` decides.
 do_predict | bool | False | - | A flag for scripts; the trainer does not read it.
 resume_from_checkpoint | str? | None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
-local_rank | int | -1 | - | There is one process.
+local_rank | int | -1 | - | The launcher's environment says it.
 model_init_kwargs | dict? | None | h | `dtype`, `revision`, `attn_implementation`, `quantization_config`; not others.
 trust_remote_code | bool | False | h | Run code that comes with a model or reward model.
 router_aux_loss_coef | float? | None | h | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss is not here.
@@ -270,7 +270,7 @@ REMOVED: Mapping[str, str] = {
     "push_to_hub_model_id": "upload the folder of save_model() with `hf upload`",
     "push_to_hub_organization": "upload the folder of save_model() with `hf upload`",
     "push_to_hub_token": "upload the folder of save_model() with `hf upload`",
-    "tpu_num_cores": "there is one process",
+    "tpu_num_cores": "the launcher says how many processes there are",
     "use_ipex": "the CPU's own kernels are used",
     "jit_mode_eval": "nothing is compiled",
 }

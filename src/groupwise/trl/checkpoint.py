@@ -3,34 +3,34 @@ learning beside the weights. Safetensors and JSON; nothing is pickled."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerState
 
 from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
-from groupwise.models.saving import sync, sync_tree
+from groupwise.models.saving import sync
+from groupwise.training.checkpoint import damage, read_state, restore_state, seal, take_snapshot, write_state
 from groupwise.training.learner import Learner
 from groupwise.trl.entropy import EntropyControl
 
 __all__ = ["find", "renew_state", "restore", "save", "save_policy"]
 
-_ENTROPY, _MANIFEST = "entropy_ctrl_state.json", "manifest.json"
-logger = logging.getLogger("groupwise")
-_OPTIMIZER, _REFERENCE, _SCHEDULER, _STATE = (
+_ENTROPY, _OPTIMIZER, _SCHEDULER, _STATE = (
+    "entropy_ctrl_state.json",
     "optimizer.safetensors",
-    "reference.safetensors",
     "scheduler.json",
     "trainer_state.json",
 )
+logger = logging.getLogger("groupwise")
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -57,31 +57,37 @@ def save(
     only_model: bool,
     limit: int | None,
     entropy: EntropyControl,
-) -> Path:
-    """Write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond ``limit``. One of this step,
-    of an earlier run, goes when the new one is in its place.
+) -> None:
+    """For all processes at once: write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond
+    ``limit``. One of this step, of an earlier run, goes when the new one is in its place.
 
     Raises CheckpointError where the disk does not take it; the checkpoints before it are untouched.
     """
-    target, aside = output / f"checkpoint-{state.global_step}", output / f".checkpoint-{state.global_step}.partial"
-    earlier = _set_aside(target)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        save_policy(policy, aside)
+    learner.sharding.check()
+    snapshot = take_snapshot(state.global_step, policy, learner)
+
+    def write(aside: Path) -> None:
+        save_policy(snapshot.policy, aside)
         if not only_model:
-            save_file({n: t.detach().contiguous() for n, t in learner.optimizer.state().items()}, aside / _OPTIMIZER)
-            if learner.moving_reference is not None:
-                reference = {n: t.detach().contiguous() for n, t in learner.moving_reference.state().items()}
-                save_file(reference, aside / _REFERENCE)
+            write_state(aside, snapshot)
             (aside / _SCHEDULER).write_text(json.dumps(_plain(scheduler.state_dict())))
             (aside / _ENTROPY).write_text(json.dumps(entropy.state_dict()))
         state.save_to_json(str(aside / _STATE))
-        _seal(aside)
+        seal(aside, _STATE)  # it is replaced at the end of a run, as a whole
+
+    learner.world.first_does(lambda: _replace(output / f"checkpoint-{state.global_step}", write, limit))
+
+
+def _replace(target: Path, write: Callable[[Path], None], limit: int | None) -> None:
+    aside, earlier = target.with_name(f".{target.name}.partial"), _set_aside(target)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        write(aside)
         shutil.rmtree(earlier, ignore_errors=True)
         if target.exists():
             target.rename(earlier)
         aside.rename(target)
-        sync(output)
+        sync(target.parent)
     except (OSError, SafetensorError, ModelError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         _set_aside(target)
@@ -92,10 +98,9 @@ def save(
         ) from error
     shutil.rmtree(earlier, ignore_errors=True)
     # By time, since an earlier run may have come further.
-    others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
+    others = sorted((c for c in _all(target.parent) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
     for old in others[: 1 - limit or None] if limit else []:
         shutil.rmtree(old, ignore_errors=True)
-    return target
 
 
 def renew_state(output: Path, state: TrainerState) -> None:
@@ -124,20 +129,21 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
                 f"resume_from_checkpoint=True, but there is no checkpoint in {output}: leave it out to start again"
             )
         for checkpoint in reversed(found):
-            damage = _damage(checkpoint)
-            if damage is None:
+            found_damage = _damage(checkpoint)
+            if found_damage is None:
                 return checkpoint
-            logger.warning("%s is damaged (%s): the one before it is taken", checkpoint, damage)
+            logger.warning("%s is damaged (%s): the one before it is taken", checkpoint, found_damage)
         raise CheckpointError(f"every checkpoint in {output} is damaged: start again, with another output_dir")
     if not (Path(wanted) / _STATE).is_file():
         raise CheckpointError(f"{wanted} is no checkpoint of groupwise.trl: name a folder checkpoint-N in output_dir")
-    damage = _damage(Path(wanted))
-    if damage is not None:
-        raise CheckpointError(f"the checkpoint {wanted} is damaged ({damage}): use another")
+    if (found_damage := _damage(Path(wanted))) is not None:
+        raise CheckpointError(f"the checkpoint {wanted} is damaged ({found_damage}): use another")
     return Path(wanted)
 
 
-def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, entropy: EntropyControl) -> TrainerState:
+def restore(
+    checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, entropy: EntropyControl, local_first: bool
+) -> TrainerState:
     """Weights, optimiser, schedule and reference as they were; returns the trainer's state."""
     if not (checkpoint / _OPTIMIZER).is_file():
         by_another = any(
@@ -151,22 +157,21 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, 
     try:
         if is_adapted(policy.model):
             load_adapter(policy.model, checkpoint)
-        else:
+        elif not learner.sharding.divides_weights:  # else it was read from here before it was divided
             _load_weights(policy.model, checkpoint)
-        learner.optimizer.load_state(load_file(checkpoint / _OPTIMIZER))
-        if learner.moving_reference is not None:
-            learner.moving_reference.load_state(load_file(checkpoint / _REFERENCE))
+        state = TrainerState.load_from_json(str(checkpoint / _STATE))
+        first_version = {"step": state.global_step, "updates": state.global_step}  # which wrote no state.json
+        restore_state(checkpoint, learner, read_state(checkpoint) if (checkpoint / "state.json").is_file() else first_version)
         if (checkpoint / _ENTROPY).is_file():
             entropy.load_state_dict(json.loads((checkpoint / _ENTROPY).read_text()))
         scheduler.load_state_dict(json.loads((checkpoint / _SCHEDULER).read_text()))
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
-        state = TrainerState.load_from_json(str(checkpoint / _STATE))
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint {checkpoint} cannot be resumed ({error}): it is damaged or of another model; use another"
         ) from error
-    learner.updates = state.global_step
+    state.is_local_process_zero, state.is_world_process_zero = local_first, learner.world.is_first
     return state
 
 
@@ -194,35 +199,9 @@ def _set_aside(target: Path) -> Path:
     return earlier
 
 
-def _seal(folder: Path) -> None:
-    """Write sizes and digests of all files beside them, and force everything to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    told = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-    del told[_STATE]  # it is replaced at the end of a run, as a whole
-    (folder / _MANIFEST).write_text(json.dumps({"files": told}, indent=1), encoding="utf-8")
-    sync_tree(folder)
-
-
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint; None where nothing is, or it has no manifest. Others may lie beside them."""
-    try:
-        told = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, file in told.items():
-            path = checkpoint / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != file["bytes"] or _digest(path) != file["sha256"]:
-                return f"{name} is not what was written"
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{_MANIFEST}: {error}"
-    return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """What is wrong with its files; None where nothing is, or it has no manifest. Others may lie beside them."""
+    return damage(checkpoint, others=True) if (checkpoint / "manifest.json").is_file() else None
 
 
 def _all(output: Path) -> list[Path]:

@@ -17,10 +17,10 @@ __all__ = ["CompletionLog"]
 
 
 class CompletionLog:
-    """Keeps the latest generation until a log is due. Does nothing unless ``log_completions`` is on."""
+    """Keeps the latest generation until a log is due. Does nothing unless ``log_completions`` is on, and in the first process alone."""
 
-    def __init__(self, args: GRPOConfig) -> None:
-        self.on, self.limit = bool(args.log_completions), args.num_completions_to_print
+    def __init__(self, args: GRPOConfig, is_first: bool) -> None:
+        self.on, self.limit = bool(args.log_completions) and is_first, args.num_completions_to_print
         self.folder = Path(args.output_dir) / "completions"
         self.columns: dict[str, list[Any]] = {}
 

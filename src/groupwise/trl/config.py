@@ -7,9 +7,11 @@ import difflib
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from groupwise.distributed.open import world_size
 from groupwise.errors import ConfigError
 from groupwise.trl.arguments import ARGUMENTS, REMOVED, Argument
 
@@ -35,7 +37,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("above 0", lambda x: x > 0, (
         "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations",
-        "max_completion_length", "temperature", "ref_model_sync_steps", "adam_epsilon", "repetition_penalty",
+        "max_completion_length", "temperature", "ref_model_sync_steps", "ddp_timeout", "adam_epsilon", "repetition_penalty",
         "sapo_temperature_neg", "sapo_temperature_pos", "vespo_lambda_pos", "vespo_lambda_neg",
     )),
     ("0 or more", lambda x: x >= 0, (
@@ -123,9 +125,26 @@ class GRPOConfig(_Fields):
 
     # What callbacks written for transformers read of its TrainingArguments.
 
-    world_size = n_gpu = 1
-    process_index = local_process_index = 0
-    should_save = should_log = True
+    n_gpu = 1
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the launcher started."""
+        return world_size()
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def should_save(self) -> bool:
+        return self.process_index == 0
+
+    should_log = should_save
 
     @property
     def device(self) -> Any:
@@ -283,28 +302,36 @@ def _contradictions(args: Any) -> Iterator[str]:
     if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
         yield f"delta is {args.delta}, but it must be above the upper clip bound 1 + epsilon_high: raise it"
     generations = args.num_generations_eval or args.num_generations
-    if args.eval_strategy != "no" and args.per_device_eval_batch_size % generations:
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size * args.world_size % generations:
         yield (
-            f"per_device_eval_batch_size is {args.per_device_eval_batch_size}, which is no multiple of the {generations} "
-            "completions of a prompt in evaluation: set per_device_eval_batch_size or num_generations_eval"
+            f"per_device_eval_batch_size{_times_processes(args)} is {args.per_device_eval_batch_size * args.world_size}, which is no "
+            f"multiple of the {generations} completions of a prompt in evaluation: set per_device_eval_batch_size or num_generations_eval"
         )
 
 
 def _derive_generation(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
-    accumulation of gradients."""
-    sweep, size, steps = args.per_device_train_batch_size, *(given[name] for name in _FOLLOW)
+    accumulation of gradients. Both count over all processes, as in TRL."""
+    sweep, size, steps = args.per_device_train_batch_size * args.world_size, *(given[name] for name in _FOLLOW)
     if size is not None and steps is not None and size != sweep * steps:
         yield (
             f"generation_batch_size is {size} and steps_per_generation {steps}, but they say the same thing in two ways: set only one"
         )
     elif size is not None and size % sweep:
-        yield f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size ({sweep}): change either"
+        yield (
+            f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size{_times_processes(args)} ({sweep}): "
+            "change either"
+        )
     else:
         size = sweep * (args.gradient_accumulation_steps if steps is None else steps) if size is None else size
         args.__dict__ |= {"generation_batch_size": size, "steps_per_generation": size // sweep}
         if size % args.num_generations:
             yield (
-                f"the generation batch has {size} completions (per_device_train_batch_size x steps_per_generation), which is no "
-                f"multiple of num_generations ({args.num_generations}): groups must be whole, so change either"
+                f"the generation batch has {size} completions (per_device_train_batch_size{_times_processes(args)} x "
+                f"steps_per_generation), which is no multiple of num_generations ({args.num_generations}): groups must be whole, so "
+                "change either"
             )
+
+
+def _times_processes(args: Any) -> str:
+    return "" if args.world_size == 1 else f" x {args.world_size} processes"

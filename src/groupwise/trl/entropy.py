@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from groupwise.metrics import Metric, Sum
-from groupwise.training.learner import Learner, MicroBatch
-from groupwise.training.microbatches import mask_below
+from groupwise.metrics import Mean, Metric
+from groupwise.training.learner import Learner
+from groupwise.training.window import Window
 
-__all__ = ["EntropyControl"]
+__all__ = ["EntropyControl", "Part"]
+
+
+@dataclass
+class Part:
+    """Some sweeps of a generation that are learnt from together."""
+
+    window: Window
+    """This process's completions of them that have something to teach."""
+    unit_N: Tensor
+    """Which of the sweeps' units each of them belongs to, on the CPU."""
+    units: int
+    units_per_sweep: int
+    skipped_tokens: int
+    """Tokens that count of completions without an advantage, which are not computed; of all processes."""
 
 
 class EntropyControl:
@@ -40,20 +56,37 @@ class EntropyControl:
             return None
         return 0.0 if self.args.use_adaptive_entropy and self.last_entropy > self.args.entropy_target else self.coef
 
-    def sweep(self, learner: Learner, sweep: Sequence[MicroBatch], first_pass: bool, scale: float) -> dict[str, Metric]:
-        """Forward and backward of a sweep, divided by one number; ``detail/entropy_bonus`` is what the bonus took off its loss."""
+    def prepare(self, learner: Learner, part: Part) -> None:
+        """For all processes at once, before the passes: which tokens count by the policy as it is now, and their weights in the bonus.
+
+        The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939), of each sweep by itself; the bonus is the mean over a unit's tokens
+        that count, whatever the loss type is, and the mean of those over the units of a sweep.
+        """
+        learner.entropy_bonus = self.applied
         if not self.acts:
-            return learner.accumulate(sweep, first=first_pass, scale=scale) or {}
-        self._prepare(learner, sweep)
-        found = learner.accumulate(sweep, first=first_pass, scale=scale) or {}
+            return
+        batch, world = part.window.batch, learner.world
+        unit_T = part.unit_N.to(batch.weights_T.device)[batch.sequence_T]
+        counts_T = torch.ones_like(batch.weights_T)
+        if self.args.top_entropy_quantile < 1:
+            entropies_T = learner.entropies(part.window)
+            for sweep in range(part.units // part.units_per_sweep):
+                chosen_T = unit_T // part.units_per_sweep == sweep
+                everywhere = torch.cat(world.gather(entropies_T[chosen_T].float().cpu()))
+                if len(everywhere):
+                    threshold = float(torch.quantile(everywhere, 1 - self.args.top_entropy_quantile))
+                    counts_T[chosen_T] = (entropies_T[chosen_T] >= threshold).float()
+        batch.mask_T = counts_T
         if self.has_bonus:
-            mean = found["detail/weighted_entropy"].value
-            found["detail/entropy_bonus"] = Sum((learner.entropy_bonus or 0.0) * scale * mean)
-            if torch.is_grad_enabled():
-                views = [m.view for m in sweep]
-                tokens = sum(float(len(v.weights_T) if v.mask_T is None else v.mask_T.sum()) for v in views)
-                self._entropy, self._tokens = self._entropy + mean * tokens, self._tokens + tokens
-        return found
+            own_U = torch.zeros(part.units).index_add_(0, unit_T.cpu(), counts_T.cpu())
+            tokens_U = world.assemble(own_U, torch.arange(part.units), part.units).clamp(min=1)
+            batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_sweep)).to(counts_T)[unit_T]
+
+    def count(self, found: Mapping[str, Metric]) -> None:
+        """Take down what an optimiser step's passes measured."""
+        kept = found.get("detail/entropy_kept")
+        if isinstance(kept, Mean):
+            self._entropy, self._tokens = kept.total, kept.count
 
     def numbers(self, found: Mapping[str, Metric], sweeps: int, *, evaluating: bool = False) -> dict[str, float]:
         """What TRL logs with an entropy bonus: the loss without it, and the coefficient after the optimiser step."""
@@ -62,24 +95,6 @@ class EntropyControl:
         shared_out = sweeps if self.args.loss_type in ("dapo", "cispo") else 1
         loss = found["policy/loss"].value if "policy/loss" in found else 0.0
         return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
-
-    def _prepare(self, learner: Learner, sweep: Sequence[MicroBatch]) -> None:
-        """Before a sweep's passes: which of its tokens count, by the policy as it is now, and with what weight in the bonus.
-
-        The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939); the bonus is the mean over the tokens that count, whatever the
-        loss type is.
-        """
-        learner.entropy_bonus = self.applied
-        if self.args.top_entropy_quantile < 1:
-            entropies = learner.entropies(sweep)
-            threshold = torch.quantile(torch.cat(entropies), 1 - self.args.top_entropy_quantile)
-            mask_below(sweep, entropies, threshold)
-        if self.has_bonus:
-            views = [m.view for m in sweep]
-            counted = [torch.ones_like(v.weights_T) if v.mask_T is None else v.mask_T for v in views]
-            tokens = max(1.0, sum(float(c.sum()) for c in counted))
-            for micro_batch, counts_T in zip(sweep, counted, strict=True):
-                micro_batch.note(entropy_weights_T=counts_T / tokens)
 
     def step(self) -> None:
         """After an optimiser step: the coefficient moves towards the target entropy (Skywork-OR1, arXiv 2505.22312)."""

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.batch import Member
+from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.errors import DataError
 from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
+from groupwise.trl.entropy import Part
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
 from groupwise.types import Completion, Group, Problem, Prompt, told_apart
 
@@ -176,7 +179,7 @@ class PromptSet:
 
 @dataclass
 class Generation:
-    """Completions of one sampling, whole groups, in order; lists without a group index run over all completions."""
+    """Completions of one sampling, whole groups, in order; lists without a group index run over all completions of all processes."""
 
     groups: list[Group]
     prompts: list[Any]
@@ -186,16 +189,17 @@ class Generation:
     rewards: list[float]
     """Weighted sums; NaN where no function applies."""
     advantages: list[float]
-    prepared: dict[Any, Any] = field(default_factory=dict)
-    """Micro-batches by the sweeps that they belong to."""
+    parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
+    """By the sweeps that they are made of."""
 
     @property
     def sampled(self) -> list[Completion]:
         return [c for group in self.groups for c in group.completions]
 
-    def by_group(self, values: Sequence[float]) -> list[list[float]]:
-        rest = iter(values)
-        return [[next(rest) for _ in group.completions] for group in self.groups]
+    @property
+    def members(self) -> list[Member]:
+        """Each completion's group and place in it."""
+        return [(g, m) for g, group in enumerate(self.groups) for m in range(len(group.completions))]
 
 
 def generate(
@@ -204,19 +208,27 @@ def generate(
     functions: RewardFunctions,
     args: GRPOConfig,
     rollout: Any,
+    world: World,
     *,
     group_size: int,
     scope: str,
     extras: Mapping[str, Any],
 ) -> Generation:
-    """Sample ``group_size`` completions of each prompt and score them all at once. ``extras``: keywords beside the columns."""
+    """For all processes at once: sample ``group_size`` completions of each prompt, and score them.
+
+    ``engine`` deals the prompts; each process scores its share of the completions in one call, as in TRL the ones that follow those of
+    the process before it. ``extras``: keywords beside the columns.
+    """
     settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
     sampled = engine.sample(told_apart(prompts), group_size, settings, seed=args.seed, scope=scope)
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
     answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]
-    columns = {name: [p.problem.columns.get(name) for p, _ in flat] for name in flat[0][0].problem.columns}
-    scores = functions.score(questions, answers, [list(c.token_ids) for _, c in flat], {**columns, **extras})
+    own = slice(len(flat) * world.rank // world.size, len(flat) * (world.rank + 1) // world.size)
+    columns = {name: [p.problem.columns.get(name) for p, _ in flat[own]] for name in flat[0][0].problem.columns}
+    ids = [list(c.token_ids) for _, c in flat[own]]
+    parts = world.gather(functions.score(questions[own], answers[own], ids, {**columns, **extras}))
+    scores = [[score for part in parts for score in part[index]] for index in range(len(functions.names))]
     rewards, advantages = combine(
         scores,
         functions.weights,

@@ -9,13 +9,14 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from groupwise.distributed import World, together
 from groupwise.errors import ConfigError
 from groupwise.models.adapters import KeepsAdapter
 from groupwise.models.load import Policy
@@ -27,9 +28,30 @@ from groupwise.trl.entropy import EntropyControl
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.schedule import epoch_order
 
-__all__ = ["Outputs", "drain", "summary_in"]
+__all__ = ["Outputs", "drain", "for_all", "summary_in"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger("groupwise")
+
+
+def for_all(method: Callable[P, T]) -> Callable[P, T]:
+    """All processes call ``method`` at once: where one fails, all end with its error. Inside another such method it adds nothing."""
+
+    @functools.wraps(method)
+    def inside(*given: P.args, **named: P.kwargs) -> T:
+        trainer: Any = given[0]
+        if trainer._inside:
+            return method(*given, **named)
+        trainer._inside = True
+        try:
+            with together(trainer.world):
+                return method(*given, **named)
+        finally:
+            trainer._inside = False
+
+    return inside
 
 
 class Outputs:
@@ -45,6 +67,9 @@ class Outputs:
     control: TrainerControl
     callback_handler: CallbackHandler
     entropy: EntropyControl
+    world: World
+    _inside = False
+    """A method that all processes call at once."""
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and show it to callbacks."""
@@ -68,21 +93,39 @@ class Outputs:
         return event(self.args, self.state, self.control)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (with an adapter, the adapter alone) and the tokenizer to ``output_dir``, by default the run's."""
-        checkpoints.save_policy(self.policy, Path(output_dir or self.args.output_dir))
+        """Write the model (with an adapter, the adapter alone) and the tokenizer to ``output_dir``, by default the run's.
+
+        The first process does; the others must call it too where the weights are divided.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if self.is_fsdp_enabled:
+            self._save_divided(folder)
+        elif self.world.is_first:
+            checkpoints.save_policy(self.policy, folder)
+
+    @for_all
+    def _save_divided(self, folder: Path) -> None:
+        policy = self.learner.sharding.whole_policy(self.policy)
+        self.world.first_does(lambda: checkpoints.save_policy(policy, folder))
 
     def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the run's folder."""
+        """Write ``trainer_state.json`` to the run's folder; the first process does."""
+        if not self.world.is_first:
+            return
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``{split}_results.json`` to the run's folder."""
+        """Write ``{split}_results.json`` to the run's folder; the first process does."""
+        if not self.world.is_first:
+            return
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(self.args.output_dir) / f"{split}_results.json").write_text(json.dumps(metrics, indent=4, sort_keys=True))
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print ``metrics``, one a line."""
+        """Print ``metrics``, one a line; the first process does."""
+        if not self.world.is_first:
+            return
         print(f"***** {split} metrics *****", *(f"  {k} = {v}" for k, v in sorted(metrics.items())), sep="\n")
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
@@ -94,10 +137,12 @@ class Outputs:
         raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
 
     def is_world_process_zero(self) -> bool:
-        """There is one process."""
-        return True
+        """Whether this is the process that writes."""
+        return self.world.is_first
 
-    is_local_process_zero = is_world_process_zero
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return bool(self.args.local_process_index == 0)
 
     def add_callback(self, callback: Any) -> None:
         self.callback_handler.add_callback(callback)
@@ -110,11 +155,15 @@ class Outputs:
 
     # What scripts read of the trainer.
 
-    is_fsdp_enabled = is_deepspeed_enabled = aux_loss_enabled = False
+    is_deepspeed_enabled = aux_loss_enabled = False
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        return bool(self.learner.sharding.divides_weights)
 
     @functools.cached_property
     def accelerator(self) -> Any:
-        """Accelerate's own, of one process: for scripts that print, ask which process they are, or unwrap the model by it."""
+        """Accelerate's own: for scripts that print, ask which process they are, or unwrap the model by it."""
         try:
             from accelerate import Accelerator
         except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from groupwise.config.schema import Config, ModelConfig
+from groupwise.distributed import Sharding, World
+from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
+from groupwise.engines.dealt import DealtEngine
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
@@ -20,41 +24,60 @@ from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
+from groupwise.training.sharding import Replicas, make_sharding, with_whole_weights
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.trl.translate import model_config
 
 log = logging.getLogger(__name__)
 
-__all__ = ["make_parts", "make_policy", "seed_everything"]
+__all__ = ["check_launch", "make_parts", "make_policy", "seed_everything"]
 
 
 class ModelArgumentError(ModelError, ValueError):
     """A ``ModelError`` where TRL raises a ``ValueError``."""
 
 
-def seed_everything(args: Any) -> None:
-    """Random numbers, and what else of ``args`` makes a run repeatable or not."""
+def seed_everything(args: Any, rank: int) -> None:
+    """Random numbers, each process's own as in TRL, and what else of ``args`` makes a run repeatable or not."""
     if args.full_determinism:
         from transformers import enable_full_determinism
 
-        enable_full_determinism(args.seed)
+        enable_full_determinism(args.seed + rank)
     else:
-        set_seed(args.seed)
+        set_seed(args.seed + rank)
     if args.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
 
 
+def check_launch(args: GRPOConfig, processes: int) -> bool:
+    """Whether the launcher's configuration asks for FSDP2. Raises ConfigError for what is not honoured of it."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "bf16" and args.bf16:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # what it asks for is done, and is not asked for again
+    elif precision not in ("no", ""):
+        raise ArgumentError(
+            f"the configuration of accelerate launch sets mixed_precision to {precision}, and bf16 is {args.bf16}: set it to no, since "
+            "bf16 of GRPOConfig says what is computed in"
+        )
+    chosen = chosen_sharding("auto", processes)
+    if chosen not in ("none", "fsdp2"):
+        raise ArgumentError(
+            f"the configuration of accelerate launch asks for DeepSpeed's {chosen}, which groupwise.trl does not honour: use FSDP "
+            "version 2 (launch/fsdp2-8gpu.yaml), which divides the same, or `groupwise train`, which has ZeRO"
+        )
+    return chosen == "fsdp2"
+
+
 def make_policy(
-    model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any, quantization_config: Any = None
-) -> tuple[Policy, ModelConfig]:
-    """The policy, and the model's part of a config. ``tokenizer`` None takes the model's own.
+    model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any, quantization_config: Any = None,
+    load: Callable[[ModelConfig], Policy] = load_policy,
+) -> tuple[Policy, ModelConfig]:  # fmt: skip
+    """The policy, and the model's part of a config. ``tokenizer`` None takes the model's own. ``load`` reads a model by its name.
 
     ``quantization_config`` (or that of ``model_init_kwargs``) is of a model that is given by its name, with an adapter: QLoRA.
 
     Raises ModelError or ConfigError for a model that cannot be trained here.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("groupwise.trl trains in one process, but WORLD_SIZE is above 1: start the script with plain python")
     within = (args.model_init_kwargs or {}).get("quantization_config")
     if isinstance(model, str) and quantization_config is not None and within is not None:
         raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
@@ -65,7 +88,7 @@ def make_policy(
     elif isinstance(model, str):
         config = model_config(args, model)
         try:
-            policy = load_policy(config)
+            policy = load(config)
         except ModelError as error:
             if "Python code of its own" not in str(error):
                 raise
@@ -91,19 +114,24 @@ def make_policy(
     return policy, config
 
 
-def make_parts(policy: Policy, config: Config, own_optimizer: bool) -> tuple[Scorer, Engine]:
-    """What learns and what samples. A script's own optimiser holds the module's parameters, so the module is what learns; the
-    sampler works on the same memory either way."""
+def make_parts(
+    policy: Policy, config: Config, world: World, own_optimizer: bool, aside: torch.device | None = None
+) -> tuple[Scorer, Sharding, Engine]:
+    """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
+    what learns; the sampler works on the same memory either way. ``aside``: where the weights of a model that is divided were read to."""
     if own_optimizer and not is_adapted(policy.model):
         engine = make_engine(policy, config.rollout)
-        return ModuleScorer(policy.model), engine
+        scorer: Scorer = ModuleScorer(policy.model)
+        return scorer, Replicas(scorer, world), DealtEngine(engine, world)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
-    scorer = make_scorer(policy, config.model)
+    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
     if given and config.algorithm.needs_reference and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
-    return scorer, make_engine(policy, config.rollout, scorer)
+    sharding = make_sharding(config, world, scorer)
+    engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)
+    return scorer, sharding, DealtEngine(with_whole_weights(engine, sharding), world)
 
 
 def _load_quantised(config: ModelConfig, how: Any) -> Any:

@@ -95,6 +95,8 @@ class RewardFunctions:
 
         Raises RewardError for a function that raises or returns something else.
         """
+        if not prompts:  # a process may have no share of a small evaluation
+            return [[] for _ in self.functions]
         offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": ids}
         with ThreadPoolExecutor(max_workers=max(1, len(self.functions))) as pool:
             waiting = {i: pool.submit(self._call, i, offered) for i, f in enumerate(self.functions) if _is_async(f)}

@@ -1,9 +1,11 @@
 """Which completions go into which optimiser step, as TRL counts: a generation is dealt into sweeps of ``per_device_train_batch_size``
-completions, and ``gradient_accumulation_steps`` sweeps make an optimiser step. Pure arithmetic, no torch but for the order of prompts.
+completions a process, and ``gradient_accumulation_steps`` sweeps make an optimiser step. Pure arithmetic, no torch but for the order of
+prompts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -13,9 +15,8 @@ from typing import Any
 
 from groupwise.algorithm import BatchCounts
 from groupwise.errors import DataError
-from groupwise.types import Group
 
-__all__ = ["Schedule", "Stretch", "deal", "epoch_order", "flat_index", "unit_counts"]
+__all__ = ["Schedule", "Stretch", "deal", "epoch_order", "unit_counts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +108,27 @@ def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]
     return torch.randperm(prompts, generator=generator).tolist()
 
 
-def deal(completions: int, sweeps: int, seed: int, generation: int) -> list[list[int]]:
-    """The generation's completions, dealt into sweeps of equal size, at random where there are several."""
+def deal(completions: int, sweeps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
+    """The generation's completions, dealt into ``sweeps`` x ``units`` equal parts, at random where there are several sweeps.
+
+    A sweep's ``units``, one for each process of the run, follow each other. Which completions a sweep has does not depend on how many
+    units it has: processes divide the work alone.
+    """
     order = list(range(completions))
     if sweeps > 1:
         random.Random(f"{seed}/{generation}").shuffle(order)
-    size = completions // sweeps
-    return [order[i * size : (i + 1) * size] for i in range(sweeps)]
+    ends = [completions * part // (sweeps * units) for part in range(sweeps * units + 1)]
+    return [order[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def unit_counts(loss_type: str, *, sweep: Sequence[int], lengths: Sequence[int], sweeps: int, max_tokens: int) -> BatchCounts:
-    """What one sweep's token losses are divided by, before the division by the number of sweeps in the optimiser step.
+def unit_counts(
+    loss_type: str, *, unit: Sequence[int], sweep: int, lengths: Sequence[int], sweeps: int, units: int, max_tokens: int
+) -> BatchCounts:
+    """What the token losses of one unit are divided by, before the division by the number of sweeps in the optimiser step.
 
-    ``lengths`` are the tokens that count of each completion of the generation: 0 where a truncated one is masked. ``dapo`` and
-    ``cispo`` divide by the generation's tokens, shared out evenly; ``bnpo`` by the sweep's own.
+    ``unit``: a process's completions of a sweep, which has ``sweep`` of them in ``units`` such parts. ``lengths`` are the tokens that
+    count of each completion of the generation: 0 where a truncated one is masked. ``dapo`` and its like divide by the generation's
+    tokens, shared out evenly over its ``sweeps``; ``bnpo`` by the unit's own, and averages units.
     """
-    tokens = max(1, sum(lengths[i] for i in sweep)) if loss_type == "bnpo" else max(1, sum(lengths)) / sweeps
-    return BatchCounts(completions=len(sweep), tokens=tokens, max_tokens=max_tokens)
-
-
-def flat_index(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """(group, member) of each completion, in order."""
-    return [(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))]
+    tokens = max(1, sum(lengths[i] for i in unit)) * units if loss_type == "bnpo" else max(1, sum(lengths)) / sweeps
+    return BatchCounts(completions=sweep, tokens=tokens, max_tokens=max_tokens)

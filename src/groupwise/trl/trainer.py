@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,27 @@ import torch
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from groupwise.config.schema import ModelConfig
+from groupwise.distributed import join_world
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.metrics import Metric, merge
+from groupwise.metrics import Metric
+from groupwise.models.adapters import load_adapter
+from groupwise.models.load import Policy, load_policy
 from groupwise.streams import lasting_output
-from groupwise.training.learner import Learner, MicroBatch, Share
+from groupwise.training.learner import Learner, Sweep
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.callbacks import callback_handler, set_verbosity, words_about
 from groupwise.trl.completions import CompletionLog
 from groupwise.trl.config import ArgumentError, GRPOConfig
-from groupwise.trl.entropy import EntropyControl
+from groupwise.trl.entropy import EntropyControl, Part
 from groupwise.trl.generation import Generation, PromptSet, generate
 from groupwise.trl.numbers import generation_numbers, sweep_numbers, whole_loss
 from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
-from groupwise.trl.outputs import Outputs, drain, logger
-from groupwise.trl.policy import make_parts, make_policy, seed_everything
+from groupwise.trl.outputs import Outputs, drain, for_all, logger
+from groupwise.trl.policy import check_launch, make_parts, make_policy, seed_everything
 from groupwise.trl.rewards import RewardFunctions
-from groupwise.trl.schedule import Schedule, deal, epoch_order, flat_index, unit_counts
+from groupwise.trl.schedule import Schedule, deal, epoch_order, unit_counts
 from groupwise.trl.translate import objective, to_config
 
 __all__ = ["GRPOTrainer"]
@@ -59,7 +64,7 @@ _MOST_DROPPED = 5
 
 
 class GRPOTrainer(Outputs):
-    """TRL's ``GRPOTrainer``, as far as ``docs/how-to/coming-from-trl.md`` says. One process.
+    """TRL's ``GRPOTrainer``, as far as ``docs/how-to/coming-from-trl.md`` says, in as many processes as the launcher started.
 
     Args are TRL's. Raises ``GroupwiseError`` (one sentence: value, rule, remedy) for whatever is not honoured.
     """
@@ -104,47 +109,73 @@ class GRPOTrainer(Outputs):
                 f"args is a {type(args).__name__} of {type(args).__module__}: import GRPOConfig from groupwise.trl too"
             )
         GRPOConfig.check(args)
-        for word in words_about(args, model, quantization_config):
-            logger.warning(word)
         if args.eval_strategy != "no" and eval_dataset is None:
             raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
+        if train_dataset is None:
+            raise ArgumentError("train_dataset is missing, but it is required: pass a data set with a column 'prompt'")
         self.args: Any = args
         set_verbosity(args.log_level)
-        seed_everything(args)
-        self.policy, model_config = make_policy(model, args, processing_class, peft_config, quantization_config)
-        self.model, self.processing_class = self.policy.model, self.policy.tokenizer
-        self.config = to_config(args, model_config)
+        self.world = join_world(args.device.type == "cpu", args.ddp_timeout)
+        for word in words_about(args, model, quantization_config) if self.world.is_first else ():
+            logger.warning(word)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._given = (model, processing_class, peft_config, quantization_config, optimizers)
+        self._make(*self._given)
         self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device)
         self.reward_func_names = self.rewards.names
         room = self.policy.context_length - args.max_completion_length
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        if train_dataset is None:
-            raise ArgumentError("train_dataset is missing, but it is required: pass a data set with a column 'prompt'")
         self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room)
         self.train_prompts = self._prompts(train_dataset, "training")
         self.schedule = Schedule.of(args, len(self.train_prompts))
-        given, self.lr_scheduler = optimizers
-        scorer, self.engine = make_parts(self.policy, self.config, given is not None)
-        own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.learner = Learner(scorer, self.config, own, objective=objective(args))
-        self.optimizer = self.learner.optimizer.adamw
         self._as_made = args.to_dict()
-        self._own_optimizer = given is not None
         self.entropy = EntropyControl(args)
-        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.state = TrainerState(is_local_process_zero=args.local_process_index == 0, is_world_process_zero=self.world.is_first)
         self.control = TrainerControl()
         self.callback_handler = callback_handler(
             args, callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
-        self.completion_log = CompletionLog(args)
+        self.completion_log = CompletionLog(args, self.world.is_first)
         self._numbers: dict[str, list[float]] = defaultdict(list)
         self._generation: tuple[tuple[int, int], Generation] | None = None
         self.control = self._event("on_init_end")
 
+    @for_all
+    def _make(
+        self, model: Any, tokenizer: Any, peft_config: Any, quantization_config: Any, optimizers: tuple[Any, Any],
+        checkpoint: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead, or its adapter."""
+        args = self.args
+        seed_everything(args, self.world.rank)
+        divided = check_launch(args, self.world.size)
+        if divided and (not isinstance(model, str) or optimizers[0] is not None):
+            raise ArgumentError(
+                "FSDP2 divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
+            )
+        aside = torch.device("cpu" if self.world.is_first or peft_config is not None else "meta") if divided else None
+
+        def load(config: ModelConfig) -> Policy:
+            name = config.name if checkpoint is None or peft_config is not None else str(checkpoint)
+            return replace(load_policy(config.model_copy(update={"name": name}), aside), name=config.name)
+
+        self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
+        if checkpoint is not None and peft_config is not None:
+            load_adapter(self.policy.model, checkpoint)
+        self.model, self.processing_class = self.policy.model, self.policy.tokenizer
+        self.config = to_config(args, model_config)
+        given, self.lr_scheduler = optimizers
+        scorer, sharding, self.engine = make_parts(self.policy, self.config, self.world, given is not None, aside)
+        own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
+        self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=objective(args))
+        self.optimizer = self.learner.optimizer.adamw
+        self._own_optimizer = given is not None
+        sharding.check()
+
     # Training.
 
+    @for_all
     @lasting_output()
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
@@ -156,7 +187,7 @@ class GRPOTrainer(Outputs):
             raise ArgumentError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
         self._check_late()
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
-        checkpoint = checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint)
+        checkpoint = self.world.first_does(lambda: checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint))
         self._begin(checkpoint, updates)
         if checkpoint is not None and self.state.global_step >= updates:
             return self._finished_before(checkpoint)
@@ -172,7 +203,7 @@ class GRPOTrainer(Outputs):
         metrics |= drain(self._numbers)  # of the steps since the last log
         self.log(metrics)
         self.completion_log.write(self.state.global_step)
-        if self._saved == self.state.global_step:
+        if self._saved == self.state.global_step and self.world.is_first:
             checkpoints.renew_state(Path(self.args.output_dir), self.state)
         self.control = self._event("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
@@ -187,12 +218,18 @@ class GRPOTrainer(Outputs):
                 )
 
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
+        if checkpoint is not None and self.is_fsdp_enabled:
+            del self.learner, self.engine, self.optimizer, self.policy, self.model
+            self._make(*self._given, checkpoint=checkpoint)
+            self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
         if self.lr_scheduler is None:
             for group in self.optimizer.param_groups if not self._own_optimizer else ():
                 group["lr"] = self.args.learning_rate
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
         if checkpoint is not None:
-            self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy)
+            self.state = checkpoints.restore(
+                checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy, self.is_local_process_zero()
+            )
             if self.state.global_step < updates:
                 self.state.log_history = [row for row in self.state.log_history if "train_runtime" not in row]
         self.engine.refresh(self.learner.updates)
@@ -220,13 +257,8 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_step_begin")
         stretches = self.schedule.step(update)
         sweeps = sum(len(s.sweeps) for s in stretches)
-        found: list[dict[str, Metric]] = []
-        skipped = 0
-        for stretch in stretches:
-            generation = self._generation_of(epoch, stretch.generation)
-            shares, left_out = generation.prepared[stretch.sweeps]
-            skipped += left_out
-            found += [self.entropy.sweep(self.learner, share, stretch.first_pass, 1 / sweeps) for share in shares if share]
+        parts = [(self._generation_of(epoch, s.generation).parts[s.sweeps], s.first_pass) for s in stretches]
+        found = self._accumulate(parts, 1 / sweeps)
         for _ in range(sweeps - 1):
             self.control = self._event("on_substep_end")
         self.control = self._event("on_pre_optimizer_step")
@@ -237,10 +269,11 @@ class GRPOTrainer(Outputs):
         self.lr_scheduler.step()
         self.engine.refresh(self.learner.updates)
         self._check_dropped()
-        merged = merge(found)
-        self._count_loss(merged, stepped)
+        self._count_loss(found, stepped)
+        self.entropy.count(found)
         self.entropy.step()
-        numbers = sweep_numbers(merged, skipped, self.args.loss_type) | self.entropy.numbers(merged, sweeps)
+        skipped = sum(part.skipped_tokens for part, _ in parts)
+        numbers = sweep_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, sweeps)
         for name, number in numbers.items():
             self._numbers[name].append(number)
         self._numbers["step_time"].append(time.perf_counter() - started)
@@ -253,6 +286,14 @@ class GRPOTrainer(Outputs):
             torch.cuda.empty_cache()
         self.control = self._event("on_step_end")
         self._log_evaluate_save()
+
+    def _accumulate(self, parts: Sequence[tuple[Part, bool]], scale: float) -> dict[str, Metric]:
+        """Forward and backward of ``parts``, each with whether its sweeps are the first ones; numbers are of all processes."""
+        for part, _ in parts:
+            self.entropy.prepare(self.learner, part)
+        found = self.learner.accumulate([Sweep(part.window, first, scale) for part, first in parts])
+        assert found is not None
+        return found
 
     def _generation_of(self, epoch: int, index: int) -> Generation:
         """The epoch's generation ``index``: sampled when it is first needed, kept until the next."""
@@ -275,50 +316,58 @@ class GRPOTrainer(Outputs):
             "log_metric": lambda name, value: logged[name].append(float(value)),
         }
         generation = generate(
-            self.engine, prompts, self.rewards, self.args, self.config.rollout, group_size=size, scope=scope, extras=extras
-        )
+            self.engine, prompts, self.rewards, self.args, self.config.rollout, self.world,
+            group_size=size, scope=scope, extras=extras,
+        )  # fmt: skip
         for name, number in generation_numbers(generation, self.rewards.names, self.args).items():
             numbers[name].append(number)
-        for name, values in logged.items():
+        for name, values in _joined(self.world.gather(dict(logged))).items():
             numbers[name].append(statistics.fmean(values))
         if numbers is self._numbers:
             tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in generation.groups for c in g.completions)
             self.state.num_input_tokens_seen += tokens
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
-        self.completion_log.keep(generation, self.rewards.names, extra_columns)
+        self.completion_log.keep(generation, self.rewards.names, _joined(self.world.gather(dict(extra_columns))))
         return generation
 
     def _prepare(self, generation: Generation, index: int, number: int) -> None:
         """Pack every stretch of sweeps in which the generation will be learnt from."""
-        dealt = deal(len(generation.sampled), self.schedule.steps_per_generation, self.args.seed, number)
-        for sweeps in self.schedule.sweeps_of(index):
-            generation.prepared[sweeps] = self._shares(
-                generation, [dealt[i] for i in sweeps], len(dealt), self.schedule.off_policy
-            )
+        sweeps, units = self.schedule.steps_per_generation, self.world.size
+        dealt = deal(len(generation.sampled), sweeps, self.args.seed, number, units)
+        for chosen in self.schedule.sweeps_of(index):
+            own = [unit for sweep in chosen for unit in dealt[sweep * units : (sweep + 1) * units]]
+            generation.parts[chosen] = self._part(generation, own, sweeps, self.schedule.off_policy)
 
-    def _shares(
-        self, generation: Generation, dealt: list[list[int]], sweeps: int, off_policy: bool
-    ) -> tuple[list[list[MicroBatch]], int]:
-        """Micro-batches of some sweeps, and how many tokens that count were left out of them for having no advantage.
-
-        Sweeps that are divided by the same number are packed as one, so that a prompt is computed once for all of them.
-        """
-        args, where = self.args, flat_index(generation.groups)
-        lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in generation.sampled]
+    def _part(self, generation: Generation, dealt: list[list[int]], sweeps: int, off_policy: bool) -> Part:
+        """The window of some sweeps, of which ``dealt`` has the units; the generation has ``sweeps``. What has no advantage and no other
+        effect is left out."""
+        args, members, sampled, units = self.args, generation.members, generation.sampled, self.world.size
+        lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in sampled]
         all_count = args.beta > 0 or self.entropy.acts
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
-        apart = args.loss_type == "bnpo" or self.entropy.acts
-        joined = [(s, s) for s in dealt] if apart else [(dealt[0], sorted(i for s in dealt for i in s))]
-        shares = [
-            Share(
-                [where[i] for i in sorted(members) if taught[i]],
-                unit_counts(args.loss_type, sweep=sweep, lengths=lengths, sweeps=sweeps, max_tokens=args.max_completion_length),
+        weights, unit_of = torch.zeros(len(sampled)), {}
+        for index, unit in enumerate(dealt):
+            first = index // units * units
+            whole = sum(map(len, dealt[first : first + units]))
+            counts = unit_counts(
+                args.loss_type,
+                unit=unit,
+                sweep=whole,
+                lengths=lengths,
+                sweeps=sweeps,
+                units=units,
+                max_tokens=args.max_completion_length,
             )
-            for sweep, members in joined
-        ]
-        advantages = generation.by_group(generation.advantages)
-        prepared = self.learner.prepare(generation.groups, shares, advantages, off_policy=off_policy)
-        return prepared, sum(lengths[i] for s in dealt for i in s if not taught[i])
+            tokens_N = torch.tensor([len(sampled[i].token_ids) for i in unit])
+            weights[unit] = self.learner.objective.weights(tokens_N, torch.arange(len(unit)), counts)
+            unit_of |= {members[i]: index for i in unit}
+        chosen = sorted(i for unit in dealt for i in unit if taught[i])
+        window = self.learner.window_of(
+            generation.groups, [members[i] for i in chosen], weights[chosen], torch.tensor(generation.advantages)[chosen],
+            off_policy=off_policy,
+        )  # fmt: skip
+        unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
+        return Part(window, unit_N, len(dealt), units, sum(lengths[i] for unit in dealt for i in unit if not taught[i]))
 
     def _fill_gradients(self) -> None:
         """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
@@ -346,7 +395,15 @@ class GRPOTrainer(Outputs):
 
     # Logs, evaluation, checkpoints.
 
+    def _agree(self) -> None:
+        """What a callback asks for in one process is done in all."""
+        names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+        asked = self.world.gather([getattr(self.control, name) for name in names])
+        for name, values in zip(names, zip(*asked, strict=True), strict=True):
+            setattr(self.control, name, any(values))
+
     def _log_evaluate_save(self) -> None:
+        self._agree()
         if self.control.should_log and self.state.global_step > self._last_logged:
             steps = self.state.global_step - self._last_logged
             self._total_loss += self._loss
@@ -359,6 +416,7 @@ class GRPOTrainer(Outputs):
         if self.control.should_save:
             self._save_checkpoint()
             self.control = self._event("on_save")
+        self._agree()
 
     def _note_best(self, metrics: Mapping[str, float | None]) -> None:
         """What ``EarlyStoppingCallback`` goes by: the best value so far of ``metric_for_best_model``."""
@@ -376,7 +434,7 @@ class GRPOTrainer(Outputs):
 
     def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
         self._total_loss += self._loss
-        completions = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        completions = steps * self.args.per_device_train_batch_size * self.world.size * self.args.gradient_accumulation_steps
         return {
             "train_runtime": seconds,
             "train_samples_per_second": completions / seconds,
@@ -385,6 +443,7 @@ class GRPOTrainer(Outputs):
             "train_loss": self._total_loss / max(1, steps),
         }
 
+    @for_all
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float | None]:
@@ -401,7 +460,7 @@ class GRPOTrainer(Outputs):
             return found
         started = time.perf_counter()
         prompts, size = self._prompts(dataset, metric_key_prefix), self.args.num_generations_eval or self.args.num_generations
-        per_batch = max(1, self.args.per_device_eval_batch_size // size)
+        per_batch = max(1, self.args.per_device_eval_batch_size * self.world.size // size)
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
@@ -420,11 +479,10 @@ class GRPOTrainer(Outputs):
 
     @torch.no_grad()
     def _loss_of(self, generation: Generation, numbers: dict[str, list[float]]) -> float:
-        everyone = list(range(len(generation.sampled)))
-        shares, skipped = self._shares(generation, [everyone], 1, False)
-        found = merge(self.entropy.sweep(self.learner, share, True, 1.0) for share in shares if share)
+        part = self._part(generation, deal(len(generation.sampled), 1, 0, 0, self.world.size), 1, False)
+        found = self._accumulate([(part, True)], 1.0)
         of_entropy = self.entropy.numbers(found, 1, evaluating=True)
-        for name, number in (sweep_numbers(found, skipped, self.args.loss_type) | of_entropy).items():
+        for name, number in (sweep_numbers(found, part.skipped_tokens, self.args.loss_type) | of_entropy).items():
             numbers[name].append(number)
         return whole_loss(found)
 
@@ -434,6 +492,11 @@ class GRPOTrainer(Outputs):
             only_model=self.args.save_only_model, limit=self.args.save_total_limit, entropy=self.entropy,
         )  # fmt: skip
         self._saved = self.state.global_step
+
+
+def _joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    """Each process's lists, one after the other, by name."""
+    return {name: [x for part in parts for x in part.get(name, ())] for name in sorted({n for part in parts for n in part})}
 
 
 @functools.cache
