@@ -703,3 +703,24 @@ def test_a_method_that_would_be_overridden_in_vain_is_an_error(name):
         with pytest.raises(ConfigError, match=name):
             type("Mine", bases, {name: lambda self: None} if len(bases) == 1 else {})
     type("Fine", (GRPOTrainer,), {"log": GRPOTrainer.log, "my_own": lambda self: None})
+
+
+def test_a_loss_of_the_script_s_own_by_its_place(tiny_folder, prompts, letters, settings, tmp_path):
+    """REINFORCE written by hand is what the built-in loss is at ratio 1; and what it measures is logged."""
+    (tmp_path / "my_loss.py").write_text(
+        "from groupwise.algorithm import LossOutputs\n"
+        "from groupwise.metrics import Mean\n"
+        "def loss(inputs):\n"
+        "    of_tokens = -inputs.advantages_T * inputs.logprobs_T\n"
+        "    return LossOutputs(of_tokens, metrics={'size': Mean.of(of_tokens.tolist())})\n"
+    )
+    made = []
+    for loss_type in (f"{tmp_path}/my_loss.py:loss", "dapo"):
+        trainer = GRPOTrainer(str(tiny_folder), letters, settings(loss_type=loss_type), prompts)
+        trainer.train()
+        made.append(trainer)
+    for name, parameter in weights(made[1]).items():
+        torch.testing.assert_close(weights(made[0])[name], parameter, atol=1e-5, rtol=1e-4)
+    assert "loss/size" in made[0].state.log_history[0]
+    with pytest.raises(ConfigError, match="nowhere"):
+        GRPOTrainer(str(tiny_folder), letters, settings(loss_type=f"{tmp_path}/my_loss.py:nowhere"), prompts)

@@ -222,6 +222,8 @@ def _problem_of(name: str, value: Any) -> str | None:
     if row.fate == "refused":
         honoured = off or value == row.default
         return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
+    if name == "loss_type" and isinstance(value, str) and ":" in value:
+        return None  # a function of the user's
     if name in _CHOICES:
         if not isinstance(value, list | dict) and value in _CHOICES[name]:
             return None

@@ -39,7 +39,7 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
 
     ``skipped_tokens`` are those of completions without an advantage, which were not computed: none of them is clipped.
     """
-    out: dict[str, float] = {}
+    out = {name: metric.value for name, metric in found.items() if name.startswith("loss/")}  # of a loss of the user's
     for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
         if ours in found:
             out[theirs] = found[ours].value

@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.algorithm import LossInputs, LossOutputs, Objective
 from groupwise.algorithm.losses import cispo_loss, clip_loss
 from groupwise.config.advantage import GroupAdvantage
-from groupwise.config.loss import ClipLoss, LossSection, SapoLoss, VespoLoss
+from groupwise.config.loss import ClipLoss, LossSection, OwnLoss, SapoLoss, VespoLoss
 from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from groupwise.errors import ConfigError
 from groupwise.trl.config import EIGHT_BIT, GRPOConfig
@@ -26,7 +26,8 @@ _AGGREGATION = {
     "sapo": "sequence_mean",
     "vespo": "token_mean",
 }
-"""Loss type -> how token losses are summed; the counts that they are divided by are in ``schedule.py``."""
+"""Loss type -> how token losses are summed; the counts that they are divided by are in ``schedule.py``. A loss of the user's is averaged
+over tokens, as ``dapo`` is."""
 _SCALE = {"group": "group_std", "batch": "batch_std", "none": "none"}
 
 
@@ -70,7 +71,7 @@ def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
         updates_per_batch=args.num_iterations,
         mask_truncated=args.mask_truncated_completions,
         advantage=GroupAdvantage(scale=_SCALE[str(args.scale_rewards)]),  # type: ignore[arg-type]
-        loss=_loss(args, _AGGREGATION[args.loss_type]),
+        loss=_loss(args, _AGGREGATION.get(args.loss_type, "token_mean")),
         kl=kl,
     )
 
@@ -84,6 +85,8 @@ def _loss(args: GRPOConfig, aggregation: Any) -> LossSection:
         positive = {"k_positive": args.vespo_k_pos, "lambda_positive": args.vespo_lambda_pos}
         negative = {"k_negative": args.vespo_k_neg, "lambda_negative": args.vespo_lambda_neg}
         return VespoLoss(aggregation=aggregation, **positive, **negative)
+    if ":" in args.loss_type:
+        return OwnLoss(type=args.loss_type, aggregation=aggregation)
     return ClipLoss(aggregation=aggregation)
 
 
@@ -101,7 +104,7 @@ def objective(args: GRPOConfig) -> Objective:
         loss = partial(_cispo, high=high - 1, ratio=ratio)
     elif args.loss_type == "sapo":
         loss = partial(made.loss, ratio=ratio)
-    elif args.loss_type != "vespo":
+    elif args.loss_type in _AGGREGATION and args.loss_type != "vespo":
         loss = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
     kl = made.kl and replace(made.kl, importance=made.kl.importance and ratio)
     return replace(made, loss=loss, kl=kl, off_policy_limit=args.off_policy_mask_threshold)
