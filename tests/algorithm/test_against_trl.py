@@ -20,7 +20,7 @@ from groupwise.algorithm import BatchCounts, Objective, group_advantages, policy
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.trl import GRPOConfig
-from groupwise.trl.translate import objective as groupwise_objective
+from groupwise.trl.parts import objective as groupwise_objective
 
 trl = pytest.importorskip("trl", minversion="1.16")
 from datasets import Dataset  # noqa: E402

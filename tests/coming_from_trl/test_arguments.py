@@ -227,7 +227,7 @@ def test_a_subclass_that_is_a_dataclass_has_its_own_fields():
     ],
 )  # fmt: skip
 def test_what_trl_runs_is_translated(arguments):
-    from groupwise.trl.translate import model_config, objective, to_config
+    from groupwise.trl.parts import model_config, objective, to_config
 
     config = GRPOConfig("out", **arguments)
     to_config(config, model_config(config, "quickstart"))
@@ -243,7 +243,7 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
     import torch
 
     from groupwise.algorithm import LossInputs
-    from groupwise.trl.translate import objective
+    from groupwise.trl.parts import objective
 
     found = objective(GRPOConfig("out", loss_type="cispo", epsilon_high=2.0))
     ratios, advantages = torch.tensor([3.0, 3.0, 1.0]), torch.tensor([1.0, -1.0, 1.0])

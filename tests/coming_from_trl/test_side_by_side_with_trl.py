@@ -11,7 +11,7 @@ import torch
 
 from groupwise.trl import GRPOConfig, GRPOTrainer
 from groupwise.trl.arguments import ARGUMENTS
-from groupwise.trl.schedule import Schedule, deal, epoch_order
+from groupwise.trl.steps import Schedule, deal, epoch_order
 
 trl = pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")

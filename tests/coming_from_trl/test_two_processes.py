@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from groupwise.distributed.launch import launch
 from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
-from groupwise.trl.policy import check_launch
-from groupwise.trl.schedule import deal
+from groupwise.trl.parts import check_launch
+from groupwise.trl.steps import deal
 from tests.coming_from_trl.run_script import run_case
 from tests.warm import python
 

@@ -203,7 +203,7 @@ importance_sampling_level | str | 'token' | h | `token` or `sequence`.
 reward_weights | floats? | None | h | One for each reward function.
 multi_objective_aggregation | str | 'sum_then_normalize' | h | `sum_then_normalize` or `normalize_then_sum`.
 scale_rewards | str | 'group' | h | True or `group`, `batch`, False or `none`.
-loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`, or a function of your own: `my_loss.py:loss`.
+loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`, or your own: `my_loss.py:loss`.
 mask_truncated_completions | bool | False | h | Completions cut at `max_completion_length` are left out of the loss.
 sync_ref_model | bool | False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha | float | 0.6 | h | Share of the policy in the new reference.

@@ -20,7 +20,7 @@ from groupwise.models.load import Policy, save_model
 from groupwise.models.saving import sync
 from groupwise.training.checkpoint import damage, read_state, restore_state, seal, take_snapshot, write_state
 from groupwise.training.learner import Learner
-from groupwise.trl.entropy import EntropyControl
+from groupwise.trl.steps import EntropyControl
 
 __all__ = ["find", "renew_state", "restore", "save", "save_policy"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,11 +14,11 @@ from groupwise.engines import Engine
 from groupwise.errors import DataError
 from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
-from groupwise.trl.entropy import Part
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
+from groupwise.trl.steps import Part
 from groupwise.types import Completion, Group, Problem, Prompt, told_apart
 
-__all__ = ["Generation", "PromptSet", "generate"]
+__all__ = ["Generation", "PromptSet", "generate", "generation_numbers"]
 
 _MARKS = 8
 """Tokens that a tokenizer may put around a text, at most."""
@@ -241,3 +242,44 @@ def generate(
         for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
     ]
     return Generation(groups, questions, answers, scores, rewards, advantages)
+
+
+def generation_numbers(generation: Generation, names: Sequence[str], args: GRPOConfig) -> dict[str, float]:
+    """Lengths, rewards and groups of one generation; NaN where a number does not exist."""
+    lengths = [len(c.token_ids) for c in generation.sampled]
+    ended = [len(c.token_ids) for c in generation.sampled if c.stopped] or [0]
+    found = {
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": statistics.fmean(not c.stopped for c in generation.sampled),
+        "completions/mean_terminated_length": statistics.fmean(ended),
+        "completions/min_terminated_length": min(ended),
+        "completions/max_terminated_length": max(ended),
+    }
+    for name, scores in zip(names, generation.scores, strict=True):
+        applicable = [s for s in scores if s is not None]
+        found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = _mean(applicable), _std(applicable)
+    rewards = [r for r in generation.rewards if not math.isnan(r)]
+    found |= {"reward": _mean(rewards), "reward_std": _std(rewards), "frac_reward_zero_std": _still(generation, args)}
+    return {name: float(number) for name, number in found.items()}
+
+
+def _still(generation: Generation, args: GRPOConfig) -> float:
+    """Share of completions whose rewards' standard deviation is 0: of their group, or of the batch where that is the scale."""
+    if args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum":
+        return float(_flat(generation.rewards))
+    return statistics.fmean(_flat(group.rewards) for group in generation.groups)
+
+
+def _flat(rewards: Sequence[float]) -> bool:
+    known = [r for r in rewards if not math.isnan(r)]
+    return len(known) > 1 and max(known) - min(known) < 1e-8
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return statistics.fmean(numbers) if numbers else math.nan
+
+
+def _std(numbers: Sequence[float]) -> float:
+    return statistics.stdev(numbers) if len(numbers) > 1 else math.nan

@@ -1,4 +1,4 @@
-"""What the trainer gives out beside training: logs, files, callbacks, and a clear no for what it does not have."""
+"""What the trainer gives out beside training: logs, files, callbacks, words of warning, and a clear no for what it does not have."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch.utils.data import DataLoader
-from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.distributed import World, together
@@ -23,17 +33,122 @@ from groupwise.models.load import Policy
 from groupwise.training.learner import Learner
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
-from groupwise.trl.config import ArgumentError
-from groupwise.trl.entropy import EntropyControl
+from groupwise.trl.config import ArgumentError, GRPOConfig
+from groupwise.trl.generation import Generation
 from groupwise.trl.rewards import RewardFunctions
-from groupwise.trl.schedule import epoch_order
+from groupwise.trl.steps import EntropyControl, epoch_order
 
-__all__ = ["Outputs", "drain", "for_all", "summary_in"]
+__all__ = ["CompletionLog", "Outputs", "callback_handler", "drain", "for_all", "set_verbosity", "summary_in", "words_about"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
 logger = logging.getLogger("groupwise")
+
+
+def callback_handler(
+    args: GRPOConfig, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any
+) -> CallbackHandler:
+    """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        trackers = get_reporting_integration_callbacks(args.report_to)
+    except ValueError as error:
+        raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
+    display = PrinterCallback if args.disable_tqdm else ProgressCallback
+    chosen = [DefaultFlowCallback, *trackers, *(callbacks or []), display]
+    try:
+        return CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
+    except RuntimeError as error:  # a tracker whose package is not installed
+        raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
+
+
+def set_verbosity(level: str) -> None:
+    """``log_level``, as transformers' trainer takes it; ``passive`` leaves everything as it is."""
+    if level != "passive":
+        from transformers.utils import logging
+
+        logging.set_verbosity(logging.log_levels[level])
+
+
+def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Iterator[str]:
+    """What a script should know of how its arguments are taken."""
+    if args.use_vllm:
+        yield "use_vllm=True: groupwise's own engine samples in vLLM's place, from the very weights that are trained"
+    if args.use_transformers_continuous_batching or args.use_transformers_paged:
+        yield "use_transformers_continuous_batching, use_transformers_paged: groupwise's own engine samples, and batches continuously"
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True: the logits of all tokens never exist at once here anyway; Liger's kernels are not used"
+    if args.cast_lm_head_to_fp32 and args.bf16:
+        yield (
+            "cast_lm_head_to_fp32=True with bf16: sampler and learner compute the head in the same bfloat16, and the softmax over it in "
+            "float32; bf16=False computes all in float32"
+        )
+    if args.optim.startswith("paged"):
+        yield f"optim={args.optim!r}: the optimiser's state is not paged; its numbers are the same"
+    if args.repetition_penalty != 1 or args.min_p or args.top_p < 1 or args.top_k > 0:
+        yield (
+            "repetition_penalty, min_p, top_p and top_k change what is sampled and not the log-probabilities that are trained, as in "
+            "TRL: the policy is taught by samples of another distribution than its own"
+        )
+    if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) <= 1:
+        yield (
+            "loss_type='cispo' holds every token's weight at or below epsilon_high (by default epsilon), here at 1 or below, where it "
+            "only scales the loss: 5.0 is usual"
+        )
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        yield (
+            f"importance_sampling_level='sequence' with loss_type={args.loss_type!r}, which adds up tokens: it weights each sequence by "
+            "its completion length, where GSPO weighs all alike: loss_type='grpo' is GSPO's"
+        )
+    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+        yield "loss_type='luspo' is meant for importance_sampling_level='sequence'"
+    if not isinstance(model, str) and (args.model_init_kwargs or quantization_config is not None):
+        yield "model_init_kwargs and quantization_config are for a model that is given by its name: this one is loaded already"
+
+
+class CompletionLog:
+    """Keeps the latest generation until a log is due. Does nothing unless ``log_completions`` is on, and in the first process alone."""
+
+    def __init__(self, args: GRPOConfig, is_first: bool) -> None:
+        self.on, self.limit = bool(args.log_completions) and is_first, args.num_completions_to_print
+        self.folder = Path(args.output_dir) / "completions"
+        self.columns: dict[str, list[Any]] = {}
+
+    def keep(self, generation: Generation, names: Sequence[str], extra: Mapping[str, Sequence[Any]]) -> None:
+        if not self.on:
+            return
+        count = len(generation.sampled)
+        self.columns = {"prompt": generation.prompts, "completion": generation.completions}
+        self.columns |= dict(zip(names, generation.scores, strict=True))
+        self.columns |= {name: list(values) for name, values in extra.items() if len(values) == count}
+        self.columns["advantage"] = generation.advantages
+
+    def write(self, step: int) -> None:
+        """Print, and write ``completions_NNNNN.parquet``."""
+        if not self.on or not self.columns:
+            return
+        import pyarrow
+        from pyarrow import parquet
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = {"step": [step] * len(self.columns["prompt"]), **self.columns}
+        parquet.write_table(pyarrow.table(rows), self.folder / f"completions_{step:05d}.parquet")
+        self._print(step)
+
+    def _print(self, step: int) -> None:
+        table = Table(title=f"Step {step}", show_lines=True)
+        for name in self.columns:
+            table.add_column(name)
+        for row in list(zip(*self.columns.values(), strict=True))[: self.limit]:
+            table.add_row(*(Text(_shown(value)) for value in row))
+        Console().print(table)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(f"{m['role']}: {m['content']}" for m in value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def for_all(method: Callable[P, T]) -> Callable[P, T]:

@@ -26,18 +26,21 @@ from groupwise.streams import lasting_output
 from groupwise.training.learner import Learner, Sweep
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
-from groupwise.trl.callbacks import callback_handler, set_verbosity, words_about
-from groupwise.trl.completions import CompletionLog
 from groupwise.trl.config import ArgumentError, GRPOConfig
-from groupwise.trl.entropy import EntropyControl, Part
-from groupwise.trl.generation import Generation, PromptSet, generate
-from groupwise.trl.numbers import generation_numbers, sweep_numbers, whole_loss
-from groupwise.trl.optimizers import GivenOptimizer, make_scheduler
-from groupwise.trl.outputs import Outputs, drain, for_all, logger
-from groupwise.trl.policy import check_launch, make_parts, make_policy, seed_everything
+from groupwise.trl.generation import Generation, PromptSet, generate, generation_numbers
+from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, set_verbosity, words_about
+from groupwise.trl.parts import (
+    GivenOptimizer,
+    check_launch,
+    make_parts,
+    make_policy,
+    make_scheduler,
+    objective,
+    seed_everything,
+    to_config,
+)
 from groupwise.trl.rewards import RewardFunctions
-from groupwise.trl.schedule import Schedule, deal, epoch_order, unit_counts
-from groupwise.trl.translate import objective, to_config
+from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, sweep_numbers, unit_counts, whole_loss
 
 __all__ = ["GRPOTrainer"]
 

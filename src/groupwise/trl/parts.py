@@ -1,0 +1,390 @@
+"""What a script hands over (arguments, a model, an optimiser) as the config, the policy, the sampler and the optimiser of the core."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, set_seed
+
+from groupwise.algorithm import LossInputs, LossOutputs, Objective
+from groupwise.algorithm.losses import cispo_loss, clip_loss
+from groupwise.config.advantage import GroupAdvantage
+from groupwise.config.loss import ClipLoss, LossSection, OwnLoss, SapoLoss, VespoLoss
+from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
+from groupwise.distributed import Sharding, World
+from groupwise.distributed.sharding import chosen_sharding
+from groupwise.engines import Engine, make_engine
+from groupwise.engines.dealt import DealtEngine
+from groupwise.errors import ConfigError, ModelError
+from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
+from groupwise.models.decoder import Decoder
+from groupwise.models.load import Policy, check_model, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
+from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.projections import with_dtype
+from groupwise.models.quantised import quantised_layers, settle
+from groupwise.models.scorer import Scorer, attention_note, make_scorer
+from groupwise.training.sharding import Replicas, make_sharding, with_whole_weights
+from groupwise.trl.config import EIGHT_BIT, ArgumentError, GRPOConfig
+
+__all__ = [
+    "GivenOptimizer", "algorithm_config", "check_launch", "make_parts", "make_policy", "make_scheduler", "model_config", "objective",
+    "seed_everything", "to_config",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+_AGGREGATION = {
+    "grpo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "dr_grpo": "fixed",
+    "luspo": "sequence_sum",
+    "sapo": "sequence_mean",
+    "vespo": "token_mean",
+}
+"""Loss type -> how token losses are summed; the counts that they are divided by are in ``steps.py``. A loss of the user's is averaged
+over tokens, as ``dapo`` is."""
+_SCALE = {"group": "group_std", "batch": "batch_std", "none": "none"}
+
+
+def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
+    """The config of the learner and the engine. Data, rewards and evaluation are the trainer's own, as in TRL."""
+    return Config(
+        model=model,
+        rollout=RolloutConfig(
+            prompts_per_step=args.generation_batch_size // args.num_generations,
+            completions_per_prompt=args.num_generations,
+            max_completion_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k if args.top_k > 0 else None,
+            engine="auto" if args.repetition_penalty == 1 else "transformers",
+        ),
+        algorithm=algorithm_config(args),
+        optimizer=OptimizerConfig(
+            learning_rate=args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
+            betas=(args.adam_beta1, args.adam_beta2),
+            epsilon=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+            decay="matrices",
+            max_grad_norm=args.max_grad_norm or None,
+            precision="masters-8bit" if args.optim in EIGHT_BIT else "masters",
+        ),
+        training=TrainingConfig(seed=args.seed),
+    )
+
+
+def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
+    """The objective, but for what ``objective`` adds to it."""
+    kl = KLConfig(
+        beta=args.beta,
+        skip_zero_variance=False,
+        importance_weighted=args.use_bias_correction_kl,
+        reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
+        reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
+    ) if args.beta else None  # fmt: skip
+    return AlgorithmConfig(
+        updates_per_batch=args.num_iterations,
+        mask_truncated=args.mask_truncated_completions,
+        advantage=GroupAdvantage(scale=_SCALE[str(args.scale_rewards)]),  # type: ignore[arg-type]
+        loss=_loss(args, _AGGREGATION.get(args.loss_type, "token_mean")),
+        kl=kl,
+    )
+
+
+def _loss(args: GRPOConfig, aggregation: Any) -> LossSection:
+    """The loss, but for a clip range of 0, the off-policy mask, and how TRL bounds CISPO's weight: those are ``objective``'s."""
+    if args.loss_type == "sapo":
+        tau = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
+        return SapoLoss(aggregation=aggregation, **tau)
+    if args.loss_type == "vespo":
+        positive = {"k_positive": args.vespo_k_pos, "lambda_positive": args.vespo_lambda_pos}
+        negative = {"k_negative": args.vespo_k_neg, "lambda_negative": args.vespo_lambda_neg}
+        return VespoLoss(aggregation=aggregation, **positive, **negative)
+    if ":" in args.loss_type:
+        return OwnLoss(type=args.loss_type, aggregation=aggregation)
+    return ClipLoss(aggregation=aggregation)
+
+
+def objective(args: GRPOConfig) -> Objective:
+    """With what TRL takes and a config of this project does not: a clip range of 0, the off-policy mask.
+
+    A sequence-level ratio has its true gradient, which runs into all tokens of a completion, those outside of
+    ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
+    """
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    ratio = "whole_sequence" if args.importance_sampling_level == "sequence" else "token"
+    made = Objective.from_config(algorithm_config(args))
+    loss = made.loss
+    if args.loss_type == "cispo":
+        loss = partial(_cispo, high=high - 1, ratio=ratio)
+    elif args.loss_type == "sapo":
+        loss = partial(made.loss, ratio=ratio)
+    elif args.loss_type in _AGGREGATION and args.loss_type != "vespo":
+        loss = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
+    kl = made.kl and replace(made.kl, importance=made.kl.importance and ratio)
+    return replace(made, loss=loss, kl=kl, off_policy_limit=args.off_policy_mask_threshold)
+
+
+def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:
+    """As everywhere, but TRL's ``cispo_clip_ratio`` counts tokens with a positive advantage alone."""
+    found = cispo_loss(inputs, epsilon=1.0, epsilon_high=high, ratio=ratio)
+    assert found.clipped_T is not None
+    return replace(found, clipped_T=found.clipped_T & (inputs.advantages_T > 0))
+
+
+def model_config(args: GRPOConfig, name: str) -> ModelConfig:
+    """How a model that is given by its name is loaded.
+
+    TRL's default is float32 weights that compute in bfloat16 where ``bf16`` is on; here that is bfloat16 weights with float32
+    masters in the optimiser, or float32 on a CPU that does not compute in bfloat16.
+    """
+    given = args.model_init_kwargs or {}
+    if given.get("device_map") not in (None, "auto"):
+        raise ConfigError(
+            f"model_init_kwargs device_map={given['device_map']!r} is not honoured: leave it out, there is one device"
+        )
+    wanted = str(given.get("dtype", given.get("torch_dtype")) or "float32").removeprefix("torch.")
+    if wanted not in ("float32", "bfloat16", "auto"):
+        raise ConfigError(f"model_init_kwargs dtype={wanted!r} is not honoured by groupwise.trl: use float32 or bfloat16")
+    return ModelConfig(
+        name=name,
+        revision=given.get("revision"),
+        dtype="bfloat16" if wanted == "bfloat16" else "auto" if args.bf16 else wanted,  # type: ignore[arg-type]
+        attention=given.get("attn_implementation") or "auto",
+        gradient_checkpointing=args.gradient_checkpointing,
+        device="cpu" if args.use_cpu else "auto",
+        trust_remote_code=bool(given.get("trust_remote_code", args.trust_remote_code)),
+    )
+
+
+class GivenOptimizer:
+    """The methods of ``MasterAdamW`` that the learner uses, over an optimiser that holds the model's own parameters."""
+
+    loss_scale, can_recover, lost = 1.0, False, None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[Tensor], max_grad_norm: float | None) -> None:
+        """``model``: all its parameters. Those that the optimiser does not hold are frozen."""
+        self.adamw, self.max_grad_norm = optimizer, max_grad_norm
+        self.masters = [p for group in optimizer.param_groups for p in group["params"]]
+        held = {id(p) for p in self.masters}
+        known = set()
+        for parameter in model:
+            known.add(id(parameter))
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in held)
+        if not held & known:
+            raise ConfigError("the optimiser in optimizers= holds none of the model's parameters: make it of model.parameters()")
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of each of ``masters``."""
+        return [p.grad for p in self.masters]
+
+    def zero_gradient(self, index: int) -> Tensor:
+        """A gradient of 0 for a master that has none."""
+        gradient = torch.zeros_like(self.masters[index])
+        self.masters[index].grad = gradient
+        return gradient
+
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """Clip and step; the rate is the scheduler's, which has set it already."""
+        parameters = [p for p in self.masters if p.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            self.adamw.step()
+        self.clear()
+        return norm, math.isfinite(norm)
+
+    def clear(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """``index.key`` -> tensor, of the optimiser's own state."""
+        state = self.adamw.state_dict()["state"]
+        return {f"{i}.{k}": torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items() if v is not None}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """What ``state`` gave; learning rates are the scheduler's to set."""
+        by_index: dict[int, dict[str, Any]] = {}
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            by_index.setdefault(int(index), {})[name] = value
+        self.adamw.load_state_dict({"state": by_index, "param_groups": self.adamw.state_dict()["param_groups"]})
+
+
+def make_scheduler(args: GRPOConfig, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+    """transformers' schedule of the name in ``lr_scheduler_type``."""
+    from transformers import get_scheduler
+
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(updates),
+            num_training_steps=updates,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_type={args.lr_scheduler_type!r} with these arguments cannot be made: {error}") from error
+
+
+class ModelArgumentError(ModelError, ValueError):
+    """A ``ModelError`` where TRL raises a ``ValueError``."""
+
+
+def seed_everything(args: Any, rank: int) -> None:
+    """Random numbers, each process's own as in TRL, and what else of ``args`` makes a run repeatable or not."""
+    if args.full_determinism:
+        from transformers import enable_full_determinism
+
+        enable_full_determinism(args.seed + rank)
+    else:
+        set_seed(args.seed + rank)
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
+
+
+def check_launch(args: GRPOConfig, processes: int) -> bool:
+    """Whether the launcher's configuration asks for FSDP2. Raises ConfigError for what is not honoured of it."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "bf16" and args.bf16:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # what it asks for is done, and is not asked for again
+    elif precision not in ("no", ""):
+        raise ArgumentError(
+            f"the configuration of accelerate launch sets mixed_precision to {precision}, and bf16 is {args.bf16}: set it to no, since "
+            "bf16 of GRPOConfig says what is computed in"
+        )
+    chosen = chosen_sharding("auto", processes)
+    if chosen not in ("none", "fsdp2"):
+        raise ArgumentError(
+            f"the configuration of accelerate launch asks for DeepSpeed's {chosen}, which groupwise.trl does not honour: use FSDP "
+            "version 2 (launch/fsdp2-8gpu.yaml), which divides the same, or `groupwise train`, which has ZeRO"
+        )
+    return chosen == "fsdp2"
+
+
+def make_policy(
+    model: Any, args: GRPOConfig, tokenizer: Any, peft_config: Any, quantization_config: Any = None,
+    load: Callable[[ModelConfig], Policy] = load_policy,
+) -> tuple[Policy, ModelConfig]:  # fmt: skip
+    """The policy, and the model's part of a config. ``tokenizer`` None takes the model's own. ``load`` reads a model by its name.
+
+    ``quantization_config`` (or that of ``model_init_kwargs``) is of a model that is given by its name, with an adapter: QLoRA.
+
+    Raises ModelError or ConfigError for a model that cannot be trained here.
+    """
+    within = (args.model_init_kwargs or {}).get("quantization_config")
+    if isinstance(model, str) and quantization_config is not None and within is not None:
+        raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
+    if isinstance(model, str) and (quantization_config is not None or within is not None):
+        config = model_config(args, model)
+        loaded = _load_quantised(config, within if quantization_config is None else quantization_config)
+        policy = _adopt(loaded, args, config, tokenizer, peft_config is not None)
+    elif isinstance(model, str):
+        config = model_config(args, model)
+        try:
+            policy = load(config)
+        except ModelError as error:
+            if "Python code of its own" not in str(error):
+                raise
+            raise ModelArgumentError(
+                f"model {model!r} brings custom code, which trust_remote_code=True in GRPOConfig lets run: set it if you trust its source"
+            ) from error
+    else:
+        if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+            raise ModelError(
+                f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers"
+            )
+        config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
+        policy = _adopt(model, args, config, tokenizer, peft_config is not None)
+    if tokenizer is not None:
+        policy = _with_tokenizer(policy, tokenizer)
+    _refuse_auxiliary_loss(policy.model, args)
+    if peft_config is not None:
+        policy = replace(policy, model=attach(policy.model, peft_config, args.seed).eval())
+    if args.disable_dropout and is_adapted(policy.model):
+        for name, module in policy.model.named_modules():
+            if "lora_dropout" in name and isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return policy, config
+
+
+def make_parts(
+    policy: Policy, config: Config, world: World, own_optimizer: bool, aside: torch.device | None = None
+) -> tuple[Scorer, Sharding, Engine]:
+    """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
+    what learns; the sampler works on the same memory either way. ``aside``: where the weights of a model that is divided were read to."""
+    if own_optimizer and not is_adapted(policy.model):
+        engine = make_engine(policy, config.rollout)
+        scorer: Scorer = ModuleScorer(policy.model)
+        return scorer, Replicas(scorer, world), DealtEngine(engine, world)
+    given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
+    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
+    if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
+        log.warning(note)
+    if given and config.algorithm.needs_reference and isinstance(scorer, KeepsAdapter):
+        scorer.keep_present_adapter()
+    sharding = make_sharding(config, world, scorer)
+    engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)
+    return scorer, sharding, DealtEngine(with_whole_weights(engine, sharding), world)
+
+
+def _load_quantised(config: ModelConfig, how: Any) -> Any:
+    """By transformers, as ``how`` (a BitsAndBytesConfig) says."""
+    check_model(config)
+    config = with_dtype(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code, quantization_config=how,
+            dtype=getattr(torch, config.dtype), device_map={"": str(resolve_device(config.device))},
+        )  # fmt: skip
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        raise ModelError(f"{config.name} cannot be loaded with this quantization_config: {error}") from error
+
+
+def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
+    quantised = getattr(base_module(model), "is_quantized", False)
+    if quantised and not (quantised_layers(model) and (is_adapted(model) or adapted)):
+        raise ModelError(
+            "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
+            "a model, or load it in bfloat16"
+        )
+    settle(model)
+    if not quantised and model.device.type == "cpu" and not args.use_cpu:
+        model.to(resolve_device("auto"))
+    if args.gradient_checkpointing:
+        base_module(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokenizer = tokenizer or load_tokenizer(config)
+    ends = end_token_ids(tokenizer, model.config, getattr(model, "generation_config", None))
+    adopted: Any = model.eval()
+    return Policy(adopted, tokenizer, ends, context_length(model.config, tokenizer), config.name)
+
+
+def _with_tokenizer(policy: Policy, tokenizer: Any) -> Policy:
+    if not hasattr(tokenizer, "decode") or hasattr(tokenizer, "image_processor"):
+        raise ArgumentError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, there is text only here")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ends = end_token_ids(tokenizer, policy.model.config, getattr(policy.model, "generation_config", None))
+    if not ends:
+        raise ModelError("neither tokenizer nor model names an end-of-sequence token: set tokenizer.eos_token")
+    return replace(policy, tokenizer=tokenizer, end_token_ids=ends)
+
+
+def _refuse_auxiliary_loss(model: Any, args: GRPOConfig) -> None:
+    text_config = model.config.get_text_config()
+    adds_a_loss = bool(getattr(text_config, "router_aux_loss_coef", 0.0)) and hasattr(text_config, "output_router_logits")
+    if adds_a_loss and args.router_aux_loss_coef is None:
+        raise ConfigError(
+            "the model is a mixture of experts, for which TRL adds an auxiliary loss that is not here: set "
+            "router_aux_loss_coef=0.0 to train without it"
+        )

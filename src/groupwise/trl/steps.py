@@ -1,0 +1,268 @@
+"""Which completions go into which optimiser step, as TRL counts, which of their tokens count, and what is logged of them.
+
+A generation is dealt into sweeps of ``per_device_train_batch_size`` completions a process, and ``gradient_accumulation_steps`` sweeps make
+an optimiser step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithm import BatchCounts
+from groupwise.errors import DataError
+from groupwise.metrics import Max, Mean, Metric
+from groupwise.training.learner import Learner
+from groupwise.training.window import Window
+
+__all__ = ["EntropyControl", "Part", "Schedule", "Stretch", "deal", "epoch_order", "sweep_numbers", "unit_counts", "whole_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Sweeps of one optimiser step that belong to one pass over one generation."""
+
+    generation: int
+    """Counted within the epoch."""
+    sweeps: tuple[int, ...]
+    """Which of the generation's sweeps, 0 to ``steps_per_generation`` - 1."""
+    first_pass: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An epoch's optimiser steps. Every epoch has the same, since it holds whole generations."""
+
+    prompts: int
+    prompts_per_generation: int
+    steps_per_generation: int
+    num_iterations: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, args: Any, prompts: int) -> Schedule:
+        """Raises DataError where the data set has fewer prompts than one generation takes."""
+        needed = args.generation_batch_size // args.num_generations
+        if prompts < needed:
+            raise DataError(
+                f"the data set has {prompts} prompts, but one generation takes {needed} (generation_batch_size "
+                f"{args.generation_batch_size} / num_generations {args.num_generations}): lower per_device_train_batch_size or "
+                "steps_per_generation, or give more prompts"
+            )
+        return cls(prompts, needed, args.steps_per_generation, args.num_iterations, args.gradient_accumulation_steps)
+
+    @property
+    def generations(self) -> int:
+        """Generations in an epoch; prompts that do not fill one are left out."""
+        return self.prompts // self.prompts_per_generation
+
+    @property
+    def sweeps(self) -> int:
+        """Sweeps in an epoch."""
+        return self.generations * self.steps_per_generation * self.num_iterations
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps in an epoch; the last may have fewer sweeps than the others."""
+        return math.ceil(self.sweeps / self.accumulation)
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether the weights move between a generation and some of its sweeps."""
+        return self.accumulation % (self.steps_per_generation * self.num_iterations) != 0
+
+    def total_updates(self, max_steps: int, epochs: float) -> int:
+        return max_steps if max_steps > 0 else math.ceil(epochs * self.updates)
+
+    def step(self, update: int) -> list[Stretch]:
+        """The sweeps of the epoch's optimiser step ``update``, in order."""
+        first = update * self.accumulation
+        indices = range(first, min(first + self.accumulation, self.sweeps))
+        passes = groupby(indices, key=lambda i: i // self.steps_per_generation)
+        return [self._stretch(index, list(members)) for index, members in passes]
+
+    def _stretch(self, pass_index: int, members: list[int]) -> Stretch:
+        generation, iteration = divmod(pass_index, self.num_iterations)
+        return Stretch(generation, tuple(i % self.steps_per_generation for i in members), iteration == 0)
+
+    def sweeps_of(self, generation: int) -> set[tuple[int, ...]]:
+        """Every different stretch of sweeps in which ``generation`` is learnt from."""
+        per_generation = self.steps_per_generation * self.num_iterations
+        first = generation * per_generation // self.accumulation
+        last = ((generation + 1) * per_generation - 1) // self.accumulation
+        stretches = [s for update in range(first, last + 1) for s in self.step(update)]
+        return {s.sweeps for s in stretches if s.generation == generation}
+
+
+def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]:
+    """The order of prompts in ``epoch``: the one that TRL's sampler draws from the same seed."""
+    if not shuffle:
+        return list(range(prompts))
+    import torch
+
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    for _ in range(epoch):
+        torch.randperm(prompts, generator=generator)
+    return torch.randperm(prompts, generator=generator).tolist()
+
+
+def deal(completions: int, sweeps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
+    """The generation's completions, dealt into ``sweeps`` x ``units`` equal parts, at random where there are several sweeps.
+
+    A sweep's ``units``, one for each process of the run, follow each other. Which completions a sweep has does not depend on how many
+    units it has: processes divide the work alone.
+    """
+    order = list(range(completions))
+    if sweeps > 1:
+        random.Random(f"{seed}/{generation}").shuffle(order)
+    ends = [completions * part // (sweeps * units) for part in range(sweeps * units + 1)]
+    return [order[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def unit_counts(
+    loss_type: str, *, unit: Sequence[int], sweep: int, lengths: Sequence[int], sweeps: int, units: int, max_tokens: int
+) -> BatchCounts:
+    """What the token losses of one unit are divided by, before the division by the number of sweeps in the optimiser step.
+
+    ``unit``: a process's completions of a sweep, which has ``sweep`` of them in ``units`` such parts. ``lengths`` are the tokens that
+    count of each completion of the generation: 0 where a truncated one is masked. ``dapo`` and its like divide by the generation's
+    tokens, shared out evenly over its ``sweeps``; ``bnpo`` by the unit's own, and averages units.
+    """
+    tokens = max(1, sum(lengths[i] for i in unit)) * units if loss_type == "bnpo" else max(1, sum(lengths)) / sweeps
+    return BatchCounts(completions=sweep, tokens=tokens, max_tokens=max_tokens)
+
+
+@dataclass
+class Part:
+    """Some sweeps of a generation that are learnt from together."""
+
+    window: Window
+    """This process's completions of them that have something to teach."""
+    unit_N: Tensor
+    """Which of the sweeps' units each of them belongs to, on the CPU."""
+    units: int
+    units_per_sweep: int
+    skipped_tokens: int
+    """Tokens that count of completions without an advantage, which are not computed; of all processes."""
+
+
+class EntropyControl:
+    """Masks of low-entropy tokens, and the coefficient of the entropy bonus as it is now."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.coef = float(args.entropy_coef)
+        self.last_entropy = float("inf")
+        """Nats per token, of the last optimiser step's tokens."""
+        self._entropy, self._tokens = 0.0, 0.0
+
+    @property
+    def has_bonus(self) -> bool:
+        return self.args.entropy_coef != 0 or self.args.use_adaptive_entropy
+
+    @property
+    def acts(self) -> bool:
+        """Whether every token matters, with an advantage or without, and every sweep by itself."""
+        return self.has_bonus or self.args.top_entropy_quantile < 1
+
+    @property
+    def applied(self) -> float | None:
+        """What the learner is to take off the loss now. Adaptively, only where the last step's entropy was at the target or below."""
+        if not self.has_bonus:
+            return None
+        return 0.0 if self.args.use_adaptive_entropy and self.last_entropy > self.args.entropy_target else self.coef
+
+    def prepare(self, learner: Learner, part: Part) -> None:
+        """For all processes at once, before the passes: which tokens count by the policy as it is now, and their weights in the bonus.
+
+        The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939), of each sweep by itself; the bonus is the mean over a unit's tokens
+        that count, whatever the loss type is, and the mean of those over the units of a sweep.
+        """
+        learner.entropy_bonus = self.applied
+        if not self.acts:
+            return
+        batch, world = part.window.batch, learner.world
+        unit_T = part.unit_N.to(batch.weights_T.device)[batch.sequence_T]
+        counts_T = torch.ones_like(batch.weights_T)
+        if self.args.top_entropy_quantile < 1:
+            entropies_T = learner.entropies(part.window)
+            for sweep in range(part.units // part.units_per_sweep):
+                chosen_T = unit_T // part.units_per_sweep == sweep
+                everywhere = torch.cat(world.gather(entropies_T[chosen_T].float().cpu()))
+                if len(everywhere):
+                    threshold = float(torch.quantile(everywhere, 1 - self.args.top_entropy_quantile))
+                    counts_T[chosen_T] = (entropies_T[chosen_T] >= threshold).float()
+        batch.mask_T = counts_T
+        if self.has_bonus:
+            own_U = torch.zeros(part.units).index_add_(0, unit_T.cpu(), counts_T.cpu())
+            tokens_U = world.assemble(own_U, torch.arange(part.units), part.units).clamp(min=1)
+            batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_sweep)).to(counts_T)[unit_T]
+
+    def count(self, found: Mapping[str, Metric]) -> None:
+        """Take down what an optimiser step's passes measured."""
+        kept = found.get("detail/entropy_kept")
+        if isinstance(kept, Mean):
+            self._entropy, self._tokens = kept.total, kept.count
+
+    def numbers(self, found: Mapping[str, Metric], sweeps: int, *, evaluating: bool = False) -> dict[str, float]:
+        """What TRL logs with an entropy bonus: the loss without it, and the coefficient after the optimiser step."""
+        if not self.has_bonus:
+            return {}
+        by_token = self.args.loss_type in ("dapo", "cispo", "vespo") or ":" in self.args.loss_type
+        shared_out = sweeps if by_token else 1
+        loss = found["policy/loss"].value if "policy/loss" in found else 0.0
+        return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
+
+    def step(self) -> None:
+        """After an optimiser step: the coefficient moves towards the target entropy (Skywork-OR1, arXiv 2505.22312)."""
+        args = self.args
+        if args.use_adaptive_entropy:
+            self.last_entropy = self._entropy / max(1.0, self._tokens)
+            move = args.entropy_coef_delta if self.last_entropy <= args.entropy_target else -args.entropy_coef_delta
+            self.coef = min(self.coef + move, args.entropy_coef_max) if move > 0 else max(self.coef + move, args.entropy_coef_min)
+        self._entropy, self._tokens = 0.0, 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef, self.last_entropy = float(state["entropy_coef"]), float(state["last_world_entropy"])
+
+
+def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: str) -> dict[str, float]:
+    """Entropy, KL and clipping of one optimiser step's sweeps, as means over its tokens.
+
+    ``skipped_tokens`` are those of completions without an advantage, which were not computed: none of them is clipped.
+    """
+    out = {name: metric.value for name, metric in found.items() if name.startswith("loss/")}  # of a loss of the user's
+    for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
+        if ours in found:
+            out[theirs] = found[ours].value
+    if loss_type in ("sapo", "vespo"):
+        return out  # they clip nothing
+    low, high = (found.get(f"detail/clip_{side}", Mean(0.0, 0)) for side in ("low", "high"))
+    tokens = max(1, low.count + skipped_tokens)  # type: ignore[union-attr]
+    shares = [m.total / tokens for m in (low, high)]  # type: ignore[union-attr]
+    if loss_type == "cispo":
+        return out | {"cispo_clip_ratio": sum(shares)}  # a bound below 1 holds down ratios below 1 too
+    return out | {
+        "clip_ratio/low_mean": shares[0],
+        "clip_ratio/high_mean": shares[1],
+        "clip_ratio/region_mean": sum(shares),
+        "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_least", Max(0.0)).value,
+        "clip_ratio/high_max": found.get("detail/clip_high_most", Max(0.0)).value,
+    }
+
+
+def whole_loss(found: Mapping[str, Metric]) -> float:
+    """The policy's loss less the entropy bonus; 0 of nothing."""
+    return sum(sign * found[name].value for name, sign in (("policy/loss", 1), ("detail/entropy_bonus", -1)) if name in found)
