@@ -122,7 +122,7 @@ def test_the_first_process_writes_and_all_log_the_same(runs):
     assert_same_log(one["log"], two["log"], rel=0, abs=0)
     assert one["log"][0]["process"] == 0.5, "what reward functions log is a mean over all processes"
     table = list((runs / "whole" / "completions").iterdir())
-    assert len(table) == 1
+    assert len(table) == 2, "one for each log, by one process"
     from pyarrow import parquet
 
     rows = parquet.read_table(table[0]).to_pylist()
