@@ -38,6 +38,8 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "newest_sound_checkpoint",
+    "put_back",
+    "put_in_place",
     "read_state",
     "restore_state",
     "save_checkpoint",
@@ -166,26 +168,47 @@ def save_checkpoint(
 
 def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bool = False) -> Path:
     """As ``save_checkpoint``, of what was taken down before."""
-    target, aside = folder / snapshot.name, folder / f".{snapshot.name}.partial"
-    if target.exists() and _is_sound(target):  # a step of a run has one state; replacing it would open a gap for a kill
+    target = folder / snapshot.name
+    if target.exists() and _is_sound(target):  # a step of a run has one state
         return target
+    put_in_place(target, lambda aside: _write(aside, snapshot), snapshot.size_bytes())
+    _remove_old(folder, keep, keep_best)
+    return target
+
+
+def put_in_place(target: Path, write: Callable[[Path], None], needed_bytes: int = 0) -> None:
+    """A folder that ``write`` fills aside, and that has its name once it is whole and on the disk. What lies there goes only then.
+
+    Raises CheckpointError where the disk does not take it; nothing has changed then.
+    """
+    aside, earlier = target.with_name(f".{target.name}.partial"), put_back(target)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        check_free_disk(aside, snapshot.size_bytes())
-        _write(aside, snapshot)
-        shutil.rmtree(target, ignore_errors=True)
+        check_free_disk(aside, needed_bytes)
+        write(aside)
+        shutil.rmtree(earlier, ignore_errors=True)
+        if target.exists():
+            target.rename(earlier)
         aside.rename(target)
-        sync(folder)
-    except (OSError, SafetensorError, ModelError) as error:
+        sync(target.parent)
+    except (OSError, SafetensorError, ModelError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        why = error.__cause__ if isinstance(error, ModelError) else error
+        put_back(target)
+        why = error if error.__cause__ is None or isinstance(error, OSError) else error.__cause__
         raise CheckpointError(
             f"the checkpoint {target} cannot be written ({getattr(why, 'strerror', None) or why}): free space or make the folder "
             "writable; the checkpoints before it are whole"
         ) from error
-    _remove_old(folder, keep, keep_best)
-    return target
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def put_back(target: Path) -> Path:
+    """Where ``target`` lies while another takes its place; what a kill left there has its name again."""
+    earlier = target.with_name(f".{target.name}.earlier.partial")
+    if earlier.is_dir() and not target.exists():
+        earlier.rename(target)
+    return earlier
 
 
 def _write(aside: Path, snapshot: Snapshot) -> None:

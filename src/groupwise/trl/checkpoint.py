@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerState
 
-from groupwise.errors import CheckpointError, ModelError
+from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
 from groupwise.models.saving import sync
-from groupwise.training.checkpoint import damage, read_state, restore_state, seal, take_snapshot, write_state
+from groupwise.training.checkpoint import (
+    damage,
+    put_back,
+    put_in_place,
+    read_state,
+    restore_state,
+    seal,
+    take_snapshot,
+    write_state,
+)
 from groupwise.training.learner import Learner
 from groupwise.trl.steps import EntropyControl
 
@@ -75,31 +83,11 @@ def save(
         state.save_to_json(str(aside / _STATE))
         seal(aside, _STATE)  # it is replaced at the end of a run, as a whole
 
-    learner.world.first_does(lambda: _replace(output / f"checkpoint-{state.global_step}", write, limit))
-
-
-def _replace(target: Path, write: Callable[[Path], None], limit: int | None) -> None:
-    aside, earlier = target.with_name(f".{target.name}.partial"), _set_aside(target)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        write(aside)
-        shutil.rmtree(earlier, ignore_errors=True)
-        if target.exists():
-            target.rename(earlier)
-        aside.rename(target)
-        sync(target.parent)
-    except (OSError, SafetensorError, ModelError, CheckpointError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        _set_aside(target)
-        why = error.__cause__ or error
-        raise CheckpointError(
-            f"the checkpoint {target} cannot be written ({getattr(why, 'strerror', None) or why}): free space or make the folder writable; "
-            "the checkpoints before it are whole"
-        ) from error
-    shutil.rmtree(earlier, ignore_errors=True)
+    target = output / f"checkpoint-{state.global_step}"
+    learner.world.first_does(lambda: put_in_place(target, write, snapshot.size_bytes()))
     # By time, since an earlier run may have come further.
-    others = sorted((c for c in _all(target.parent) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
-    for old in others[: 1 - limit or None] if limit else []:
+    others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
+    for old in others[: 1 - limit or None] if limit and learner.world.is_first else []:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -191,14 +179,6 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _set_aside(target: Path) -> Path:
-    """Where ``target`` lies while another takes its place; what a kill left there is put back."""
-    earlier = target.with_name(f".{target.name}.earlier.partial")
-    if earlier.is_dir() and not target.exists():
-        earlier.rename(target)
-    return earlier
-
-
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with its files; None where nothing is, or it has no manifest. Others may lie beside them."""
     return damage(checkpoint, others=True) if (checkpoint / "manifest.json").is_file() else None
@@ -206,6 +186,6 @@ def _damage(checkpoint: Path) -> str | None:
 
 def _all(output: Path) -> list[Path]:
     for earlier in output.glob(".checkpoint-*.earlier.partial"):
-        _set_aside(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
+        put_back(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
     found = [p for p in output.glob("checkpoint-*") if (p / _STATE).is_file() and p.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))

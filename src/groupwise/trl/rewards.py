@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from groupwise.algorithm.advantages import group_advantages
 from groupwise.errors import RewardError
 from groupwise.models.reward_model import RewardModel
-from groupwise.rewards.calls import CallRaised, call_with_limit
+from groupwise.rewards.calls import CallRaised, call_with_limit, is_async
 from groupwise.trl.config import GRPOConfig
 
 __all__ = ["Judge", "RewardFunctions", "combine"]
@@ -194,8 +194,7 @@ def _name(function: Any) -> str:
 
 
 def _is_async(function: Any) -> bool:
-    inner = _innermost(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+    return is_async(_innermost(function))
 
 
 def _plain(function: Any) -> Callable[..., Any]:

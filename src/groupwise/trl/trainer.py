@@ -353,14 +353,9 @@ class GRPOTrainer(Outputs):
             first = index // units * units
             whole = sum(map(len, dealt[first : first + units]))
             counts = unit_counts(
-                args.loss_type,
-                unit=unit,
-                sweep=whole,
-                lengths=lengths,
-                sweeps=sweeps,
-                units=units,
+                args.loss_type, unit=unit, sweep=whole, lengths=lengths, sweeps=sweeps, units=units,
                 max_tokens=args.max_completion_length,
-            )
+            )  # fmt: skip
             tokens_N = torch.tensor([len(sampled[i].token_ids) for i in unit])
             weights[unit] = self.learner.objective.weights(tokens_N, torch.arange(len(unit)), counts)
             unit_of |= {members[i]: index for i in unit}
