@@ -74,7 +74,10 @@ def _row(doc: FieldDoc) -> str:
     elif isinstance(doc.default, int | float):
         kind = re.sub(r"^(integer|number) ?", "", kind)
     if " | " in kind and not kind.startswith("list"):
-        kind = ", ".join(one for one in kind.split(" | ") if one != dump(doc.default))
+        others = [one for one in kind.split(" | ") if one != dump(doc.default)]
+        kind = "" if all(f"`{one}`" in doc.description for one in others) else ", ".join(others)
+    kind = re.sub(r" ?\((>=?.*)\)", r" \1", kind).strip()
+    kind = re.sub(r">= (\S+) and <= (\S+)", r"\1 to \2", kind).replace(" and ", ", ")
     plain = kind in ("", "text", "true or false", "mapping", "settings")
     return f"{head}{'' if plain else f' ({_outside_code(kind)})'}: {_outside_code(doc.description)}"
 

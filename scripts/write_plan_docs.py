@@ -66,12 +66,6 @@ PUBLISHED = (
 )
 """A public guide's rows for Qwen2.5-3B on POLARIS-53K (name, examples an hour and hours an epoch), and what comes nearest here."""
 _PROBLEMS_OF_POLARIS = 53_291
-DEMO = (
-    "gsm8k-0.5b",
-    "gsm8k-1.5b-24gb",
-    "gsm8k-1.5b-24gb rollout.max_completion_tokens=786",
-)
-"""What the TRL demo may have been: its notes name neither model nor lengths."""
 INTRODUCTION = """\
 <!-- Written by scripts/write_plan_docs.py: change the recipes or the planner, then run it. -->
 
@@ -92,9 +86,7 @@ def made(words: str) -> Plan:
 def render() -> str:
     """The page as Markdown."""
     return (
-        "\n".join(
-            [INTRODUCTION, _overview(), _published(), _demo(), *(_section(setup) for setup in SETUPS if setup.whole)]
-        ).rstrip()
+        "\n".join([INTRODUCTION, _overview(), _published(), *(_section(setup) for setup in SETUPS if setup.whole)]).rstrip()
         + "\n"
     )
 
@@ -116,23 +108,6 @@ def _published() -> str:
         rates = [f"{plan.prompts_per_hour:,.0f} | {_PROBLEMS_OF_POLARIS / plan.prompts_per_hour:.0f}" for plan in (two, eight)]
         fits = f"{eight.peak.bytes / 2**30:.0f} of 40 GiB" if eight.fits else "**no**"
         rows.append(f"| {name} | {rate} | `{words}` | {fits} | {' | '.join(rates)} |")
-    return "\n".join([*rows, ""])
-
-
-def _demo() -> str:
-    """A run of TRL's that somebody timed, beside our estimates."""
-    rows = [
-        "## GSM8K on one RTX 4090, beside a run with TRL",
-        "",
-        "Public notes on TRL's GRPO demo (February 2025) report 13 hours for 1,868 steps of 4 problems: **25 s a step**. They name",
-        "neither the model nor the lengths. Our estimates are for three guesses, of another program and without a GPU measured:",
-        "",
-        "| `groupwise plan` | a step, estimated |",
-        "|---|---|",
-    ]
-    for words in DEMO:
-        given = f"{words} rollout.prompts_per_step=4 rollout.completions_per_prompt=4"
-        rows.append(f"| `{given}` | {made(f'{given} --hardware rtx-4090').cost.step_s:.1f} s |")
     return "\n".join([*rows, ""])
 
 
