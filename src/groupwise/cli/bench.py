@@ -23,7 +23,7 @@ def bench(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Times are those of the steps after the first.")] = 3,
     as_written: Annotated[bool, typer.Option("--as-written", help="Let completions end where the model ends them.")] = False,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Also warm up, evaluate, and write checkpoints and the final model.")
+        bool, typer.Option("--whole", help="Also warm up, evaluate and save; with the peak memory of each phase.")
     ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Plan with rates measured here (2 s).")] = False,
     num_processes: NumProcesses = 1,
@@ -31,9 +31,7 @@ def bench(
 ) -> None:
     """Try a run on this machine for a few steps: does it fit, how fast is it, and is the plan right?
 
-    Steps of the recipe itself, in a folder that is thrown away; with --whole also all that lies around the steps of a run, and the peak
-    memory of each phase. Unless --as-written, completions are made to reach their limit (at a temperature so high that they are noise),
-    since that is what memory must suffice for.
+    Its folder is thrown away. Unless --as-written, completions are noise up to their limit, since memory must suffice for that.
 
     \b
     Examples:

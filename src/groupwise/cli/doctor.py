@@ -30,8 +30,7 @@ def doctor(
 ) -> None:
     """Diagnose a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
 
-    A run's folder is read as it stands, also while the run writes to it. For a recipe or a file the settings, data, rewards and
-    tokenizer are tried out; no weights are loaded.
+    For a recipe or a file the settings, data, rewards and tokenizer are tried out; no weights are loaded.
 
     \b
     Examples:

@@ -25,8 +25,7 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter into its base, and write a normal model folder.
 
-    An adapter of a run that was trained on a quantised base is merged onto the dequantised weights that it was trained on; the result has
-    the run's dtype and needs neither peft nor bitsandbytes.
+    A quantised base is dequantised; the result has the run's dtype and needs neither peft nor bitsandbytes.
 
     \b
     Examples:

@@ -25,7 +25,7 @@ def report(
 ) -> None:
     """Write one HTML page about one run or several: curves, completions, evaluations, settings, and what the doctor finds.
 
-    The page is a single file that opens from disk without a network, and runs nothing but its own script.
+    The page is a single file that opens from disk without a network.
 
     \b
     Examples:

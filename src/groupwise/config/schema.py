@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(default=8, ge=1)
     """Problems per step, over all processes together."""
     completions_per_prompt: int = Field(default=8, ge=2)
-    """G, the size of a group."""
+    """G, the size of a group. At least 2, since a completion is judged against the others of its group."""
     max_completion_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens; one that reaches it is cut."""
     temperature: float = Field(default=1.0, gt=0)

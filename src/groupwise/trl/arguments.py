@@ -281,9 +281,9 @@ ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, Fa
 
 _NOTED = {
     "per_device_train_batch_size", "max_steps", "lr_scheduler_type", "optim", "bf16", "gradient_checkpointing",
-    "save_only_model", "save_strategy", "metric_for_best_model", "model_init_kwargs", "router_aux_loss_coef", "disable_dropout",
+    "save_strategy", "metric_for_best_model", "model_init_kwargs", "router_aux_loss_coef", "disable_dropout",
     "max_completion_length", "generation_kwargs", "repetition_penalty", "use_vllm", "vllm_mode", "epsilon_high", "loss_type",
-    "sync_ref_model", "log_completions", "warmup_ratio", "no_cuda", "logging_dir", "remove_unused_columns",
+    "log_completions",
 }  # fmt: skip
 """Honoured arguments whose text says more than their documentation in TRL."""
 
