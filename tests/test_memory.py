@@ -8,6 +8,7 @@ import pytest
 
 from groupwise import memory
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.models.projections import computes_bf16
 
 MIB = 2**20
 FREE_AND_LOOK = """
@@ -42,6 +43,38 @@ def test_freed_memory_is_kept(monkeypatch):
 @glibc
 def test_the_allocator_is_left_alone_on_request(monkeypatch):
     assert freed_mib(monkeypatch, "0") == (False, pytest.approx(64, abs=4))
+
+
+MANY_SHAPES = """
+import sys, torch
+from groupwise import memory
+memory._COMPILED_KERNELS = int(sys.argv[1])
+memory.keep_freed_memory()
+torch.set_num_threads(1)
+weight = torch.zeros(576, 576, dtype=torch.bfloat16)
+def products(shapes):
+    for rows in shapes:
+        torch.zeros(rows, 576, dtype=torch.bfloat16) @ weight
+        memory.release_freed_memory()
+import psutil
+products(range(1, 9))
+before = psutil.Process().memory_info().rss
+products(range(9, 209))
+print((psutil.Process().memory_info().rss - before) // 2**20)
+"""
+
+
+@glibc
+def test_kernels_of_shapes_that_do_not_come_again_are_let_go_of():
+    """200 shapes of one product: what was compiled for each is kept by default."""
+    if not computes_bf16():
+        pytest.skip("without bf16 instructions nothing is compiled")
+    few, many = (
+        int(subprocess.run([sys.executable, "-c", MANY_SHAPES, str(kept)], capture_output=True, text=True, check=True).stdout)
+        for kept in (8, 1024)
+    )
+    assert many > 10
+    assert few < many / 4
 
 
 IN_BETWEEN = """
