@@ -194,13 +194,13 @@ def test_loading_starts_a_first_process_and_only_for_isolated_functions(mischief
 
 
 def test_a_function_of_a_module_and_a_built_in_one_can_be_isolated_too():
-    from groupwise.rewards.functions import text
+    from groupwise.rewards.functions import length
 
     entries = [
         RewardFunctionConfig(function="mine", isolate=True, arguments={"target": 4}),
         RewardFunctionConfig(function="keyword", isolate=True, arguments={"words": ["abcd"]}),
     ]
-    suite = RewardSuite.from_config(RewardsConfig(functions=entries, processes=1), "xml", {"mine": text.length})
+    suite = RewardSuite.from_config(RewardsConfig(functions=entries, processes=1), "xml", {"mine": length})
     group = suite.score(make_prompt(), make_completions("abcd", "abcdef"))
     assert group.components == {"mine": (0.0, -0.5), "keyword": (1.0, 0.0)}
     suite.close()

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from groupwise.rewards.functions.format import soft_xml, strict_xml, xml_count
+from groupwise.rewards.functions import soft_xml, strict_xml, xml_count
 
 TUTORIAL_STRICT = re.compile(r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$")
 TUTORIAL_SOFT = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>")

@@ -18,6 +18,7 @@ from groupwise.data.answers import (
 )
 from groupwise.errors import DataError, UncheckedAnswerError
 from groupwise.evaluation.field_rules import flexible_extract, matches, strict_match
+from groupwise.rewards.functions import boxed_format, strict_xml
 from groupwise.types import Completion, Prompt
 
 __all__ = [
@@ -92,8 +93,6 @@ def latex_right(text: str, references: str | Sequence[str], style: AnswerStyle) 
 def is_well_formed(text: str, style: AnswerStyle) -> bool:
     """Exactly the form asked for. xml: one filled reasoning block, then one filled answer block, and nothing else but white
     space; boxed: exactly one filled ``\\boxed{}``; plain: exactly one ``####`` with something after it."""
-    from groupwise.rewards.functions.format import boxed_format, strict_xml
-
     if style == "xml":
         return strict_xml([text], score=1.0) == [1.0]
     if style == "boxed":
