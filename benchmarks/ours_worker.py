@@ -16,8 +16,8 @@ from groupwise.memory import keep_freed_memory, peak_memory_bytes
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
-from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import LoadedReward
+from groupwise.rewards.suite import RewardSuite
 from groupwise.rollout import collect
 from groupwise.threads import fix_threads
 from groupwise.training.learner import Learner

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from groupwise.evaluation import Evaluation, paired_comparison
     from groupwise.models.reward_model import RewardModel
     from groupwise.rewards.load import reward_scope
-    from groupwise.rewards.steps import StepRewards
+    from groupwise.rewards.scores import StepRewards
     from groupwise.tracking.metric_table import METRICS
     from groupwise.tracking.reading import RunRecord, read_run
     from groupwise.tracking.results import RunResult
@@ -55,7 +55,7 @@ _HOMES = {
     "groupwise.evaluation": ("Evaluation", "paired_comparison"),
     "groupwise.models.reward_model": ("RewardModel",),
     "groupwise.rewards.load": ("reward_scope",),
-    "groupwise.rewards.steps": ("StepRewards",),
+    "groupwise.rewards.scores": ("StepRewards",),
     "groupwise.tracking.metric_table": ("METRICS",),
     "groupwise.tracking.reading": ("RunRecord", "read_run"),
     "groupwise.tracking.results": ("RunResult",),

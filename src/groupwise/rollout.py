@@ -13,8 +13,8 @@ from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.dealt import sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
-from groupwise.rewards.compose import RewardFailure, RewardSuite
 from groupwise.rewards.functions import strict_xml
+from groupwise.rewards.suite import RewardFailure, RewardSuite
 from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Rollout", "Sampled", "collect", "deal_prompts", "rollout_scope", "rollout_settings", "score"]

@@ -275,7 +275,7 @@ def test_importing_the_config_or_the_package_does_not_import_torch():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_s_rewards_exist_and_fit_the_answers_it_asks_for(name):
     from groupwise.data.prompts import resolve_system
-    from groupwise.rewards.compose import RewardSuite
+    from groupwise.rewards.suite import RewardSuite
 
     config = load_config(name)
     _, style = resolve_system(config.prompt, config.data)

@@ -13,8 +13,8 @@ import pytest
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import values
-from groupwise.rewards import RewardSuite, calls
-from groupwise.rewards.background import Background
+from groupwise.rewards import RewardSuite, calling
+from groupwise.rewards.calling import Background
 from groupwise.rewards.processes import _Worker
 from tests.waiting import comes
 
@@ -260,7 +260,7 @@ def test_a_bound_on_async_calls_is_noted_where_there_are_none():
 
 def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up(monkeypatch):
     """The clock of a call starts when it has a place: no more run than there are places, each with the whole limit."""
-    call, lock, limits, running, most = calls._call_async, threading.Lock(), [], 0, 0
+    call, lock, limits, running, most = calling._call_async, threading.Lock(), [], 0, 0
 
     async def judge(completions):
         await (asyncio.Event().wait() if completions[0][0]["content"] == "slow" else asyncio.sleep(0))
@@ -278,7 +278,7 @@ def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up(monke
             with lock:
                 running -= 1
 
-    monkeypatch.setattr(calls, "_call_async", timed)
+    monkeypatch.setattr(calling, "_call_async", timed)
     scoring = step(async_suite(judge, concurrent_calls=2, limit=0.2, on_error="skip"), *["a"] * 12, "slow", "b")
     assert len(scoring.groups) == 13
     assert [failure.kind for failure in scoring.failures] == ["timed_out"]

@@ -22,7 +22,7 @@ import pytest
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardSuite, processes, sandbox
-from groupwise.rewards.results import BadResult, read_scores
+from groupwise.rewards.scores import BadResult, read_scores
 from tests.waiting import comes
 
 EXECUTES = '''

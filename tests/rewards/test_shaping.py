@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite
-from groupwise.rewards.shaping import RunningStatistics, Shaper
+from groupwise.rewards.scores import RunningStatistics, Shaper
 
 from .conftest import make_completions, make_prompt
 

@@ -9,7 +9,7 @@ from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite, StepRewards
-from groupwise.rewards.steps import place
+from groupwise.rewards.scores import to_token_steps
 from groupwise.types import Completion, StepScores
 
 from .conftest import make_prompt
@@ -39,7 +39,7 @@ def slow_index(tokenizer, completion, characters):
 def test_every_character_belongs_to_the_token_that_completes_it(qwen_tokenizer):
     completion = tokenised(qwen_tokenizer, TEXT)
     ends = list(range(1, len(TEXT)))
-    placed = place(StepRewards([1.0] * len(ends), ends), completion, decoder(qwen_tokenizer))
+    placed = to_token_steps(StepRewards([1.0] * len(ends), ends), completion, decoder(qwen_tokenizer))
     assert [index for index, _ in placed] == [slow_index(qwen_tokenizer, completion, end) for end in ends]
     assert [index for index, _ in placed] == sorted(index for index, _ in placed)
     emoji = TEXT.index("🧮") + 1
@@ -50,12 +50,14 @@ def test_every_character_belongs_to_the_token_that_completes_it(qwen_tokenizer):
 @pytest.mark.parametrize("end", [True, False])
 def test_a_step_that_ends_with_the_text_takes_the_stop_token_along(qwen_tokenizer, end):
     completion = tokenised(qwen_tokenizer, TEXT, end)
-    assert place(StepRewards([0.5], [len(TEXT)]), completion, decoder(qwen_tokenizer)) == [(len(completion.token_ids) - 1, 0.5)]
+    assert to_token_steps(StepRewards([0.5], [len(TEXT)]), completion, decoder(qwen_tokenizer)) == [
+        (len(completion.token_ids) - 1, 0.5)
+    ]
 
 
 def test_tokens_are_counted_from_1_as_characters_are(qwen_tokenizer):
     completion = tokenised(qwen_tokenizer, TEXT)
-    assert place(StepRewards([1.0, 2.0], [1, len(completion.token_ids)], "tokens"), completion, None) == [
+    assert to_token_steps(StepRewards([1.0, 2.0], [1, len(completion.token_ids)], "tokens"), completion, None) == [
         (0, 1.0), (len(completion.token_ids) - 1, 2.0)
     ]  # fmt: skip
 

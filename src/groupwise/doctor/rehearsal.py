@@ -9,7 +9,7 @@ from functools import cached_property
 from groupwise.data.prompts import worked_completion
 from groupwise.doctor.findings import Evidence, Example
 from groupwise.errors import RewardError
-from groupwise.rewards.compose import RewardFailure
+from groupwise.rewards.suite import RewardFailure
 from groupwise.training.setup import Prepared
 from groupwise.types import Completion, Group, Problem
 

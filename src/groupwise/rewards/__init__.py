@@ -1,9 +1,9 @@
 """Scoring completions: built-in reward functions, your own, and their weighted sum."""
 
-from groupwise.rewards.compose import RewardDescription, RewardFailure, RewardSuite, Scoring
 from groupwise.rewards.functions import builtin_rewards
 from groupwise.rewards.load import load_reward, reward_scope
-from groupwise.rewards.steps import StepRewards
+from groupwise.rewards.scores import StepRewards
+from groupwise.rewards.suite import RewardDescription, RewardFailure, RewardSuite, Scoring
 
 __all__ = [
     "RewardDescription",

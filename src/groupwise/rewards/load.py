@@ -19,7 +19,7 @@ from groupwise.errors import RewardError
 from groupwise.importing import import_member, in_one_line, looks_like_file, nearest
 from groupwise.rewards.functions import builtin_rewards
 from groupwise.rewards.processes import refusal
-from groupwise.rewards.shaping import Shaper
+from groupwise.rewards.scores import Shaper
 
 __all__ = [
     "OFFERED",

@@ -97,7 +97,7 @@ def load(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[..., An
 
 def answer(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bytes:
     from groupwise.importing import in_one_line
-    from groupwise.rewards.calls import CallRaised, call_with_limit
+    from groupwise.rewards.calling import CallRaised, call_with_limit
 
     try:
         return written("returned", call_with_limit(function, keywords, None))

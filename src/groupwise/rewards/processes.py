@@ -20,9 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.rewards.calls import CallRaised, CallTimedOut
 from groupwise.rewards.process_worker import GRACE_S, most_bytes
-from groupwise.rewards.steps import StepRewards
+from groupwise.rewards.scores import CallRaised, CallTimedOut, StepRewards
 
 __all__ = ["ProcessPool", "refusal"]
 

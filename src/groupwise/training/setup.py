@@ -27,8 +27,8 @@ from groupwise.models.families import why_uncovered
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
-from groupwise.rewards.compose import RewardSuite
 from groupwise.rewards.load import Rewards, named_rewards
+from groupwise.rewards.suite import RewardSuite
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from groupwise.algorithm.advantages import group_advantages
 from groupwise.errors import RewardError
 from groupwise.models.reward_model import RewardModel
-from groupwise.rewards.calls import CallRaised, call_with_limit, is_async
+from groupwise.rewards.calling import CallRaised, call_with_limit, is_async
 from groupwise.trl.config import GRPOConfig
 
 __all__ = ["Judge", "RewardFunctions", "combine"]

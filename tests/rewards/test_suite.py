@@ -14,7 +14,7 @@ import torch
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.data import algebra
 from groupwise.errors import RewardError
-from groupwise.rewards import RewardFailure, RewardSuite, calls
+from groupwise.rewards import RewardFailure, RewardSuite, calling
 from groupwise.types import Group
 
 from .conftest import RIGHT, make_completions, make_prompt, make_suite
@@ -214,7 +214,7 @@ def test_a_function_that_raises(error, timeout_s, asynchronous):
         RewardError, match=r"reward 'broken' on problem 'gsm8k:train:0' raised .*; correct the function, or set"
     ) as caught:
         make_suite(functions, timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
-    assert f"{type(error).__name__}: {error} (test_compose.py, line " in str(caught.value)
+    assert f"{type(error).__name__}: {error} (test_suite.py, line " in str(caught.value)
     assert caught.value.__cause__ is error
     failure = make_suite(functions, on_error="skip", timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
     assert (failure.function, failure.problem_id, failure.kind) == ("broken", "gsm8k:train:0", "raised")
@@ -285,13 +285,13 @@ def test_a_function_that_takes_too_long(make, held):
 @pytest.fixture
 def begun(monkeypatch):
     """Set by a function that has begun; before that no time limit runs."""
-    event, wait = threading.Event(), calls._await
+    event, wait = threading.Event(), calling._await
 
     def wait_from_then_on(outcome, timeout_s):
         assert event.wait(LONG_S)
         return wait(outcome, timeout_s)
 
-    monkeypatch.setattr(calls, "_await", wait_from_then_on)
+    monkeypatch.setattr(calling, "_await", wait_from_then_on)
     return event
 
 

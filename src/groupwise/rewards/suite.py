@@ -18,16 +18,22 @@ from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.data.latex import latex_failures, renew_budget
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
-from groupwise.rewards.asking import Asker
-from groupwise.rewards.calls import CallRaised, is_async
+from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, is_async, plan_calls, require_columns
 from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, load_reward
-from groupwise.rewards.plan import Batch, Call, Teller, plan_calls, require_columns
 from groupwise.rewards.processes import ProcessPool
-from groupwise.rewards.results import BadResult, RewardFailure, Score, remedy
-from groupwise.rewards.shaping import Shaper
-from groupwise.rewards.steps import Decode, StepRewards, place
-from groupwise.rewards.sums import Judged, Sums, add_up, numbers_of, step_metrics
-from groupwise.types import Completion, Group, Problem, Prompt
+from groupwise.rewards.scores import (
+    BadResult,
+    CallRaised,
+    Decode,
+    RewardFailure,
+    Score,
+    Shaper,
+    has_steps,
+    numbers_of,
+    remedy,
+    step_metrics,
+)
+from groupwise.types import Completion, Group, Problem, Prompt, StepScores
 
 __all__ = ["RewardDescription", "RewardFailure", "RewardSuite", "Scoring"]
 
@@ -47,7 +53,7 @@ class RewardDescription:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What came of scoring a batch: the groups and those that could not be scored, each in order, and the scoring's own numbers."""
+    """A scored batch: its groups, those that could not be scored (each in order), and metrics of the scoring itself."""
 
     groups: list[Group]
     failures: list[RewardFailure]
@@ -80,13 +86,13 @@ class RewardSuite:
         self.total = total or Shaper()
         self.decode: Decode | None = None
         """Token ids to text, for functions that say in characters where steps end. Set it when there is a tokenizer."""
-        self._teller = Teller(answer_style, max_completion_tokens)
+        self._arguments = RewardArguments(answer_style, max_completion_tokens)
         self._processes = ProcessPool(
             {r.name: r.entry for r in self.rewards if r.isolate},
             processes,
             {r.name for r in self.rewards if r.isolate == "sandbox"},
         )
-        self._asker = Asker(self._teller, timeout_s, concurrent_calls, self._processes)
+        self._caller = RewardCaller(self._arguments, timeout_s, concurrent_calls, self._processes)
 
     @classmethod
     def from_config(
@@ -143,7 +149,7 @@ class RewardSuite:
                 notes.append(f"reward {reward.name!r} {advice}")
             if reward.weight == 0:
                 notes.append(f"reward {reward.name!r} has weight 0: it is logged, but nothing is learnt from it")
-        calls, usual = self._asker.concurrent_calls, RewardsConfig.model_fields["concurrent_calls"].default
+        calls, usual = self._caller.concurrent_calls, RewardsConfig.model_fields["concurrent_calls"].default
         if calls != usual and not any(is_async(reward.function) for reward in self.rewards):
             notes.append(f"rewards.concurrent_calls={calls} has no effect here: no reward function is async")
         return notes
@@ -180,7 +186,7 @@ class RewardSuite:
     def require_columns(self, problem: Problem) -> None:
         """Raise ``RewardError`` where a function needs a column that this problem lacks. Cheap: call it before the run."""
         for reward in self.rewards:
-            require_columns(reward, self._teller.names(problem))
+            require_columns(reward, self._arguments.names(problem))
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Group | RewardFailure:
         """Rewards for one group: the weighted sum, per completion, over the functions whose score is not ``None``.
@@ -258,26 +264,57 @@ class RewardSuite:
         metrics["answers/unchecked"] = Sum(sum(latex_failures().values()) - unchecked)
         sound = [g for g in range(len(batch)) if g not in failures]
         for reward in self.rewards:
-            judged = [one for g in sound for one in components[g][reward.name]]
-            scores = [r for one in judged for r in numbers_of(one)]
+            scores = [score for g in sound for score in components[g][reward.name]]
+            numbers = [r for score in scores for r in numbers_of(score)]
             if learn:
-                reward.shaper.learn(scores, more=more)
-            metrics |= reward.shaper.metrics(reward.name, scores) | step_metrics(reward.name, judged)
-        sums: dict[int, Sums] = {}
+                reward.shaper.learn(numbers, more=more)
+            metrics |= reward.shaper.metrics(reward.name, numbers) | step_metrics(reward.name, scores)
+        groups: dict[int, Group] = {}
         for g in sound:
-            found = add_up(self.rewards, *batch[g], components[g])
-            if isinstance(found, RewardFailure):
-                failures[g] = self._admit(found)
+            group = self._weighted(*batch[g], components[g])
+            if isinstance(group, RewardFailure):
+                failures[g] = self._admit(group)
             else:
-                sums[g] = found
-        totals = [r for found in sums.values() for r in found.outcomes or ()]
+                groups[g] = group
+        totals = [r for group in groups.values() if _has_outcomes(group) for r in group.outcomes]
         if learn:
             self.total.learn(totals, more=more)
         metrics |= self.total.metrics(_TOTAL, totals) | self._told_by_models()
-        scored: list[Group | RewardFailure] = [
-            failures[g] if g in failures else sums[g].group(*batch[g], components[g], self.total) for g in range(len(batch))
+        return [failures[g] if g in failures else self._totalled(groups[g]) for g in range(len(batch))], metrics
+
+    def _weighted(
+        self, prompt: Prompt, completions: Sequence[Completion], components: Mapping[str, Sequence[Score]]
+    ) -> Group | RewardFailure:
+        """The group with weighted sums over functions, whole completions apart from steps, before ``total``.
+
+        Functions of weight 0 count for nothing. A completion to which no other applies makes the group a failure.
+        """
+        judges = [reward for reward in self.rewards if reward.weight != 0]
+        process = {r.name: _steps(r, completions, components[r.name]) for r in judges if has_steps(components[r.name])}
+        whole = [reward for reward in judges if reward.name not in process]
+        sums = []
+        for i in range(len(completions)):
+            if all(components[reward.name][i] is None for reward in judges):
+                names, problem_id = ", ".join(reward.name for reward in judges), prompt.problem.id
+                message = f"no reward function applies to completion {i} of problem {problem_id!r}: {names} returned None for it"
+                return RewardFailure(names, problem_id, "not_a_number", message)
+            sums.append(math.fsum(r.weight * r.shaper(x) for r in whole for x in numbers_of(components[r.name][i])))
+        shown = {
+            name: tuple(None if s is None else math.fsum(numbers_of(s)) for s in scores) for name, scores in components.items()
+        }
+        weights = {reward.name: reward.weight for reward in judges}
+        return Group(prompt, tuple(completions), tuple(sums), shown, process, tuple(sums) if process else None, weights)
+
+    def _totalled(self, group: Group) -> Group:
+        """The group with ``total`` applied to its outcomes, and the rewards of steps added."""
+        outcomes = tuple(self.total(r) for r in group.outcomes) if _has_outcomes(group) else group.outcomes
+        if not group.process:
+            return replace(group, rewards=outcomes)
+        of_steps = [
+            math.fsum(s.weight * r for s in group.process.values() for _, r in s.steps[i]) for i in range(len(group.completions))
         ]
-        return scored, metrics
+        rewards = tuple(a + b for a, b in zip(outcomes, of_steps, strict=True))
+        return replace(group, rewards=rewards, outcome_rewards=outcomes)
 
     def _told_by_models(self) -> dict[str, Metric]:
         """Numbers that reward models count themselves, such as how many texts they had to cut."""
@@ -285,16 +322,16 @@ class RewardSuite:
 
     def _call_all(
         self, batch: Batch, on_progress: Callable[[int], None] | None
-    ) -> tuple[list[dict[str, list[Judged]]], dict[int, RewardFailure], dict[str, Metric]]:
+    ) -> tuple[list[dict[str, list[Score]]], dict[int, RewardFailure], dict[str, Metric]]:
         """Every function's scores of every group; for groups with a failure the first one, and counts of what went wrong."""
-        components: list[dict[str, list[Judged]]] = [
+        components: list[dict[str, list[Score]]] = [
             {r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch
         ]
         failures: dict[int, RewardFailure] = {}
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
         calls, done = list(plan_calls(self.rewards, batch)), 0
-        with self._asker.begin(calls, batch) as (ask, forget):
+        with self._caller.begin(calls, batch, self.decode) as (ask, forget):
             for index, call in enumerate(calls):
                 if on_progress is not None and call.reward.scope != "batch" and call.groups[0] > done:
                     done = call.groups[0]
@@ -302,28 +339,17 @@ class RewardSuite:
                 if all(g in failures for g in call.groups):
                     forget(index)
                     continue
-                judgements = [
-                    self._place(answer, batch[g][1][m], m) for (g, m), answer in zip(call.targets, ask(index), strict=True)
-                ]
-                failed[call.reward.name] += any(isinstance(one, BadResult) for one in judgements)
-                for (g, m), judged in zip(call.targets, judgements, strict=True):
-                    if isinstance(judged, BadResult):
-                        failures.setdefault(g, self._admit(_failure(call, batch, g, judged), judged.cause))
+                answers = ask(index)
+                failed[call.reward.name] += any(isinstance(answer, BadResult) for answer in answers)
+                for (g, m), answer in zip(call.targets, answers, strict=True):
+                    if isinstance(answer, BadResult):
+                        failures.setdefault(g, self._admit(_failure(call, batch, g, answer), answer.cause))
                     else:
-                        components[g][call.reward.name][m] = judged
+                        components[g][call.reward.name][m] = answer
         if on_progress is not None:
             for number in range(done + 1, len(batch) + 1):
                 on_progress(number)
         return components, failures, self._counts(failed, self._processes.killed - killed_before)
-
-    def _place(self, answer: Score | BadResult, completion: Completion, member: int) -> Judged | BadResult:
-        """Steps with the tokens that they end with."""
-        if not isinstance(answer, StepRewards):
-            return answer
-        placed = place(answer, completion, self.decode)
-        if isinstance(placed, str):
-            return BadResult("bad_step", f"returned {placed}, for completion {member}")
-        return tuple(placed)
 
     def _counts(self, failed: Counter[str], killed: Counter[str]) -> dict[str, Metric]:
         counts: dict[str, Metric] = {f"calls/killed_{r.name}": Sum(killed[r.name]) for r in self.rewards if r.isolate}
@@ -343,6 +369,21 @@ def _failure(call: Call, batch: Batch, group: int, bad: BadResult) -> RewardFail
     alone = bad.kind in ("not_a_number", "bad_step")  # of one completion, whatever else the call saw
     where = f"reward {call.reward.name!r} on problem {problem_id!r}" if alone else call.where(batch)
     return RewardFailure(call.reward.name, problem_id, bad.kind, f"{where} {bad}")
+
+
+def _has_outcomes(group: Group) -> bool:
+    """Whether some function scored completions as wholes, and not only steps."""
+    return len(group.process) < len(group.weights)
+
+
+def _steps(reward: LoadedReward, completions: Sequence[Completion], scores: Sequence[Score]) -> StepScores:
+    """A function's shaped scores by step. A number among steps is one step, which ends with the completion."""
+    steps = []
+    for score, completion in zip(scores, completions, strict=True):
+        last = len(completion.token_ids) - 1
+        ends = score if isinstance(score, tuple) else tuple((last, r) for r in numbers_of(score) if last >= 0)
+        steps.append(tuple((end, reward.shaper(r)) for end, r in ends))
+    return StepScores(reward.weight, tuple(steps))
 
 
 _ISOLATED = {False: "", "process": ", isolated", "sandbox": ", in a sandbox"}

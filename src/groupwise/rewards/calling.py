@@ -1,0 +1,369 @@
+"""Call reward functions without trusting them: they may raise, hang, or be ``async``.
+
+``plan_calls`` lists a batch's calls, `RewardArguments` what each is given, and `RewardCaller` makes them. Plain functions run in turn;
+one with a time limit has a thread of its own, which is daemonic: one that hangs is left behind, later calls get a new thread, and the
+interpreter can still exit. ``async`` functions run side by side in one event loop for the life of the process, so that a client object
+made at import time keeps its connections from call to call; there a time limit really cancels. Isolated ones run in processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import RewardError
+from groupwise.importing import in_one_line
+from groupwise.rewards.load import LoadedReward
+from groupwise.rewards.processes import ProcessPool
+from groupwise.rewards.scores import BadResult, CallRaised, CallTimedOut, Decode, Score, StepRewards, read_scores, to_token_steps
+from groupwise.types import Completion, Problem, Prompt
+
+__all__ = [
+    "Ask",
+    "Background",
+    "Batch",
+    "Call",
+    "CallRaised",
+    "CallTimedOut",
+    "RewardArguments",
+    "RewardCaller",
+    "call_with_limit",
+    "is_async",
+    "plan_calls",
+    "require_columns",
+]
+
+Batch = Sequence[tuple[Prompt, Sequence[Completion]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one function, and the completions, as (group, completion), that it gives scores to."""
+
+    reward: LoadedReward
+    targets: tuple[tuple[int, int], ...]
+
+    @property
+    def groups(self) -> list[int]:
+        return list(dict.fromkeys(group for group, _ in self.targets))
+
+    def where(self, batch: Batch) -> str:
+        """The subject of a sentence about this call."""
+        if self.reward.scope == "batch":
+            return f"reward {self.reward.name!r} on the batch of {len(self.targets)} completions"
+        group, member = self.targets[0]
+        which = f"completion {member} of " if self.reward.scope == "completion" else ""
+        return f"reward {self.reward.name!r} on {which}problem {batch[group][0].problem.id!r}"
+
+
+def plan_calls(rewards: Sequence[LoadedReward], batch: Batch) -> Iterator[Call]:
+    """Every call that the batch takes: those that see all of it first, then group by group, in the order of ``rewards``."""
+    members = [tuple((g, m) for m in range(len(completions))) for g, (_, completions) in enumerate(batch)]
+    for reward in rewards:
+        if reward.scope == "batch" and batch:
+            yield Call(reward, tuple(target for group in members for target in group))
+    for group in members:
+        for reward in rewards:
+            if reward.scope == "group":
+                yield Call(reward, group)
+            elif reward.scope == "completion":
+                yield from (Call(reward, (target,)) for target in group)
+
+
+@dataclass
+class RewardArguments:
+    """The keyword arguments of reward functions: the data's columns and our own."""
+
+    answer_style: str
+    max_completion_tokens: int | None = None
+    """The run's limit on a completion; None where nobody said, and then it is not offered."""
+
+    def names(self, problem: Problem) -> list[str]:
+        """The keywords that a function may ask for on this problem."""
+        return list(self._keywords([], list(problem.columns)))
+
+    def keywords(self, call: Call, batch: Batch) -> dict[str, Any]:
+        """The call's keywords, as fresh lists with one entry per completion: a function that changes them disturbs no other.
+
+        Our own keywords win over columns of the same name; so ``answer`` is the extracted reference, whatever the row calls so.
+        """
+        columns = dict.fromkeys(name for group in call.groups for name in batch[group][0].problem.columns)
+        for group in call.groups:
+            require_columns(call.reward, self.names(batch[group][0].problem))
+        offered = self._keywords([(g, batch[g][0], batch[g][1][m]) for g, m in call.targets], list(columns))
+        return call.reward.select(offered)
+
+    def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, Any]:
+        offered: dict[str, Any] = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
+        offered |= {
+            "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
+            "completions": [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for _, p, c in chosen],
+            "answer": [p.problem.answer for _, p, _ in chosen],
+            "accepted_answers": [p.problem.accepted for _, p, _ in chosen],
+            "answer_style": [self.answer_style for _ in chosen],
+            "completion_ids": [list(c.token_ids) for _, _, c in chosen],
+            "finish_reason": [c.finish_reason for _, _, c in chosen],
+            "group_index": [g for g, _, _ in chosen],
+        }
+        if self.max_completion_tokens is not None:
+            offered["max_completion_tokens"] = [self.max_completion_tokens for _ in chosen]
+        return offered
+
+
+def require_columns(reward: LoadedReward, offered: Sequence[str]) -> None:
+    """Raise ``RewardError`` where the function needs a keyword that is not among ``offered``."""
+    missing = reward.missing(offered)
+    if missing:
+        raise RewardError(
+            f"reward {reward.name!r} needs {missing[0]!r}, but the data has no such column "
+            f"(offered are {', '.join(sorted(offered))}); give the parameter a default, set it under the function's arguments, "
+            "or use data with that column"
+        )
+
+
+Answers = list[Score | BadResult]
+Ask = Callable[[int], Answers]
+"""A function from a call's index among those planned to its answers, one for each target."""
+
+
+class RewardCaller:
+    """Calls functions and reads their scores. A call that fails gives a ``BadResult`` for each of its completions."""
+
+    def __init__(
+        self, arguments: RewardArguments, timeout_s: float | None, concurrent_calls: int, processes: ProcessPool
+    ) -> None:
+        self.arguments, self.timeout_s = arguments, timeout_s
+        self.concurrent_calls, self.processes = concurrent_calls, processes
+
+    @contextmanager
+    def begin(self, calls: Sequence[Call], batch: Batch, decode: Decode | None) -> Generator[tuple[Ask, Callable[[int], None]]]:
+        """Start the async and isolated calls. Yields two functions of a call's index: ``ask`` returns its answers, and makes a plain
+        call only then; ``forget`` cancels it if it has not begun. Leaving the block cancels all that have not begun.
+        """
+        started: dict[int, Future[object]] = {}
+
+        def invoke(index: int) -> object:
+            return self._invoke(calls[index], self.arguments.keywords(calls[index], batch))
+
+        def ask(index: int) -> Answers:
+            result = started[index].result if index in started else lambda: invoke(index)
+            return _read(calls[index], result, self.timeout_s, batch, decode)
+
+        def forget(index: int) -> None:
+            if index in started:
+                started[index].cancel()
+
+        with (
+            Background(self.concurrent_calls, "async reward") as side_by_side,
+            Background(self.processes.size, "isolated reward") as apart,
+        ):
+            for index, call in enumerate(calls):
+                if call.reward.isolate:
+                    started[index] = apart.submit(lambda index=index: invoke(index))  # type: ignore[misc]
+                elif is_async(call.reward.function):
+                    started[index] = side_by_side.submit(lambda index=index: invoke(index))  # type: ignore[misc]
+            yield ask, forget
+
+    def _invoke(self, call: Call, keywords: Mapping[str, object]) -> object:
+        limit = time_limit(call, self.timeout_s)
+        if call.reward.isolate:
+            return self.processes.call(call.reward.name, keywords, limit)
+        return call_with_limit(call.reward.function, keywords, limit)
+
+
+def time_limit(call: Call, timeout_s: float | None) -> float | None:
+    """Seconds that the call may take: its function's own limit, or the run's.
+
+    Our own functions need none: they bound their own work, and a group of slow comparisons is no reason to stop a run.
+    """
+    if call.reward.timeout_s is not None:
+        return call.reward.timeout_s
+    return None if call.reward.bounded and not call.reward.isolate else timeout_s
+
+
+def _read(
+    call: Call, result: Callable[[], object], timeout_s: float | None, batch: Batch, decode: Decode | None
+) -> list[Score | BadResult]:
+    """The call's scores, with steps in tokens; or, for every completion, what went wrong."""
+    try:
+        scores = read_scores(result(), [member for _, member in call.targets])
+        return [_in_tokens(score, batch[g][1][m], m, decode) for score, (g, m) in zip(scores, call.targets, strict=True)]
+    except CallRaised as raised:
+        bad = BadResult("raised", f"raised {raised}", raised.__cause__)
+    except CallTimedOut as late:
+        limit = time_limit(call, timeout_s)
+        setting = "rewards.timeout_s" if call.reward.timeout_s is None else "its timeout_s"
+        why = f" ({late})" if str(late) else ""
+        bad = BadResult("timed_out", f"did not return within {setting} = {limit:g} seconds{why}", late)
+    except BadResult as wrong:
+        bad = wrong
+    return [bad] * len(call.targets)
+
+
+def _in_tokens(
+    score: float | StepRewards | BadResult | None, completion: Completion, member: int, decode: Decode | None
+) -> Score | BadResult:
+    if not isinstance(score, StepRewards):
+        return score
+    steps = to_token_steps(score, completion, decode)
+    return BadResult("bad_step", f"returned {steps}, for completion {member}") if isinstance(steps, str) else tuple(steps)
+
+
+class Background:
+    """Run calls in at most ``workers`` threads, in the order they were submitted, for the length of a ``with`` block.
+
+    The threads are daemonic: a call that hangs does not keep Python from ending.
+    """
+
+    def __init__(self, workers: int, name: str) -> None:
+        self._workers, self._name = workers, name
+        self._threads = 0
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._waiting: list[Future[Any]] = []
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Queue a call. The future gives its result, or what it raised."""
+        future: Future[Any] = Future()
+        self._waiting.append(future)
+        self._work.put((future, work))
+        if self._threads < self._workers:
+            self._threads += 1
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whatever it is, the waiting thread must hear of it
+                future.set_exception(error)
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancel queued calls; discard the results of running ones."""
+        for future in self._waiting:
+            future.cancel()
+        for _ in range(self._threads):
+            self._work.put(None)
+
+
+def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
+    """``function(**keywords)``, or ``CallRaised`` / ``CallTimedOut``.
+
+    Without a limit a plain function runs in the caller's thread, where code that needs the main thread (signals) works too.
+    """
+    if is_async(function):
+        return _call_async(function, keywords, timeout_s)
+    if timeout_s is None:
+        try:
+            return function(**keywords)
+        except (Exception, SystemExit) as error:
+            raise CallRaised(_told(error)) from error
+    return _call_in_thread(function, keywords, timeout_s)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _call_in_thread(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float) -> Any:
+    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function(**keywords))
+        except BaseException as error:  # whatever it is, the waiting thread must hear of it
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=f"reward {getattr(function, '__name__', 'function')}", daemon=True).start()
+    return _await(outcome, timeout_s)
+
+
+def _call_async(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
+    async def work() -> Any:
+        try:
+            return await function(**keywords)
+        except (Exception, SystemExit) as error:
+            # Wrapped here already: a SystemExit would end the loop, and asyncio passes on a TimeoutError without its traceback.
+            raise CallRaised(_told(error)) from error
+
+    loop = _LOOP.running()
+    outcome = asyncio.run_coroutine_threadsafe(work(), loop)
+    try:
+        return _await(outcome, timeout_s)
+    except CallTimedOut:
+        outcome.cancel()
+        if _LOOP.replace_if_blocked(loop):
+            raise CallTimedOut("some async function held up all others by computing or sleeping without await") from None
+        raise
+
+
+def _await(outcome: concurrent.futures.Future[Any], timeout_s: float | None) -> Any:
+    # wait() and not result(): a function's own TimeoutError (a socket's, say) must not pass for ours.
+    done, _ = concurrent.futures.wait([outcome], timeout=timeout_s)
+    if not done:
+        raise CallTimedOut
+    try:
+        return outcome.result()
+    except CallRaised:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CallRaised(_told(error)) from error
+
+
+def _told(error: BaseException) -> str:
+    """``ValueError: too short (rewards.py, line 12)``: where the user should look first."""
+    told = in_one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    # The frame below our last one is the reward function itself; deeper ones are usually a library's.
+    place = frames[ours[-1] + 1 :] if ours else frames
+    return f"{told} ({Path(place[0].filename).name}, line {place[0].lineno})" if place else told
+
+
+class _BackgroundLoop:
+    """One event loop in one daemon thread, started at the first use and replaced if a coroutine blocks it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True).start()
+            return self._loop
+
+    def replace_if_blocked(self, loop: asyncio.AbstractEventLoop, patience_s: float = 0.5) -> bool:
+        """A coroutine that computes or sleeps without ``await`` cannot be cancelled and would hold up every later call.
+
+        Whether there was one; it may be another than the one that was waited for.
+        """
+        answered = threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        if answered.wait(patience_s):
+            return False
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+        return True
+
+
+_LOOP = _BackgroundLoop()
