@@ -23,8 +23,7 @@ from groupwise.evaluation import (
 from groupwise.evaluation.figures import figures
 from groupwise.evaluation.records import latex_right, make_record
 from groupwise.metrics import wilson_interval
-from groupwise.tracking.judged import comparison_lines, condition_line, condition_lines, judged_tables, legend
-from groupwise.tracking.tables import summary_lines
+from groupwise.tracking.tables import comparison_lines, condition_line, condition_lines, judged_tables, legend, summary_lines
 from groupwise.types import Completion, Problem, Prompt
 
 

@@ -15,10 +15,9 @@ from groupwise.evaluation.records import read_records
 from groupwise.models.folder import check_folder
 from groupwise.planner import find_shape
 from groupwise.tracking.files import json_line, write_json, write_json_lines, write_text
-from groupwise.tracking.journal import ending_of, last_step, steps_in_settings
 from groupwise.tracking.reading import read_run
-from groupwise.tracking.run_folder import RunFolder
-from groupwise.tracking.secrets import hide_secrets
+from groupwise.tracking.run_folder import RunFolder, ending_of, last_step, steps_in_settings
+from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint import read_state, verify_checkpoint
 
 

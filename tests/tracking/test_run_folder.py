@@ -15,7 +15,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision
-from groupwise.tracking.secrets import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
+from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
 def test_it_holds_the_resolved_config_and_the_environment(tmp_path):

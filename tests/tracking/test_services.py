@@ -13,8 +13,8 @@ import pytest
 from groupwise.config import load_config
 from groupwise.errors import ConfigError
 from groupwise.tracking import EVALUATION_METRICS, JsonlTracker, RunFolder, Trackers, describe_metric, make_trackers, services
-from groupwise.tracking.aside import Aside
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
+from groupwise.tracking.services import BackgroundTracker
 from groupwise.training.setup import prepare
 from tests.waiting import comes
 
@@ -113,7 +113,7 @@ def test_a_service_that_cannot_start_is_done_without(tmp_path, monkeypatch, capl
 
 def test_a_service_gone_in_mid_run_is_named_once_and_loses_nothing(tmp_path, caplog):
     sink, folder = Remembering(fails_at=3), RunFolder(tmp_path)
-    aside = Aside(sink, "wandb")
+    aside = BackgroundTracker(sink, "wandb")
     trackers = Trackers([aside, JsonlTracker(folder)])
     for step in range(1, 6):
         trackers.step(step, {"reward/mean": 1.0})
@@ -129,7 +129,7 @@ def test_a_service_gone_in_mid_run_is_named_once_and_loses_nothing(tmp_path, cap
 
 
 def test_a_service_that_fails_at_the_very_end_is_named_too(caplog):
-    trackers = Trackers([Aside(Remembering(fails_at=1), "trackio")])
+    trackers = Trackers([BackgroundTracker(Remembering(fails_at=1), "trackio")])
     trackers.step(1, {})
     trackers.close()
     assert "trackio failed (ConnectionError: service down)" in caplog.text
@@ -138,7 +138,7 @@ def test_a_service_that_fails_at_the_very_end_is_named_too(caplog):
 def test_a_slow_service_holds_no_step_up_and_gets_everything():
     """It takes nothing until all ten steps are done."""
     sink = Remembering()
-    trackers = Trackers([Aside(sink, "wandb", farewell_s=120)])
+    trackers = Trackers([BackgroundTracker(sink, "wandb", close_limit_s=120)])
     trackers.evaluation(Judged("base"))
     for step in range(10):
         trackers.step(step, {"reward/mean": step})
@@ -150,7 +150,7 @@ def test_a_slow_service_holds_no_step_up_and_gets_everything():
 
 def test_a_service_that_hangs_is_given_up_and_not_waited_for(caplog, monkeypatch):
     sink = Remembering()
-    aside = Aside(sink, "wandb", patience_s=0.05)
+    aside = BackgroundTracker(sink, "wandb", call_limit_s=0.05)
     monkeypatch.setattr(aside.thread, "join", lambda *limit: pytest.fail("waited for"))
     trackers = Trackers([aside])
     trackers.evaluation(Judged("base"))
@@ -167,7 +167,7 @@ def test_a_service_that_hangs_is_given_up_and_not_waited_for(caplog, monkeypatch
 
 def test_a_service_that_hangs_at_the_end_is_waited_for_as_long_as_said(caplog):
     sink = Remembering()
-    trackers = Trackers([Aside(sink, "wandb", farewell_s=0.1)])
+    trackers = Trackers([BackgroundTracker(sink, "wandb", close_limit_s=0.1)])
     trackers.evaluation(Judged("base"))
     trackers.close()
     assert "it had not taken everything after 0.1 s" in caplog.text

@@ -146,7 +146,7 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
     from groupwise.cli.models import fetch_model
     from groupwise.evaluation.models import evaluate_model
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
-    from groupwise.tracking.judged import short_name
+    from groupwise.tracking.tables import short_name
     from groupwise.tracking.text import harmless
     from groupwise.training.short_memory import explain_short_memory
 
@@ -177,7 +177,7 @@ def _as_json(judged: Sequence[Judged], comparisons: list[dict[str, Any]], data: 
 
 
 def _print(judged: Sequence[Judged], comparisons: Sequence[dict[str, Any]], out: Console) -> None:
-    from groupwise.tracking.judged import comparison_lines, condition_lines, judged_tables, legend
+    from groupwise.tracking.tables import comparison_lines, condition_lines, judged_tables, legend
     from groupwise.tracking.text import harmless
 
     rows = [(model, e.to_summary()) for model, evaluations in judged for e in evaluations]

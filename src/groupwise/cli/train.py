@@ -139,7 +139,7 @@ def _dry_run(config: Config, as_json: bool, num_processes: int, everything: bool
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:
-    from groupwise.tracking.secrets import hide_secrets
+    from groupwise.tracking.text import hide_secrets
 
     first = prepared.train_prompts[0]
     return {

@@ -11,8 +11,8 @@ from groupwise.evaluation.comparing import crosstab, first_samples
 from groupwise.evaluation.figures import share
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.packing import pack_json
-from groupwise.tracking.judged import condition_line
 from groupwise.tracking.reading import EvaluationRecords, RunRecord
+from groupwise.tracking.tables import condition_line
 
 __all__ = ["asked", "comparisons", "evaluation_curves", "evaluation_rows", "held_out"]
 

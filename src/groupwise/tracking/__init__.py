@@ -13,9 +13,8 @@ from rich.console import Console
 
 from groupwise.config.schema import Config
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages, Tracker
-from groupwise.tracking.console import ConsoleTracker
+from groupwise.tracking.console import ConsoleTracker, Phase
 from groupwise.tracking.jsonl import JsonlTracker
-from groupwise.tracking.live import Phase
 from groupwise.tracking.metric_table import EVALUATION_METRICS, METRICS, describe_metric
 from groupwise.tracking.reading import answer_style
 from groupwise.tracking.run_folder import RunFolder

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from groupwise.models.native.build import kernels
-from groupwise.tracking.secrets import hide_secrets_in_command
+from groupwise.tracking.text import hide_secrets_in_command
 
 __all__ = ["code_revision", "describe_environment", "installed_version"]
 

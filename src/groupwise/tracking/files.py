@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.tracking.secrets import hide_environment_secrets, hide_shaped_secrets
+from groupwise.tracking.text import hide_environment_secrets, hide_shaped_secrets
 
 __all__ = ["LineFile", "json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
 

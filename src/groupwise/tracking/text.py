@@ -1,14 +1,148 @@
-"""Showing text that a model or a data set wrote, in a terminal that would obey it."""
+"""Text that may be shown and written: without secrets, and without characters that a terminal would obey.
+
+What is named or shaped like a credential is written nowhere: settings, the command, and records are searched on their way to a file. By
+name (``api_key``, ``WANDB_API_KEY``, ``Authorization``), by shape (``hf_...``, ``Bearer ...``), by place (a login or ``?token=`` in a
+URL), and by what environment variables with such names hold. Patterns find what they know: a key should still come from the
+environment, where a function reads it by itself, and not from the settings.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 
-from groupwise.tracking.secrets import hide_secrets_in_message, hide_secrets_in_text
+__all__ = [
+    "HIDDEN",
+    "harmless",
+    "hide_environment_secrets",
+    "hide_secrets",
+    "hide_secrets_in_command",
+    "hide_secrets_in_message",
+    "hide_secrets_in_text",
+    "hide_shaped_secrets",
+    "message",
+    "visible",
+    "visible_character",
+]
 
-__all__ = ["harmless", "message", "visible", "visible_character"]
+HIDDEN = "<hidden>"
+_OWNERS = (
+    "api|access|secret|private|auth|account|subscription|service|master|signing|ssh|encryption|"
+    "openai|anthropic|azure|gemini|google|mistral|cohere|together|groq|deepseek|openrouter|fireworks|replicate|wandb|hf|huggingface"
+)
+_NAME = (
+    rf"(?:(?:{_OWNERS})[_-]?keys?|auth|authorization|bearer|token|(?:api|auth|access|hf|hub)[_-]?tokens|secrets?|passwords?|passwd|"
+    r"pwd|pat|jwt|dsn|passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
+)
+SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$|(?:^|\.)key$")
+"""As a whole, or as the last words of a name: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A ``key`` alone is
+one too, and ``answer_key`` is none."""
+_LONGEST_NAME = 120
+_NO_SECRETS = ("PWD", "OLDPWD")
+"""Of the environment: the working directory."""
+
+# Each pattern takes time in proportion to the text, whatever stands in it: a completion may hold anything. So no part may be tried twice
+# over the same characters: a part ends where the next one begins (`++`, `*+`: what was taken is not given back), or has a longest length.
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[prs]k_(?:live|test)_[A-Za-z0-9]{10,}|npm_[A-Za-z0-9]{16,}|ya29\.[\w-]{16,}|"
+    r"pypi-[\w-]{16,}|dckr_pat_[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
+    r"AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}|(?:gsk|r8)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|pplx-[\w-]{16,})"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|$)",
+    re.DOTALL,
+)
+JWT = re.compile(r"(?<![\w-])(?=[\w-]*+\.eyJ[\w-]{4,}+\.[\w-])([\w-]*?\b)eyJ[\w-]{8,}+\.eyJ[\w-]++\.[\w-]++")
+AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s{1,20}+[\w.~+/=-]{8,}")
+URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+URL_SECRET = re.compile(
+    r"(?i)([?&](?=[^?=&#\s]*+=[^&#\s\"'\]},])[^?=&#\s]*?(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^?=&#\s]*+=)"
+    r"[^&#\s\"'\]},]++"
+)
+HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
+PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+[:=])\s*+""")
+PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
+"""``api_key: abc`` inside a word of the command, as in YAML."""
+
+
+@functools.lru_cache(maxsize=4096)  # every record of a run has the same names, and is asked about the same environment
+def is_secret(name: str) -> bool:
+    """Whether what bears this name is a credential."""
+    return SECRET_NAME.search(name[-_LONGEST_NAME:]) is not None
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth. Numbers stay."""
+    if isinstance(value, Mapping):
+        inherited = name if is_secret(name) else None
+        return {key: hide_secrets(item, inherited or str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide_secrets(item, name) for item in value]
+    if isinstance(value, str):
+        return HIDDEN if is_secret(name) else hide_secrets_in_text(value)
+    return value
+
+
+def hide_secrets_in_text(text: str) -> str:
+    """``text`` without what is shaped like a credential, stands where one does in a URL, or is one of the environment's."""
+    return hide_environment_secrets(hide_shaped_secrets(text))
+
+
+def hide_shaped_secrets(text: str) -> str:
+    """``text`` without what is shaped like a credential, or stands where one does in a URL; quick enough for every completion."""
+    text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", JWT.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text)))
+    if "://" not in text:
+        return text
+    return HOOK.sub(rf"\1{HIDDEN}", URL_SECRET.sub(rf"\1{HIDDEN}", URL_LOGIN.sub(f"{HIDDEN}@", text)))
+
+
+def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
+    """``text`` without what stands in environment variables that are named like credentials, such as ``HF_TOKEN``.
+
+    ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
+    """
+    for name in [name for name in os.environ if is_secret(name) and name not in _NO_SECRETS]:
+        value = os.environ.get(name, "")
+        if len(value) >= 8 and not value.isalpha() and written(value) in text:
+            text = text.replace(written(value), HIDDEN)
+    return text
+
+
+def hide_secrets_in_command(words: Sequence[str]) -> list[str]:
+    """A command line with its secrets hidden: ``key=value``, ``--key=value``, ``--key value``, and pairs inside a word, as in YAML."""
+    shown: list[str] = []
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        before = words[i - 1] if i else ""
+        if equals and "://" not in name:
+            shown.append(f"{name}={_without_pairs(hide_secrets(value, name))}")
+        elif before.startswith("-") and "=" not in before and not word.startswith("-"):
+            shown.append(_without_pairs(hide_secrets(word, before)))
+        else:
+            shown.append(_without_pairs(hide_secrets(word)))
+    return shown
+
+
+def hide_secrets_in_message(text: str) -> str:
+    """A sentence that may quote settings, as in ``{'api_key': 'abc'}`` or ``judge.password=abc``. ``token:`` is a word."""
+    return _without_pairs(hide_secrets_in_text(text), quoted=True)
+
+
+def _without_pairs(word: str, quoted: bool = False) -> str:
+    """With ``quoted``: only those pairs whose name stands in quotes, or before ``=``; but for ``key=value``, as help has it."""
+    shown, done = [], 0
+    for found in PAIR_NAME.finditer(word):
+        meant = found[2][0] in "\"'" or (found[2] == "=" and found[1] != "key") if quoted else True
+        value = PAIR_VALUE.match(word, found.end()) if meant and found.start() >= done and is_secret(found[1]) else None
+        if value and not value[0].startswith(("<", "{", "[")):
+            shown += [word[done : found.end()], HIDDEN]
+            done = value.end()
+    return "".join([*shown, word[done:]])
+
 
 KEPT_FORMAT_CHARACTERS = "\u200c\u200d"
 """Joiners that some scripts and emoji need; every other invisible character is shown as an escape."""

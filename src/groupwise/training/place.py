@@ -13,7 +13,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import ConsoleTracker, RunFolder, Trackers
-from groupwise.tracking.journal import cut_back, ending_of, set_ending_aside
+from groupwise.tracking.run_folder import cut_back, ending_of, set_ending_aside
 from groupwise.training.checkpoint import MODEL, latest_checkpoint, read_state
 from groupwise.training.resume import check_drift, continue_in, earlier_evaluations, folder_of, unfinished_note
 from groupwise.training.setup import Prepared

@@ -15,7 +15,7 @@ from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
 from groupwise.tracking.run_folder import base_name
-from groupwise.tracking.secrets import hide_secrets
+from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint import latest_checkpoint, newest_sound_checkpoint, set_damaged_aside
 from groupwise.training.setup import Prepared
 
