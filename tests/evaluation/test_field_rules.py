@@ -7,7 +7,7 @@ import re
 import pytest
 
 from groupwise.data.answers import grade
-from groupwise.evaluation.field_rules import INVALID, flexible_extract, matches, strict_match
+from groupwise.evaluation.records import INVALID, flexible_extract, matches, strict_match
 
 CASES = [
     # text, strict-match, flexible-extract

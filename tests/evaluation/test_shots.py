@@ -8,7 +8,7 @@ from groupwise.config.schema import Config
 from groupwise.data.prompts import render, worked_completion
 from groupwise.data.sources import load_held_out, load_problems, question_key
 from groupwise.errors import DataError
-from groupwise.evaluation.shots import choose_shots, with_shots
+from groupwise.evaluation.judging import choose_shots, with_shots
 
 
 def config(shots, **data):

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from groupwise.evaluation.statistics import (
+from groupwise.evaluation.figures import (
     clustered_interval,
     holm,
     majority_at_k,

@@ -238,8 +238,7 @@ def hacking(run: RunRecord) -> Evidence | None:
 
 
 def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
-    from groupwise.evaluation.comparing import first_samples
-    from groupwise.evaluation.statistics import mcnemar_p_value
+    from groupwise.evaluation.figures import first_samples, mcnemar_p_value
 
     modes = list(dict.fromkeys(e.mode for e in run.evaluations))
     for mode in modes:

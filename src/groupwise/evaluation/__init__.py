@@ -1,9 +1,10 @@
 """Judging models: figures with intervals, and what the difference between two of them is worth."""
 
-from groupwise.evaluation.comparing import paired_comparison
+from groupwise.evaluation.figures import mcnemar_p_value, paired_comparison, pass_at_k
 from groupwise.evaluation.judging import (
     Evaluation,
     EvaluationMode,
+    build_summary,
     conditions,
     evaluate,
     evaluate_stage,
@@ -12,8 +13,6 @@ from groupwise.evaluation.judging import (
 )
 from groupwise.evaluation.models import compare_models, evaluate_model, rescore, write_records
 from groupwise.evaluation.records import is_well_formed
-from groupwise.evaluation.statistics import mcnemar_p_value, pass_at_k
-from groupwise.evaluation.summary import build_summary
 
 __all__ = [
     "Evaluation",

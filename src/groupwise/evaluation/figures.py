@@ -1,16 +1,40 @@
-"""From records to figures: every share with its interval, counted problem by problem."""
+"""From records to figures: shares with intervals, pass@k and majority@k, and comparisons of two evaluations with p-values.
+
+Plain arithmetic, exact where it can be. Suffixes name axes: P problem, S sample of that problem.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from groupwise.errors import DataError
 from groupwise.evaluation.records import vote
-from groupwise.evaluation.statistics import clustered_interval, majority_at_k, pass_at_k
+from groupwise.metrics import wilson_interval
 
-__all__ = ["by_problem", "figures", "share", "shares_by_problem"]
+__all__ = [
+    "by_problem",
+    "clustered_interval",
+    "crosstab",
+    "figures",
+    "first_samples",
+    "holm",
+    "majority_at_k",
+    "mcnemar_p_value",
+    "paired_comparison",
+    "paired_interval",
+    "pass_at_k",
+    "share",
+    "shares_by_problem",
+    "sign_flip_p_value",
+]
 
 Record = Mapping[str, Any]
 VERDICTS = ("strict", "lenient", "latex", "field_strict", "field_flexible")
@@ -91,3 +115,204 @@ def passed(samples_of_one: Sequence[Record], k: int) -> float:
 
 def voted(samples_of_one: Sequence[Record], k: int) -> float:
     return majority_at_k([vote(r) for r in samples_of_one], [bool(r["strict"]) for r in samples_of_one], k)
+
+
+def paired_comparison(
+    before_records: Sequence[Record], after_records: Sequence[Record], *, key: str = "strict"
+) -> dict[str, Any]:
+    """What became of each problem between two evaluations of the same problems, with an exact p-value.
+
+    With one sample of each problem: how many were fixed, broken, stayed right and stayed wrong, and the exact McNemar test. With
+    several: how many problems got better and worse, and the exact paired permutation test, which exchanges the two models' results
+    problem by problem. ``difference`` is after minus before, as a share, with a 95% interval in which problems are the unit.
+
+    Problems with a completion that could not be checked (a verdict of ``None``) are left out.
+
+    A paired test sees more than two overlapping intervals do: problems that stayed right or wrong cancel out.
+
+    Raises:
+        DataError: the two do not judge the same problems in the same order, or sampled them a different number of times.
+    """
+    before, after = by_problem(before_records), by_problem(after_records)
+    check_pairs(before, after)
+    names = [name for name in before if all(record[key] is not None for record in (*before[name], *after[name]))]
+    if not names:
+        raise DataError(
+            "math-verify gave no verdict on any problem that two evaluations share: check that it is installed and starts"
+        )
+    rights = [(count_right(before[name], key), count_right(after[name], key)) for name in names]
+    samples = len(next(iter(before.values())))
+    differences = [b - a for a, b in rights]
+    common: dict[str, Any] = {
+        "n": len(rights),
+        "samples": samples,
+        "difference": math.fsum(differences) / samples / len(rights),
+        "difference_interval": list(paired_interval([d / samples for d in differences])),
+    }
+    if samples > 1:
+        better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+        p_value = sign_flip_p_value(differences)
+        return {**common, "better": better, "worse": worse, "p_value": p_value, "test": "exact paired permutation test"}
+    return {**common, **crosstab(rights), "test": "exact McNemar test"}
+
+
+def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """How many problems were fixed, broken, right twice and wrong twice, of verdicts (before, after), and McNemar's exact p-value."""
+    fixed, broken = pairs.count((0, 1)), pairs.count((1, 0))
+    return {
+        "fixed": fixed,
+        "broken": broken,
+        "both_right": pairs.count((1, 1)),
+        "both_wrong": pairs.count((0, 0)),
+        "p_value": mcnemar_p_value(broken, fixed),
+    }
+
+
+def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:
+    """For each problem that both judge, its verdict before and after, by the first sample of each: further samples of a problem
+    are no pairs of their own."""
+    first, then = ({record["problem"]: bool(record[key]) for record in reversed(records)} for records in (before, after))
+    return [(first[problem], then[problem]) for problem in dict.fromkeys(r["problem"] for r in after) if problem in first]
+
+
+def count_right(samples_of_one: Sequence[Record], key: str) -> int:
+    return sum(bool(record[key]) for record in samples_of_one)
+
+
+def check_pairs(before: Mapping[str, Sequence[Record]], after: Mapping[str, Sequence[Record]]) -> None:
+    if not before or list(before) != list(after):
+        raise DataError(
+            f"two evaluations of {len(before)} and {len(after)} problems do not judge the same ones in the same order, which a "
+            "comparison pair by pair needs: evaluate both with the same data settings"
+        )
+    counts = {len(samples) for samples in (*before.values(), *after.values())}
+    if len(counts) > 1:
+        raise DataError(
+            f"two evaluations have {' and '.join(str(c) for c in sorted(counts))} samples of a problem, and a comparison pair by "
+            "pair needs as many of each: evaluate both with the same evaluation.samples"
+        )
+    for name in before:
+        if before[name][0].get("expected") != after[name][0].get("expected"):
+            raise DataError(f"problem {name} has two different reference answers: the two evaluations are of different data")
+
+
+Z = 1.959963984540054
+"""Of a 95% interval of the normal distribution."""
+MOST_SUBSETS = 2000
+"""Up to so many subsets of samples are voted on one by one; beyond, so many are drawn."""
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Chance that at least one of k samples is right, estimated without bias from ``samples`` of which ``right`` were right.
+
+    1 - C(n - c, k) / C(n, k); M. Chen et al. (2021), "Evaluating Large Language Models Trained on Code", eq. 1. The plain
+    1 - (1 - c/n)^k is biased: it draws with replacement.
+    """
+    assert 1 <= k <= samples, f"pass@{k} cannot be estimated from {samples} samples"
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority_at_k(answers_S: Sequence[Hashable | None], right_S: Sequence[bool], k: int) -> float:
+    """Chance that the commonest answer among k of the samples is right, over all ways to choose k of them.
+
+    Answers that are equal vote together; ``None`` is a sample without an answer, and does not vote. Answers that share the lead win
+    with equal chances. X. Wang et al. (2022), "Self-Consistency Improves Chain of Thought Reasoning". Where there are more than
+    2,000 subsets, 2,000 are drawn, the same ones each time.
+    """
+    n = len(answers_S)
+    assert 1 <= k <= n, f"majority@{k} cannot be estimated from {n} samples"
+    subsets: Iterable[Sequence[int]]
+    if math.comb(n, k) <= MOST_SUBSETS:
+        subsets = combinations(range(n), k)
+    else:
+        draw = random.Random(0)
+        subsets = [draw.sample(range(n), k) for _ in range(MOST_SUBSETS)]
+    votes = [_majority(answers_S, right_S, subset) for subset in subsets]
+    return math.fsum(votes) / len(votes)
+
+
+def _majority(answers_S: Sequence[Hashable | None], right_S: Sequence[bool], subset: Sequence[int]) -> float:
+    votes = Counter(answers_S[i] for i in subset if answers_S[i] is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leaders = {answer for answer, count in votes.items() if count == most}
+    right = {answers_S[i] for i in subset if right_S[i]}
+    return len(leaders & right) / len(leaders)
+
+
+def clustered_interval(scores_P: Sequence[float], samples: int = 1) -> tuple[float, float]:
+    """95% interval of the mean of ``scores_P``, each a problem's own score from 0 to 1 (its share of right samples, its pass@k).
+
+    Several samples of one problem are no independent evidence about other problems, so the problems are the unit: Wilson's
+    interval with the effective number of trials p (1 - p) / (s^2 / P), s the standard deviation between problems. That number
+    lies between P (samples of a problem agree) and P x ``samples`` (problems do not differ); with one sample each it is P, and the
+    interval is Wilson's. L. Kish (1965), "Survey Sampling", for the effective size; E. Miller (2024), "Adding Error Bars to
+    Evals", for problems as clusters.
+    """
+    problems = len(scores_P)
+    if problems == 0:
+        return (0.0, 1.0)
+    mean = math.fsum(scores_P) / problems
+    trials = float(problems)
+    if samples > 1 and problems > 1 and 0 < mean < 1:
+        variance = math.fsum((score - mean) ** 2 for score in scores_P) / (problems - 1)
+        most = float(problems * samples)
+        trials = min(most, max(trials, problems * mean * (1 - mean) / variance)) if variance > 0 else most
+    low, high = wilson_interval(mean * trials, trials)
+    return (0.0 if mean == 0 else low, 1.0 if mean == 1 else high)
+
+
+def mcnemar_p_value(broken: int, fixed: int) -> float:
+    """Two-sided exact McNemar test: the chance of a split at least this uneven if each change fell either way with 1/2.
+
+    Q. McNemar (1947), "Note on the sampling error of the difference between correlated proportions or percentages".
+    """
+    changed = broken + fixed
+    tail = sum(math.comb(changed, i) for i in range(min(broken, fixed) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def sign_flip_p_value(differences_P: Sequence[int]) -> float:
+    """Two-sided exact paired permutation test: the chance of a total at least this far from 0 if, problem by problem, the two
+    models' results were exchanged with 1/2.
+
+    ``differences_P`` are counts of right samples, one model's minus the other's. All 2^P exchanges are counted, by adding up
+    the distribution of the total one problem at a time. With differences of 1 and -1 this is the exact McNemar test.
+    R. A. Fisher (1935), "The Design of Experiments", section 21.
+    """
+    moved = [abs(d) for d in differences_P if d]
+    reach = sum(moved)
+    chances: NDArray[np.float64] = np.zeros(2 * reach + 1)  # of the totals -reach .. reach
+    chances[reach] = 1.0
+    for size in moved:
+        up, down = np.zeros_like(chances), np.zeros_like(chances)
+        up[size:], down[:-size] = chances[:-size], chances[size:]
+        chances = (up + down) / 2
+    total = abs(sum(differences_P))
+    return min(1.0, float(chances[reach + total :].sum() * (2 if total else 1) + (chances[:reach].sum() if not total else 0.0)))
+
+
+def paired_interval(differences_P: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of ``differences_P``, each a problem's own difference between two models, from -1 to 1.
+
+    The normal interval after two problems are added, of differences 1 and -1: with single samples this is the interval of D. G.
+    Bonett and R. M. Price (2012), "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
+    data". Without them, twelve problems on which two models agree would prove that they always do.
+    """
+    problems = len(differences_P) + 2
+    mean = math.fsum(differences_P) / problems
+    variance = (math.fsum(d * d for d in differences_P) + 2) / problems - mean * mean
+    half = Z * math.sqrt(variance / problems)
+    return max(-1.0, mean - half), min(1.0, mean + half)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for being several, so that the chance of any false finding stays at the level: S. Holm (1979)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = highest
+    return adjusted

@@ -1,27 +1,32 @@
-"""Judging a policy on held-out problems: accuracy with intervals, the same way at every stage of a run."""
+"""Judge a policy on held-out problems, the same way at every stage of a run: prompts with worked examples, figures, ``summary.json``."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.latex import renew_budget
-from groupwise.data.sources import held_out_from
+from groupwise.data.prompts import worked_completion
+from groupwise.data.sources import held_out_from, load_problems, question_key
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError, DataError
-from groupwise.evaluation.figures import figures
+from groupwise.evaluation.figures import figures, paired_comparison
 from groupwise.evaluation.records import further_verdicts, make_record, references_of
 from groupwise.tracking import Trackers
-from groupwise.types import Problem, Prompt
+from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
     "Evaluation",
     "EvaluationMode",
+    "build_summary",
+    "choose_shots",
     "conditions",
     "evaluate",
     "evaluate_stage",
@@ -29,7 +34,60 @@ __all__ = [
     "held_out_prompts",
     "prompt_format",
     "sampling_settings",
+    "with_shots",
 ]
+
+
+def with_shots(problems: Sequence[Problem], config: Config, style: AnswerStyle) -> list[Problem]:
+    """``problems`` with the same ``config.evaluation.shots`` worked examples before each question; unchanged at 0.
+
+    Raises:
+        DataError: the training problems, which the examples come from, are too few or cannot be read.
+    """
+    if config.evaluation.shots == 0:
+        return list(problems)
+    turns: list[Message] = []
+    for shot in choose_shots(config, problems):
+        turns += _conversation(shot)
+        turns.append({"role": "assistant", "content": worked_completion(shot, style)})
+    return [replace(problem, question=_after(turns, problem)) for problem in problems]
+
+
+def choose_shots(config: Config, judged: Sequence[Problem]) -> list[Problem]:
+    """Training problems in an order that depends on ``evaluation.seed`` and the questions alone; none that is itself judged."""
+    wanted = config.evaluation.shots
+    taken = {question_key(problem) for problem in judged}
+    try:
+        offered = load_problems(config.data).train
+    except DataError as error:
+        raise DataError(
+            f"evaluation.shots is {wanted}, but there are no training problems to take worked examples from ({error}): name them "
+            "with data.source and data.split, or set shots to 0"
+        ) from error
+    kept = [p for p in offered if question_key(p) not in taken]
+    if len(kept) < wanted:
+        raise DataError(
+            f"evaluation.shots is {wanted}, but only {len(kept)} training problems of {config.data.source!r} are not judged "
+            "themselves: name others with data.source, or lower shots"
+        )
+    return sorted(kept, key=lambda problem: _rank(problem, config.evaluation.seed))[:wanted]
+
+
+def _rank(problem: Problem, seed: int) -> bytes:
+    return hashlib.blake2b(f"shots/{seed}/{question_key(problem)}".encode(), digest_size=16).digest()
+
+
+def _conversation(problem: Problem) -> list[Message]:
+    question = problem.question
+    return [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+
+
+def _after(turns: Sequence[Message], problem: Problem) -> tuple[Message, ...]:
+    """The examples, then the problem's own turns; a system turn of its own stays first."""
+    own = _conversation(problem)
+    system = [turn for turn in own[:1] if turn["role"] == "system"]
+    return (*system, *turns, *own[len(system) :])
+
 
 logger = logging.getLogger("groupwise")
 
@@ -274,3 +332,65 @@ def held_out_prompts(
     if too_long:
         logger.warning("%d of %d held-out problems were dropped: their prompts are too long", too_long, len(prompts))
     return kept
+
+
+STAGES = ("base", "warm_start", "final")
+"""The stages that ``summary.json`` lists by themselves; evaluations in mid-run have names of their own, such as ``step-40``."""
+
+
+def build_summary(
+    evaluations: Sequence[Evaluation],
+    seconds: float,
+    config: Config,
+    *,
+    recipe: str | None = None,
+    style: AnswerStyle | None = None,
+    folder: str | Path | None = None,
+    final_model: str | Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``summary.json`` holds.
+
+    ``evaluations`` has one entry for each of base, warm_start and final, in the headline mode (the first of
+    ``config.evaluation.modes``); the other mode's are in ``greedy_evaluations`` (or ``sampled_evaluations``), and those taken in
+    mid-run in ``training_evaluations``. ``comparison`` is what training changed problem by problem, from the warm start (or the
+    base, without one) to the final model. ``seconds`` is the whole run's.
+    """
+    from groupwise.tracking.environment import code_revision, installed_version
+
+    mode = config.evaluation.modes[0]
+    other: EvaluationMode = "greedy" if mode == "sampled" else "sampled"
+    headline = by_stage(evaluations, mode)
+    return {
+        "evaluations": [result.to_summary() for result in headline.values()],
+        f"{other}_evaluations": [result.to_summary() for result in by_stage(evaluations, other).values()],
+        "training_evaluations": [result.to_summary() for result in evaluations if result.stage not in STAGES],
+        "comparison": training_effect(headline),
+        "seconds": round(seconds, 3),
+        "seed": config.training.seed,
+        "model": config.model.name,
+        "task": config.data.source,
+        "format": style,
+        "temperature": config.evaluation.temperature,
+        "max_completion_tokens": sampling_settings(config, mode).max_tokens,
+        "recipe": recipe,
+        "version": installed_version("groupwise"),
+        "code": code_revision(),
+        "folder": None if folder is None else str(folder),
+        "final_model": None if final_model is None else str(final_model),
+        **(extra or {}),
+    }
+
+
+def by_stage(evaluations: Sequence[Evaluation], mode: str) -> dict[str, Evaluation]:
+    """The named stages in their order; of several evaluations of one stage, the latest."""
+    latest = {result.stage: result for result in evaluations if result.mode == mode}
+    return {stage: latest[stage] for stage in STAGES if stage in latest}
+
+
+def training_effect(headline: Mapping[str, Evaluation]) -> dict[str, Any] | None:
+    before = headline.get("warm_start") or headline.get("base")
+    after = headline.get("final")
+    if before is None or after is None:
+        return None
+    return {"before": before.stage, "after": after.stage, **paired_comparison(before.records, after.records)}

@@ -10,11 +10,9 @@ from typing import Any
 from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.errors import DataError
-from groupwise.evaluation.comparing import paired_comparison
-from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts
+from groupwise.evaluation.figures import holm, paired_comparison
+from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
 from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
-from groupwise.evaluation.shots import with_shots
-from groupwise.evaluation.statistics import holm
 from groupwise.tracking import Trackers
 from groupwise.tracking.files import json_line, write_bytes
 

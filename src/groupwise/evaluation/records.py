@@ -1,35 +1,36 @@
-"""One completion as it was judged: the record that every figure is counted from, and the file that keeps them."""
+"""One completion as it was judged: the record that every figure is counted from, and the file that keeps them.
+
+``further_verdicts`` also judges by the field's usual reading of GSM8K answers, rule for rule, so that figures can be laid beside
+published ones: the two filters and the comparison of the task ``gsm8k`` (version 3.0) of EleutherAI's lm-evaluation-harness. They read
+``#### 1.`` and ``$5`` as its authors do, and miss ``<answer>`` and fractions as they do.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.data.answers import (
-    PLACES,
-    AnswerStyle,
-    answers_equal,
-    extract_answer,
-    extract_final_formula,
-    grade,
-    numeric_value,
-)
+from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, extract_answer, extract_final_formula, grade, numeric_value
 from groupwise.errors import DataError, UncheckedAnswerError
-from groupwise.evaluation.field_rules import flexible_extract, matches, strict_match
 from groupwise.rewards.functions import boxed_format, strict_xml
 from groupwise.types import Completion, Prompt
 
 __all__ = [
     "CONDITIONS",
+    "INVALID",
+    "flexible_extract",
     "further_verdicts",
     "is_well_formed",
     "judge_again",
     "latex_right",
     "make_record",
+    "matches",
     "read_records",
     "references_of",
+    "strict_match",
     "vote",
 ]
 
@@ -160,3 +161,37 @@ def _missing(record: Any) -> Iterable[str]:
         return NEEDED
     texts = ("problem", "expected", "response")
     return [key for key in NEEDED if key not in record] or [key for key in texts if not isinstance(record[key], str)]
+
+
+INVALID = "[invalid]"
+"""What both filters give where they find nothing."""
+STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+IGNORED = tuple(re.compile(pattern) for pattern in (r",", r"\$", r"(?s).*#### ", r"\.$"))
+"""Taken out of answer and reference before they are compared, in this order."""
+
+
+def strict_match(text: str) -> str:
+    """Filter ``strict-match``: the number after the *first* ``#### `` (with its one space), as it is written there."""
+    found = STRICT.findall(text)
+    return found[0].strip() if found else INVALID
+
+
+def flexible_extract(text: str) -> str:
+    """Filter ``flexible-extract``: the last number, or the last run of at least two of ``$``, digits, ``.`` and ``,``."""
+    found = FLEXIBLE.findall(text)
+    if not found:
+        return INVALID
+    long, short = found[-1]
+    return (long or short).strip()
+
+
+def matches(answer: str, reference: str) -> bool:
+    """Metric ``exact_match`` of that task: equal as text, commas, ``$``, all up to ``#### ``, and a last full stop aside."""
+    return _bare(answer) == _bare(reference)
+
+
+def _bare(text: str) -> str:
+    for pattern in IGNORED:
+        text = pattern.sub("", text)
+    return text.lower()

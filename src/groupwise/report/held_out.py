@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from groupwise.data.prompts import resolve_system
-from groupwise.evaluation.comparing import crosstab, first_samples
-from groupwise.evaluation.figures import share
+from groupwise.evaluation.figures import crosstab, first_samples, share
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.packing import pack_json
 from groupwise.tracking.reading import EvaluationRecords, RunRecord

@@ -22,7 +22,7 @@ from groupwise.distributed import world_size
 from groupwise.engines import check_engine
 from groupwise.engines.vllm.opening import check_vllm
 from groupwise.errors import ConfigError
-from groupwise.evaluation.shots import with_shots
+from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
 from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.reward_model import RewardModel
