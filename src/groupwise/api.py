@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from groupwise.doctor import Finding
     from groupwise.evaluation import Evaluation
     from groupwise.planner import Plan
-    from groupwise.report.write import ReportFile
+    from groupwise.report import ReportFile
     from groupwise.rewards.load import Rewards
     from groupwise.tracking.results import RunResult
     from groupwise.training.run import StepReport

@@ -14,10 +14,9 @@ from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
 
 from groupwise.errors import ConfigError
 from groupwise.report import write_report
-from groupwise.report.comparing import differences, flat
 from groupwise.report.curves import bands, quantile, taken, thin
-from groupwise.report.packing import pack_columns, script_json
-from groupwise.report.page import SCRIPTS, content_policy, script, style
+from groupwise.report.page import SCRIPTS, content_policy, pack_columns, script, script_json, style
+from groupwise.report.payload import differences, flat
 from groupwise.report.transcripts import COLUMNS, around_questions
 from groupwise.tracking.reading import read_run
 

@@ -37,7 +37,7 @@ from groupwise.data.sources import load_problems
 from groupwise.doctor import diagnose_settings
 from groupwise.errors import AnswerError, ConfigError, DataError, GroupwiseError
 from groupwise.planner import HARDWARE, make_plan
-from groupwise.report.write import write_report
+from groupwise.report import write_report
 from tests.survival.drawn_settings import keeping_the_rules
 from tests.survival.page import stamp, write_section
 from tests.tiny import write_sums, write_tiny_llama

@@ -1,5 +1,76 @@
-"""The report: one self-contained HTML page about one run or several."""
+"""The report: one self-contained HTML page about one run or several, from their folders."""
 
-from groupwise.report.write import ReportFile, write_report
+from __future__ import annotations
 
-__all__ = ["ReportFile", "write_report"]
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from groupwise.errors import ConfigError
+from groupwise.report.page import GENERATOR, render_page
+from groupwise.report.payload import build_payload
+from groupwise.tracking.files import write_text
+from groupwise.tracking.reading import RunRecord, read_run
+
+__all__ = ["ReportFile", "default_path", "write_report"]
+
+HEAD_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class ReportFile:
+    """What was written."""
+
+    path: Path
+    size_bytes: int
+    text_bytes: int
+    """Of which packed completions and answers."""
+    runs: tuple[str, ...]
+    completions: int
+
+
+def write_report(paths: Sequence[Path | str], out: Path | None = None, *, completions: bool = True) -> ReportFile:
+    """Write one page about the runs in ``paths``. ``completions=False`` leaves out what models and data sets wrote.
+
+    Raises:
+        ConfigError: a folder is no run's, or the file cannot be written, or is there already and no report.
+    """
+    runs = unique_names([read_run(path) for path in paths])
+    target = out or default_path(runs)
+    check_target(target)
+    payload, blocks = build_payload(runs, completions=completions)
+    page = render_page(payload, blocks, "groupwise: " + ", ".join(run.name for run in runs))
+    try:
+        write_text(target, page)
+    except OSError as error:
+        raise ConfigError(
+            f"the report {str(target)!r} cannot be written ({error.strerror or error}): name another place with --out"
+        ) from error
+    count = sum(len(run.completions) for run in runs) if completions else 0
+    text_bytes = sum(map(len, blocks.values()))
+    return ReportFile(target, target.stat().st_size, text_bytes, tuple(run.name for run in runs), count)
+
+
+def default_path(runs: Sequence[RunRecord]) -> Path:
+    """In the run's own folder; about several runs, where one stands."""
+    return runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
+
+
+def check_target(path: Path) -> None:
+    """A report may be written again; any other file stays."""
+    if path.is_dir():
+        raise ConfigError(f"the report {str(path)!r} is a folder: name a file with --out")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        ours = f'name="generator" content="{GENERATOR}"'.encode() in file.read(HEAD_BYTES)
+    if not ours:
+        raise ConfigError(f"{str(path)!r} exists and is no report of ours: name another file with --out")
+
+
+def unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Two runs in folders of one name are told apart by the folder above."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=f"{run.path.absolute().parent.name}/{run.name}") if names.count(run.name) > 1 else run for run in runs
+    ]

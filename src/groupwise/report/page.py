@@ -1,17 +1,69 @@
-"""The page: one HTML file that needs nothing else, runs no script but its own, and talks to nobody."""
+"""The page: one HTML file that needs nothing else, runs no script but its own, and talks to nobody.
+
+Data in it is compressed text: zlib, then base64, whose letters cannot end a script block.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+import json
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from groupwise.report.packing import script_json
+from groupwise.tracking.files import finite
 
-__all__ = ["GENERATOR", "SCRIPTS", "STYLES", "content_policy", "render_page", "script", "style"]
+__all__ = [
+    "GENERATOR",
+    "SCRIPTS",
+    "STYLES",
+    "content_policy",
+    "pack",
+    "pack_columns",
+    "pack_json",
+    "render_page",
+    "script",
+    "script_json",
+    "style",
+]
+
+LEVEL = 6
+
+
+def pack(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, LEVEL)).decode("ascii")
+
+
+def pack_json(value: Any) -> str:
+    """``value`` must hold finite numbers and strings without lone surrogates only."""
+    return pack(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8"))
+
+
+def pack_columns(columns: Sequence[array[Any]]) -> str:
+    """Columns one after the other, little-endian; the page knows their types and lengths."""
+    assert all(column.itemsize in (1, 4) for column in columns), "columns are int32, float32 or bytes"
+    return pack(b"".join(as_little_endian(column) for column in columns))
+
+
+def as_little_endian(column: array[Any]) -> bytes:
+    import sys
+
+    if sys.byteorder == "big":
+        column = array(column.typecode, column)
+        column.byteswap()
+    return column.tobytes()
+
+
+def script_json(value: Any) -> str:
+    """JSON for a ``<script type="application/json">``: with no ``<``, ``>`` or ``&`` nothing in it can end the block, open a comment
+    or look like markup. Values that are not finite become null."""
+    text = json.dumps(finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
 
 GENERATOR = "groupwise report"
 STYLES = ("page.css",)

@@ -1,23 +1,41 @@
-"""Everything that the page shows, as plain values: one entry per run, and the packed texts beside it."""
+"""Everything that the page shows, as plain values: one entry per run with its settings, evaluations and held-out problems, and the packed
+texts beside it.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from groupwise.config import Config
 from groupwise.config.advantage import GroupAdvantage
+from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
-from groupwise.report.comparing import differences, flat
+from groupwise.evaluation.figures import crosstab, first_samples, share
+from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.curves import QUANTILES, bands, curves, taken
-from groupwise.report.held_out import asked, comparisons, evaluation_curves, evaluation_rows, held_out
+from groupwise.report.page import pack_json
 from groupwise.report.transcripts import transcripts
 from groupwise.tracking.environment import installed_version
+from groupwise.tracking.files import finite
 from groupwise.tracking.metric_table import describe_metric
-from groupwise.tracking.reading import RunRecord
+from groupwise.tracking.reading import EvaluationRecords, RunRecord
+from groupwise.tracking.tables import condition_line
 
-__all__ = ["Blocks", "build_payload"]
+__all__ = [
+    "Blocks",
+    "asked",
+    "build_payload",
+    "comparisons",
+    "differences",
+    "evaluation_curves",
+    "evaluation_rows",
+    "flat",
+    "held_out",
+]
 
 Blocks = dict[str, str]
 """Packed texts by the id of their script block: ``c-RUN-PORTION`` (completions), ``e-RUN-PORTION`` (held-out problems)."""
@@ -125,4 +143,166 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
         "steps": any(name.startswith("steps/") for name in run.metric_names()),
         "completions": run.config.completions_per_step,
         "max_tokens": rollout.max_completion_tokens,
+    }
+
+
+LONGEST = 2000
+DEEPEST = 8
+
+
+def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
+    """Nested mappings as dotted paths -> values as text; lists stay whole, but those of mappings (such as reward functions).
+
+    >>> flat({"a": {"b": 1, "c": [1, 2]}, "d": None})
+    {'a.b': '1', 'a.c': '[1, 2]', 'd': 'null'}
+    >>> flat({"functions": [{"weight": 2.0}, {"weight": 0.5}]})
+    {'functions.0.weight': '2.0', 'functions.1.weight': '0.5'}
+    """
+    if isinstance(value, Mapping) and value and depth < DEEPEST:
+        found: dict[str, str] = {}
+        for key, inner in value.items():
+            found |= flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        return found
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value) and depth < DEEPEST:
+        return flat({str(i): item for i, item in enumerate(value[:LONGEST])}, path, depth)
+    return {path: words(value)}
+
+
+def words(value: Any) -> str:
+    if isinstance(value, str):
+        return clean(value[:LONGEST])
+    try:
+        return clean(json.dumps(finite(value), ensure_ascii=False, default=str)[:LONGEST])
+    except (RecursionError, ValueError):
+        return "(too deeply nested to show)"
+
+
+def clean(text: str) -> str:
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def differences(tables: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Paths that are not the same in all tables, with each one's value (``None`` where it has no such path). A section that one of them
+    leaves out, and so has as null, is one row."""
+    absent = [path for path, value in dict.fromkeys(pair for table in tables for pair in table.items()) if value == "null"]
+    for section in absent:
+        tables = [_in_one_cell(table, section) for table in tables]
+    paths = list(dict.fromkeys(path for table in tables for path in table))
+    rows = [{"path": path, "values": [table.get(path) for table in tables]} for path in paths]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _in_one_cell(table: Mapping[str, str], section: str) -> Mapping[str, str]:
+    """The table with what it has inside ``section`` as one text."""
+    inside = {path: value for path, value in table.items() if path.startswith(f"{section}.")}
+    if not inside:
+        return table
+    text = ", ".join(f"{path.removeprefix(f'{section}.')}: {value}" for path, value in inside.items())
+    return {**{path: value for path, value in table.items() if path not in inside}, section: text}
+
+
+PORTION = 100
+"""Problems that are packed together."""
+
+
+def evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
+    """One row per stage and mode, counted again from the records, with 95% intervals clustered by problem."""
+    return [evaluation_row(evaluation) for evaluation in run.evaluations]
+
+
+def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
+    n = len({record["problem"] for record in evaluation.records})
+    row: dict[str, Any] = {"stage": evaluation.stage, "mode": evaluation.mode, "n": n, "step": evaluation.step}
+    stopped = [{**record, "stopped": record["finish_reason"] == "stop"} for record in evaluation.records]
+    for key in ("strict", "lenient", "format", "stopped"):
+        row[key] = list(share(stopped, key))
+    row["samples"] = round(len(evaluation.records) / n)
+    row["tokens"] = sum(record["tokens"] for record in evaluation.records) / len(evaluation.records)
+    return row
+
+
+def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, dict[str, list[float]]]:
+    """Strict held-out accuracy over the steps, by mode, with the ends of its interval as ``low`` and ``high``: what training starts
+    from (after a warm start, where there is one) stands at step 0, and the final evaluation at the last step."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        ends = {"base": 0, "warm_start": 0, "final": last_step}
+        placed = [
+            (row["step"] if row["step"] is not None else ends.get(row["stage"]), row) for row in rows if row["mode"] == mode
+        ]
+        at = {step: row["strict"] for step, row in placed if step is not None}
+        values, low, high = ([at[step][i] for step in sorted(at)] for i in range(3))
+        found[f"evaluation/{mode}_strict"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
+    return found
+
+
+def asked(run: RunRecord) -> list[str]:
+    """How the scores were taken, a sentence for each mode, by the run's settings; none where these cannot be read."""
+    if run.config is None:
+        return []
+    system, style = resolve_system(run.config.prompt, run.config.data)
+    told = {"style": style, "seed": run.config.evaluation.seed, **conditions(run.config, system)}
+    latest = {evaluation.mode: evaluation_row(evaluation) for evaluation in run.evaluations}
+    modes: list[EvaluationMode] = [mode for mode in ("sampled", "greedy") if mode in latest]
+    lines = []
+    for mode in modes:
+        settings = sampling_settings(run.config, mode)
+        how = {"mode": mode, "temperature": settings.temperature, "max_tokens": settings.max_tokens, "conditions": told}
+        lines.append(f"Asked: {condition_line({**latest[mode], **how})}.")
+    return lines
+
+
+def comparisons(run: RunRecord) -> list[dict[str, Any]]:
+    """What became of the problems that two neighbouring stages share, mode by mode, with McNemar's exact p-value."""
+    found = []
+    for mode in dict.fromkeys(e.mode for e in run.evaluations):
+        stages = [e for e in run.evaluations if e.mode == mode]
+        named = [e for e in stages if e.step is None]
+        for before, after in pairwise(named):
+            if pairs := first_samples(before.records, after.records):
+                names = {"mode": mode, "before": before.stage, "after": after.stage}
+                found.append({**names, "n": len(pairs), **crosstab(pairs)})
+    return found
+
+
+def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
+    """For each mode its stages, problems and verdicts, and the packed portions of texts (numbered through over all modes).
+
+    ``verdicts[stage][problem]`` is ``r`` (right), ``l`` (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists
+    problems as ``{question, expected, said}`` with ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
+    """
+    tables: list[dict[str, Any]] = []
+    portions: list[str] = []
+    for mode in dict.fromkeys(e.mode for e in run.evaluations):
+        stages = [e for e in run.evaluations if e.mode == mode]
+        by_stage = [{record["problem"]: record for record in e.records} for e in stages]
+        problems = list(dict.fromkeys(record["problem"] for e in stages for record in e.records))
+        tables.append(
+            {
+                "mode": mode,
+                "stages": [e.stage for e in stages],
+                "problems": problems,
+                "verdicts": ["".join(verdict(found.get(p)) for p in problems) for found in by_stage],
+                "first_portion": len(portions),
+                "portion": PORTION,
+            }
+        )
+        for start in range(0, len(problems), PORTION):
+            portions.append(pack_json([said(p, by_stage) for p in problems[start : start + PORTION]]))
+    return tables, portions
+
+
+def verdict(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    return "r" if record["strict"] else "l" if record["lenient"] else "w"
+
+
+def said(problem: str, by_stage: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    records = [found.get(problem) for found in by_stage]
+    first = next(record for record in records if record is not None)
+    return {
+        "question": first["question"] or first["prompt"],
+        "expected": first["expected"],
+        "said": [r and [r["response"], r["extracted"], r["finish_reason"], r["tokens"]] for r in records],
     }
