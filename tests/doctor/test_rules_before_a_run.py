@@ -10,7 +10,7 @@ from groupwise.config.notes import notes
 from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, check_before, diagnose_prepared, refuse
-from groupwise.doctor.problems import contradictions, duplicates, leakage
+from groupwise.doctor.inputs import contradictions, duplicates, leakage
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.training.setup import Prepared
@@ -84,7 +84,7 @@ def test_shipped_recipes_have_no_ailing_settings(recipe):
 def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names():
     import torch
 
-    from groupwise.doctor.settings import rate_too_low
+    from groupwise.doctor.inputs import rate_too_low
 
     smallest = rate_too_low(load_config(None, SETTINGS["rate-too-low"])).numbers["smallest"]
     weight = torch.tensor([0.02], dtype=torch.bfloat16)

@@ -1,9 +1,8 @@
 """The doctor: what is wrong with a run or its settings, with the evidence and the remedy."""
 
-from groupwise.doctor.examine import ENOUGH, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse
+from groupwise.doctor.examine import ENOUGH, Watch, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity
 from groupwise.doctor.rules import RULES, Rule
-from groupwise.doctor.watch import Watch
 
 __all__ = [
     "ENOUGH",

@@ -1,9 +1,10 @@
-"""Asking every rule: about a run that is going on or over, and about settings before a run."""
+"""Ask every rule: about a run that is going on or over, about settings before a run, and beside a run (`Watch`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from groupwise.config import Config
@@ -11,10 +12,10 @@ from groupwise.doctor.findings import SEVERITIES, Finding
 from groupwise.doctor.rehearsal import Rehearsal
 from groupwise.doctor.rules import RULES, Subject
 from groupwise.errors import ConfigError, RewardError
-from groupwise.tracking.reading import RunRecord
+from groupwise.tracking.reading import RunRecord, read_run
 from groupwise.training.setup import Prepared, prepare
 
-__all__ = ["ENOUGH", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse"]
+__all__ = ["ENOUGH", "Watch", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse"]
 
 ENOUGH, CERTAIN = 5, 10
 """Steps before which nothing is said of a run but what one step shows for certain, and before which nothing is critical: rules take
@@ -78,3 +79,50 @@ def ask(subject: Subject, about: Any) -> list[Finding]:
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+FIRST = 10
+"""Steps before which nothing can be said."""
+GROWTH = 1.5
+"""Each look comes after this many times the steps of the one before: reading all over again costs little in the whole."""
+
+
+class Watch:
+    """Call it with a run's folder and step after each step; ``say`` gets a sentence about every new critical finding or warning.
+
+    What it tells once it does not tell again. It never ends a run: where looking fails, it says so and stops looking.
+    """
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        self.say = say
+        self.next_look = FIRST
+        self.told: set[str] = set()
+
+    def before(self, prepared: Prepared) -> list[str]:
+        """What a run that is about to begin should be told, a sentence each.
+
+        Raises ConfigError or RewardError for what is critical.
+        """
+        found = [one for one in check_before(prepared) if one.severity in ("critical", "warning")]
+        refuse(found, prepared.config)
+        self.told |= {finding.rule for finding in found}
+        return [f"doctor, before the run: {one.severity}: {one.title}: {one.summary}. {one.remedy}" for one in found]
+
+    def __call__(self, folder: Path, step: int) -> None:
+        if step < self.next_look:
+            return
+        self.next_look = int(step * GROWTH)
+        try:
+            found = diagnose_run(read_run(folder))
+        except Exception as error:
+            self.next_look = 2**63
+            self.say(f"the doctor cannot look at {folder} ({type(error).__name__}: {error})", "warning")
+            return
+        for finding in found:
+            if finding.rule not in self.told and finding.severity in ("critical", "warning"):
+                self.told.add(finding.rule)
+                self.say(sentence(finding, folder, step), finding.severity)
+
+
+def sentence(finding: Finding, folder: Path, step: int) -> str:
+    return f"doctor, step {step}: {finding.severity}: {finding.title}: {finding.summary} (groupwise doctor {folder})"

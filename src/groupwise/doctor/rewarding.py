@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from groupwise.doctor.examples import completions_between, show, three
-from groupwise.doctor.findings import Evidence, Example, Severity
-from groupwise.doctor.windows import Series, mean, median, series, worst_stretch
+from groupwise.doctor.findings import (
+    Evidence,
+    Example,
+    Series,
+    Severity,
+    completions_between,
+    mean,
+    median,
+    series,
+    show,
+    three,
+    worst_stretch,
+)
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.doctor import machinery, problems, rehearsal, rewarding, sampling, settings, steadiness
+from groupwise.doctor import inputs, rehearsal, rewarding, sampling, updates
 from groupwise.doctor.findings import Evidence, Finding, Severity
 
 __all__ = ["RULES", "Rule", "Subject"]
@@ -41,57 +41,57 @@ class Rule:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "rate-too-low", "settings", "Learning rate too low for the precision", "warning", settings.rate_too_low,
+        "rate-too-low", "settings", "Learning rate too low for the precision", "warning", inputs.rate_too_low,
         "AdamW moves a weight by about the learning rate; a bfloat16 has 8 significant bits, so a step much smaller than the "
         "weight is rounded back to where it was, every time: most of what is learnt is thrown away.",
         "Leave optimizer.precision at masters (fp32 copies in the optimiser), or set model.dtype to float32; where memory "
         "forbids both, optimizer.precision=stochastic loses none of it on average.",
     ),
     Rule(
-        "rate-too-high", "settings", "Learning rate far above the usual range", "warning", settings.rate_too_high,
+        "rate-too-high", "settings", "Learning rate far above the usual range", "warning", inputs.rate_too_high,
         "Rewards are noisy: a large step follows the noise, the policy collapses within a few steps, and does not recover.",
         "Lower optimizer.learning_rate to 1e-6 (billions of weights) to 2e-5 (a hundred million).",
     ),
     Rule(
-        "reward-hacking-unseen", "settings", "Reward hacking would stay unseen", "note", settings.cannot_see_hacking,
+        "reward-hacking-unseen", "settings", "Reward hacking would stay unseen", "note", inputs.cannot_see_hacking,
         "The reward is what is trained on; only problems outside training tell whether it stands for what is wanted.",
         "Keep some problems out (data.holdout, or data.eval_source), and set evaluation.every to about a tenth of the steps.",
     ),
     Rule(
-        "no-checkpoints", "settings", "A long run that saves nothing before its end", "note", settings.no_checkpoints,
+        "no-checkpoints", "settings", "A long run that saves nothing before its end", "note", inputs.no_checkpoints,
         "SIGTERM, Ctrl-C and a closed terminal are answered with a checkpoint; SIGKILL, the system's out-of-memory killer, a crash and "
         "a power cut are not, and --resume then starts from the beginning.",
         "Set output.checkpoint_every to a tenth of the steps or so; output.keep_checkpoints bounds the disk space.",
     ),
     Rule(
-        "evaluation-cut-shorter", "settings", "Evaluated with a lower token limit than trained", "warning", settings.evaluation_cut_shorter,
+        "evaluation-cut-shorter", "settings", "Evaluated with a lower token limit than trained", "warning", inputs.evaluation_cut_shorter,
         "Answers that need more tokens are cut before they are given, and count as wrong.",
         "Remove evaluation.max_completion_tokens, or make it at least rollout.max_completion_tokens.",
     ),
     Rule(
-        "too-cold", "settings", "Temperature too low for groups to differ", "warning", settings.hardly_any_chance,
+        "too-cold", "settings", "Temperature too low for groups to differ", "warning", inputs.hardly_any_chance,
         "What is learnt is the difference within a group; completions that are all the same have none.",
         "Set rollout.temperature to 1, the policy itself; it is also the temperature of the log-probabilities that are trained.",
     ),
     Rule(
         "sampled-distribution-cut", "settings", "Sampled from one distribution, trained on another", "warning",
-        settings.truncated_distribution,
+        inputs.truncated_distribution,
         "The gradient of GRPO assumes that completions come from the policy. Tokens that top-p or top-k never let through are "
         "never compared, and the bias adds up over steps.",
         "Leave rollout.top_p at 1 and rollout.top_k null.",
     ),
     Rule(
-        "duplicates", "problems", "Training problems that repeat", "note", problems.duplicates,
+        "duplicates", "problems", "Training problems that repeat", "note", inputs.duplicates,
         "A repeated problem weighs more than others, and is memorised sooner.",
         "Remove the repeats; `groupwise data inspect` shows the rows.",
     ),
     Rule(
-        "contradictions", "problems", "One question, different reference answers", "warning", problems.contradictions,
+        "contradictions", "problems", "One question, different reference answers", "warning", inputs.contradictions,
         "The policy is punished for a right answer, and the groups of such problems teach noise.",
         "Correct or remove these rows.",
     ),
     Rule(
-        "leakage", "problems", "Held-out problems are in the training data", "warning", problems.leakage,
+        "leakage", "problems", "Held-out problems are in the training data", "warning", inputs.leakage,
         "Accuracy on them shows what was memorised. Only questions that are the same letter for letter are kept apart by the split.",
         "Remove these rows from the training source, or judge by another set (data.eval_source).",
     ),
@@ -240,54 +240,54 @@ RULES: tuple[Rule, ...] = (
         "algorithm.preset dr_grpo or dapo; a `length` reward; see whether another reward pays for length.",
     ),
     Rule(
-        "kl-above-band", "run", "The policy is far from the reference", "warning", steadiness.kl_above_band,
+        "kl-above-band", "run", "The policy is far from the reference", "warning", updates.kl_above_band,
         "Above about 0.1 nats per token the policy's text differs much from the reference's; what it knew may be lost.",
         "Raise algorithm.kl.beta, or let algorithm.kl.target (0.05 to 0.1) steer it; lower optimizer.learning_rate; or renew the "
         "reference (algorithm.kl.reference_updates).",
     ),
     Rule(
-        "kl-below-band", "run", "The KL penalty holds the policy at its start", "note", steadiness.kl_below_band,
+        "kl-below-band", "run", "The KL penalty holds the policy at its start", "note", updates.kl_below_band,
         "The KL term and the small steps leave the policy next to its reference, and the reward does not move.",
         "Lower algorithm.kl.beta (none at all, algorithm.kl=null, is common), or raise optimizer.learning_rate.",
     ),
     Rule(
-        "kl-negative", "run", "A negative KL, which is impossible", "critical", steadiness.negative_kl,
+        "kl-negative", "run", "A negative KL, which is impossible", "critical", updates.negative_kl,
         "The logged estimate exp(d) - 1 - d is never negative. Log-probabilities of policy and reference do not belong to the same tokens.",
         "This is a defect and not a setting: please report it, with the run's config.yaml and metrics.jsonl.",
         at_once=True,
     ),
     Rule(
-        "ratio-off", "run", "The policy that learns is not the one that sampled", "warning", steadiness.ratio_off,
+        "ratio-off", "run", "The policy that learns is not the one that sampled", "warning", updates.ratio_off,
         "The ratio weighs what was sampled by what is being trained. Far from 1 the clip throws most of the gradient away, and what "
         "is left points elsewhere.",
         "Lower optimizer.learning_rate or algorithm.updates_per_batch. With one update a batch it must be 1: report it.",
         at_once=True,
     ),
     Rule(
-        "not-finite", "run", "Loss, gradient or reward is not a number", "critical", steadiness.not_finite,
+        "not-finite", "run", "Loss, gradient or reward is not a number", "critical", updates.not_finite,
         "A NaN or infinity came up. The update was not made, and the step is lost; five in a row end the run.",
         "Lower optimizer.learning_rate, set optimizer.max_grad_norm to 0.1 and optimizer.warmup_steps to a tenth of the steps; look for "
         "rewards of extreme size, and hold them by rewards.clip.",
         at_once=True,
     ),
     Rule(
-        "gradient-spikes", "run", "The gradient jumps", "note", steadiness.spikes,
+        "gradient-spikes", "run", "The gradient jumps", "note", updates.spikes,
         "A single batch had ten times the usual gradient; clipping by norm (optimizer.max_grad_norm) bounds the step, not its direction.",
         "Read that step's completions. If it happens often: a lower learning rate, more optimizer.warmup_steps, larger batches.",
     ),
     Rule(
-        "loss-spikes", "run", "The loss jumps", "note", machinery.loss_spikes,
+        "loss-spikes", "run", "The loss jumps", "note", updates.loss_spikes,
         "On-policy the policy's loss stays near 0; a jump means that the ratio left 1, or that a value's targets were far off.",
         "Read that step's completions. If it happens often: a lower optimizer.learning_rate, or fewer algorithm.updates_per_batch.",
     ),
     Rule(
-        "updates-lost", "run", "Updates are rounded away", "warning", steadiness.updates_lost,
+        "updates-lost", "run", "Updates are rounded away", "warning", updates.updates_lost,
         "A step smaller than half the distance to the next number that the weight's format has leaves the weight where it was, every "
         "time: what is learnt is thrown away.",
         "optimizer.precision masters (or stochastic, where memory forbids), model.dtype float32, or a higher optimizer.learning_rate.",
     ),
     Rule(
-        "no-movement", "run", "Updates that change nothing", "critical", steadiness.no_movement,
+        "no-movement", "run", "Updates that change nothing", "critical", updates.no_movement,
         "Gradients are computed and steps are made, yet the policy is still the reference: updates are rounded away, or they go "
         "to weights that the policy does not use.",
         "optimizer.precision at masters, a higher optimizer.learning_rate; with an adapter, see that it is switched on.",
@@ -305,58 +305,58 @@ RULES: tuple[Rule, ...] = (
         "Report it for a built-in engine. For an engine of your own: take the weights, adapters merged, at every refresh.",
     ),
     Rule(
-        "correction-at-its-cap", "run", "More mismatch than the correction can put right", "warning", machinery.correction_cut,
+        "correction-at-its-cap", "run", "More mismatch than the correction can put right", "warning", updates.correction_cut,
         "The correction weighs each token by how much likelier the trainer finds it than the sampler did. Where the weight is capped the "
         "gradient stays off-policy, and is none of its own.",
         "Look for the cause rather than raise algorithm.correction.cap: another engine or precision (rollout.engine), a cut "
         "distribution (rollout.top_p, top_k).",
     ),
     Rule(
-        "samples-too-old", "run", "Samples too old to learn from", "warning", machinery.samples_too_old,
+        "samples-too-old", "run", "Samples too old to learn from", "warning", updates.samples_too_old,
         "Batches are sampled ahead of time, by older weights. What corrects for that is bounded, and here it is at its bound for so "
         "many tokens that the gradient is no longer the one of fresh samples.",
         "Lower rollout.ahead, optimizer.learning_rate or algorithm.updates_per_batch: what counts is how far the weights move meanwhile.",
     ),
     Rule(
-        "value-harmful", "run", "The learned value is worse than none", "warning", machinery.value_harmful,
+        "value-harmful", "run", "The learned value is worse than none", "warning", updates.value_harmful,
         "Advantages are returns less the value. One that explains less than a constant adds noise to every token's advantage.",
         "Raise algorithm.value.learning_rate, set algorithm.advantage.lam to 1, which does not bootstrap from the value, or take a group "
         "baseline (algorithm.advantage.type group).",
     ),
     Rule(
-        "value-biased", "run", "The learned value is off in one direction", "warning", machinery.value_biased,
+        "value-biased", "run", "The learned value is off in one direction", "warning", updates.value_biased,
         "Whatever the policy does, it looks better (or worse) than expected, and is pushed up (or down) as a whole.",
         "Raise algorithm.value.learning_rate; see whether algorithm.value.clip holds the value back (value/clip_share).",
     ),
     Rule(
-        "kl-target-missed", "run", "The adaptive KL does not reach its target", "warning", machinery.kl_target_missed,
+        "kl-target-missed", "run", "The adaptive KL does not reach its target", "warning", updates.kl_target_missed,
         "beta has been changed a hundredfold and the KL has not followed: something else moves the policy (or holds it).",
         "A lower optimizer.learning_rate where the KL is too high, a higher one where it is too low; or another algorithm.kl.target.",
     ),
     Rule(
-        "refills-exhausted", "run", "Refilling does not find groups to learn from", "warning", machinery.refills_exhausted,
+        "refills-exhausted", "run", "Refilling does not find groups to learn from", "warning", updates.refills_exhausted,
         "Problems are too hard or too easy for this policy: nearly all of what is sampled costs time and teaches nothing.",
         "Problems of another difficulty, a reward with degrees, or more rollout.completions_per_prompt; more rollout.refill_rounds "
         "only where a few more would do.",
     ),
     Rule(
-        "reward-clipped", "run", "A reward is at its clip", "warning", machinery.reward_clipped,
+        "reward-clipped", "run", "A reward is at its clip", "warning", updates.reward_clipped,
         "Scores beyond the clip are all the same, so that their groups have no variance: the reward is saturated.",
         "Widen the function's clip, or normalise its scores; where it is a model's score that only rises, look for reward hacking.",
     ),
     Rule(
-        "reward-processes-die", "run", "A reward function's processes die", "note", machinery.reward_processes_killed,
+        "reward-processes-die", "run", "A reward function's processes die", "note", updates.reward_processes_killed,
         "Each takes its time limit, and the completions that it was asked about have no score.",
         "Raise rewards.timeout_s if the function is slow; fix it if it crashes or exhausts memory on what the policy writes.",
     ),
     Rule(
-        "leakage-seen", "run", "Judged by problems that were trained on", "warning", problems.leakage_in_run,
+        "leakage-seen", "run", "Judged by problems that were trained on", "warning", inputs.leakage_in_run,
         "These prompts stand both in completions.jsonl and in the evaluations: their accuracy shows memory.",
         "Remove them from the training source, or judge by another set (data.eval_source).",
         at_once=True,
     ),
     Rule(
-        "loss-zero-at-start", "run", "The loss is 0 at the start, and that is right", "normal", steadiness.first_loss_is_zero,
+        "loss-zero-at-start", "run", "The loss is 0 at the start, and that is right", "normal", updates.first_loss_is_zero,
         "The advantages of a group add up to 0 and at the first update the ratio is exactly 1, so the objective's value is 0 whatever "
         "the policy does. Its gradient is not: loss is no measure of progress in GRPO.",
         "Nothing to do. Watch reward/mean and accuracy/strict.",

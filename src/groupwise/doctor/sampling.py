@@ -6,9 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from groupwise.data.answers import extract_answer
-from groupwise.doctor.examples import completions_between, three
-from groupwise.doctor.findings import Evidence
-from groupwise.doctor.windows import Series, mean, series, worst_stretch
+from groupwise.doctor.findings import Evidence, Series, completions_between, mean, series, three, worst_stretch
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
 __all__ = [
