@@ -107,6 +107,13 @@ def test_a_plan_by_name():
     assert isinstance(made.fits, bool)
 
 
+def test_a_plan_for_this_machine_has_the_dtype_that_a_run_would_have(monkeypatch):
+    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda: None)
+    for computes, dtype in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr("groupwise.models.projections.computes_bf16", lambda computes=computes: computes)
+        assert groupwise.plan("quickstart", {"model.dtype": "auto", "model.device": "cpu"}).setup.config.model.dtype == dtype
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """A run that was asked for with a dict, and paths as texts."""

@@ -168,12 +168,9 @@ def plan(
 
     ``hardware``: a device of the table, such as ``a100-80gb``; ``gpu_memory``: such as ``24GiB``; by default this machine's.
     """
-    from groupwise.planner import make_plan
-    from groupwise.planner.hardware import choose_hardware, parse_bytes
+    from groupwise.planner import plan_run
 
-    config = _config(settings, overrides)
-    limit = parse_bytes(gpu_memory) if gpu_memory else None
-    return make_plan(config, choose_hardware(config.model.device, hardware, limit), limit_bytes=limit, world_size=world_size)
+    return plan_run(_config(settings, overrides), hardware=hardware, gpu_memory=gpu_memory, world_size=world_size)
 
 
 def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *, completions: bool = True) -> ReportFile:

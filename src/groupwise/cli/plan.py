@@ -11,8 +11,7 @@ from groupwise.cli.options import AsJson, Overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from groupwise.config.schema import Config
-    from groupwise.planner import Hardware, Plan
+    from groupwise.planner import Plan
 
 __all__ = ["plan", "plan_of", "show_plan"]
 
@@ -82,40 +81,21 @@ def plan_of(
 
     from groupwise.config import load_config
     from groupwise.config.load import find_source
-    from groupwise.planner import make_plan
-    from groupwise.planner.hardware import choose_hardware, parse_bytes
+    from groupwise.planner import plan_run
     from groupwise.planner.hints import hints
 
-    config = load_config(source, overrides or ())
-    limit = parse_bytes(gpu_memory) if gpu_memory else None
-    device = _measured(config, hardware) if measure else choose_hardware(config.model.device, hardware, limit)
-    if device.name == "cpu" and hardware is None:  # this machine's
-        from groupwise.models.projections import with_dtype
-
-        config = config.model_copy(update={"model": with_dtype(config.model)})
-    made = make_plan(
-        config,
-        device,
-        limit_bytes=limit,
+    made = plan_run(
+        load_config(source, overrides or ()),
+        hardware=hardware,
+        gpu_memory=gpu_memory,
+        measured=measure,
         world_size=world_size,
         prompt_tokens=prompt_tokens,
         mean_completion_tokens=completion_tokens,
         gpus_per_node=gpus_per_node,
     )
-    by_size = limit is not None and hardware is None and not measure
+    by_size = bool(gpu_memory) and hardware is None and not measure
     return replace(made, hints=tuple(hints(made, find_source(source), hardware, by_size, gpu_memory)))
-
-
-def _measured(config: Config, hardware: str | None) -> Hardware:
-    from groupwise.errors import ConfigError
-    from groupwise.planner import find_shape
-    from groupwise.planner.hardware import measure
-
-    if hardware not in (None, "cpu"):
-        raise ConfigError(f"--measure looks at this machine and --hardware {hardware} at another: leave one of them out")
-    shape = find_shape(config.model)
-    device = hardware or config.model.device.partition(":")[0]
-    return measure(device, shape.width, shape.feed_forward, config.training.threads)
 
 
 def show_plan(made: Plan, out: Console, formulas: bool) -> None:

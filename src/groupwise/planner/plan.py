@@ -7,8 +7,9 @@ from typing import Any
 
 from groupwise.config.division import refuse_undividable
 from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
-from groupwise.planner.hardware import GPUS_OF_A_MACHINE, Hardware
+from groupwise.planner.hardware import GPUS_OF_A_MACHINE, Hardware, choose_hardware, measure, parse_bytes
 from groupwise.planner.judges import unknown_judges
 from groupwise.planner.memory import Item, Phase, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup
@@ -16,7 +17,7 @@ from groupwise.planner.shape import find_shape
 from groupwise.planner.sharding import divided
 from groupwise.planner.suggest import Suggestion, suggest
 
-__all__ = ["LEGEND", "Plan", "make_plan", "training_problems"]
+__all__ = ["LEGEND", "Plan", "make_plan", "plan_run", "training_problems"]
 
 LEGEND = {
     "P": "weights of the model", "A": "weights of the adapter", "s": "bytes of a weight (model.dtype)", "L": "layers", "D": "model width",
@@ -213,3 +214,44 @@ def make_plan(
         limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))
+
+
+def plan_run(
+    config: Config,
+    *,
+    hardware: str | None = None,
+    gpu_memory: str | None = None,
+    measured: bool = False,
+    world_size: int = 1,
+    prompt_tokens: int = 0,
+    mean_completion_tokens: int = 0,
+    gpus_per_node: int = GPUS_OF_A_MACHINE,
+) -> Plan:
+    """Plan a run on the ``hardware`` named, on GPUs of ``gpu_memory`` (such as ``24GiB``), or on this machine; with ``measured`` at rates
+    measured here. Imports torch for this machine's CPU alone, whose instructions decide what ``model.dtype: auto`` is.
+
+    Raises what ``make_plan`` raises, and ConfigError for hardware or a size that is not known.
+    """
+    limit = parse_bytes(gpu_memory) if gpu_memory else None
+    device = _measured(config, hardware) if measured else choose_hardware(config.model.device, hardware, limit)
+    if device.name == "cpu" and hardware is None:  # this machine's
+        from groupwise.models.projections import with_dtype
+
+        config = config.model_copy(update={"model": with_dtype(config.model)})
+    return make_plan(
+        config,
+        device,
+        limit_bytes=limit,
+        world_size=world_size,
+        prompt_tokens=prompt_tokens,
+        mean_completion_tokens=mean_completion_tokens,
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def _measured(config: Config, hardware: str | None) -> Hardware:
+    if hardware not in (None, "cpu"):
+        raise ConfigError(f"--measure looks at this machine and --hardware {hardware} at another: leave one of them out")
+    shape = find_shape(config.model)
+    device = hardware or config.model.device.partition(":")[0]
+    return measure(device, shape.width, shape.feed_forward, config.training.threads)
