@@ -72,12 +72,12 @@ def train(
     wrong with config, data, model or rewards, before any weights are loaded where possible, and ``StoppedError`` when SIGTERM, SIGHUP
     or Ctrl-C ended it, after saving.
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.doctor import Watch
+    from groupwise.models.embedded import fetch_model
     from groupwise.training.loop import train as run_training
 
     config = _config(settings, overrides)
-    fetch_model(config)
+    fetch_model(config.model)
     named = isinstance(settings, str | Path)
     watch = Watch(lambda sentence, severity: None)
     return run_training(
@@ -93,15 +93,15 @@ def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewa
     For settings everything but the weights is loaded, and ``rewards`` are tried with those of the config. Raises ``GroupwiseError`` for
     what makes a run impossible.
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.doctor import diagnose_prepared, diagnose_run
+    from groupwise.models.embedded import fetch_model
     from groupwise.tracking.reading import read_run
     from groupwise.training.setup import prepare
 
     if isinstance(what, str | os.PathLike) and Path(what).expanduser().is_dir():
         return diagnose_run(read_run(Path(what)))
     config = _config(what, overrides)  # type: ignore[arg-type]
-    fetch_model(config)
+    fetch_model(config.model)
     prepared = prepare(config, rewards)
     try:
         return diagnose_prepared(prepared)
@@ -116,14 +116,15 @@ def evaluate(
 
     ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained.
     """
-    from groupwise.cli.evaluate import data_overrides
-    from groupwise.cli.models import fetch_model, settings_for_model
+    from groupwise.chat import settings_for_model
     from groupwise.evaluation import evaluate_model
+    from groupwise.evaluation.models import data_overrides
+    from groupwise.models.embedded import fetch_model
     from groupwise.tracking import make_trackers
 
     config, _ = settings_for_model(os.fspath(model), data_overrides(data))
     config = _config(config, overrides)
-    fetch_model(config)
+    fetch_model(config.model)
     trackers = make_trackers(config, None, console)
     try:
         return evaluate_model(config.model.name, config, further=True, trackers=trackers)
@@ -146,11 +147,11 @@ def generate(
     ``model``: its folder, a run's, a `RunResult`, or a name. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the
     one it was trained with. ``max_tokens``: by default what it was trained with, else 512.
     """
-    from groupwise.cli.chat import answer_of, make_speaker
-    from groupwise.cli.models import fetch_model, settings_to_ask
+    from groupwise.chat import answer_of, make_speaker, settings_to_ask
+    from groupwise.models.embedded import fetch_model
 
     config, longest = settings_to_ask(os.fspath(model), system=system, max_tokens=max_tokens)
-    fetch_model(config)
+    fetch_model(config.model)
     speaker = make_speaker(config, longest, temperature, greedy, seed)
     answers = [answer_of(speaker, one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
     return answers[0] if isinstance(prompt, str) else answers

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.cli.chat import Speaker, answer_lines, converse
-from groupwise.cli.models import settings_for_model
+from groupwise.chat import Speaker, answer_lines, settings_for_model
+from groupwise.cli.generate import converse
 from groupwise.config import dump_config, load_config
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import SamplingSettings
@@ -281,7 +281,7 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
     ],
 )
 def test_data_says_what_is_judged(data, source, eval_source, eval_split):
-    from groupwise.cli.evaluate import data_overrides
+    from groupwise.evaluation.models import data_overrides
 
     chosen = load_config("gsm8k-0.5b", data_overrides(data)).data
     assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)

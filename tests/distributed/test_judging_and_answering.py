@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupwise.cli.chat import Speaker, answer_dealt_lines, answer_lines
+from groupwise.chat import Speaker, answer_lines, answer_lines_together
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.types import Completion
@@ -37,7 +37,7 @@ def test_lines_are_answered_once_each_and_written_in_their_order(in_threads, tin
 
     def work(world):
         out, own = io.StringIO(), speaker()
-        answer_dealt_lines(own, LINES, out, world)
+        answer_lines_together(own, LINES, out, world)
         return out.getvalue(), own.engine.asked
 
     wanted = io.StringIO()

@@ -41,11 +41,11 @@ def bench(
 
     Exit code 1 means that it could not be run here, for lack of memory for example.
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
+    from groupwise.models.embedded import fetch_model
 
     config = load_config(source, overrides or ())
-    fetch_model(config)
+    fetch_model(config.model)
     start_processes(num_processes)
     from groupwise.cli.plan import plan_of
     from groupwise.cli.show import console, print_json

@@ -31,15 +31,15 @@ def inspect(
       groupwise data inspect table.csv data.prompt_column=task data.answer_column=result
       groupwise data inspect gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --json
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.cli.show import print_json
     from groupwise.config import load_config
     from groupwise.data.inspect import inspect_source
+    from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_tokenizer
 
     named = [f"model.name={model}"] if model else []
     config = load_config(None, [f"data.source={source}", *named, *(overrides or ())])
-    fetch_model(config)
+    fetch_model(config.model)
     report = inspect_source(config.data, config.prompt, load_tokenizer(config.model), rows)
     if as_json:
         print_json(report)

@@ -74,12 +74,12 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
             "run": str(run.path), "steps": run.last_step, "state": state, "verdict": verdict, "unreadable": dict(run.unreadable),
         }  # fmt: skip
         return findings, about
-    from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
     from groupwise.doctor import diagnose_settings
+    from groupwise.models.embedded import fetch_model
 
     config = load_config(target, overrides)
-    fetch_model(config)
+    fetch_model(config.model)
     return diagnose_settings(config), {"settings": target}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from groupwise.distributed import World
     from groupwise.evaluation.models import Judged
 
-__all__ = ["data_overrides", "evaluate"]
+__all__ = ["evaluate"]
 
 SHORT_OF_MEMORY = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
 
@@ -67,6 +67,7 @@ def evaluate(
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
+    from groupwise.evaluation.models import data_overrides
 
     models, overrides = _models_and_settings(words)
     options = [f"evaluation.samples={samples}"] if samples else []
@@ -123,7 +124,7 @@ def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> t
 
 def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[Config, list[str]]:
     """One config for all: that of the first model which a run made, or the defaults; and where each model's weights lie."""
-    from groupwise.cli.models import settings_for_model
+    from groupwise.chat import settings_for_model
     from groupwise.tracking.text import harmless
 
     found = [settings_for_model(model, overrides) for model in models]
@@ -143,14 +144,14 @@ def _world(config: Config) -> AbstractContextManager[World]:
 
 
 def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Any]:
-    from groupwise.cli.models import fetch_model
     from groupwise.evaluation.models import evaluate_model
+    from groupwise.models.embedded import fetch_model
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
     from groupwise.tracking.tables import short_name
     from groupwise.tracking.text import harmless
     from groupwise.training.short_memory import explain_short_memory
 
-    fetch_model(config.model_copy(update={"model": config.model.model_copy(update={"name": name})}))
+    fetch_model(config.model.model_copy(update={"name": name}))
     if title:
         aside.print(harmless(name, "bold"), soft_wrap=True)
     terminal = ConsoleTracker(
@@ -186,18 +187,3 @@ def _print(judged: Sequence[Judged], comparisons: Sequence[dict[str, Any]], out:
         out.print()
     for line in (*condition_lines(rows), *comparison_lines(comparisons), legend(rows)):
         out.print(harmless(line), soft_wrap=True)
-
-
-def data_overrides(data: str | None) -> list[str]:
-    """``gsm8k:test``: that split is judged; a file: all of it; the generator or a prepared folder: its held-out problems."""
-    if data is None:
-        return []
-    source, colon, split = data.rpartition(":")
-    if not colon or Path(data).exists():
-        source, split = data, ""
-    from groupwise.data.prepared import is_prepared
-
-    if not split and (source == "arithmetic" or is_prepared(source)):
-        return [f"data.source={source}", "data.eval_source=null", "data.eval_split=null"]
-    named = [f"data.source={source}", f"data.eval_source={source}"]
-    return [*named, f"data.eval_split={split or 'null'}"]

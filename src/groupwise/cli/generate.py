@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from groupwise.cli.options import DeviceMap, Model, NumProcesses, TrustRemoteCode, check_device_map, start_processes
 
-__all__ = ["generate"]
+if TYPE_CHECKING:
+    from groupwise.chat import Speaker
 
+__all__ = ["converse", "generate"]
+
+WELCOME = "Type a question and press Enter. /new forgets the conversation, /exit or Ctrl-D leaves."
 SHORT_OF_MEMORY = "lower --max-tokens, ask a shorter question, or take a smaller model"
 
 
@@ -50,21 +54,21 @@ def generate(
     if many and (prompt is not None or sys.stdin.isatty()):
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
     start_processes(num_processes)
-    from groupwise.cli.chat import answer_dealt_lines, answer_lines, converse, make_speaker
-    from groupwise.cli.models import fetch_model, settings_to_ask
+    from groupwise.chat import answer_lines, answer_lines_together, make_speaker, settings_to_ask
+    from groupwise.models.embedded import fetch_model
     from groupwise.training.short_memory import explain_short_memory
 
     options = [f"model.device_map={device_map}"] if device_map else []
     options += ["model.trust_remote_code=true"] if trust_remote_code else []
     config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
-    fetch_model(config)
+    fetch_model(config.model)
     short = explain_short_memory(remedy=SHORT_OF_MEMORY)
     if many:
         from groupwise.models.load import resolve_device
 
         with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world, short:
             lines = world.first_does(lambda: [line for line in sys.stdin if line.strip()])
-            answer_dealt_lines(make_speaker(config, longest, temperature, greedy, seed), lines, sys.stdout, world)
+            answer_lines_together(make_speaker(config, longest, temperature, greedy, seed), lines, sys.stdout, world)
         return
     with short:
         speaker = make_speaker(config, longest, temperature, greedy, seed)
@@ -74,3 +78,33 @@ def generate(
             converse(speaker, sys.stdout)
         else:
             answer_lines(speaker, sys.stdin, sys.stdout)
+
+
+def converse(speaker: Speaker, out: TextIO) -> None:
+    """A conversation in the terminal, until /exit or the end of input; Ctrl-C stops an answer."""
+    out.write(f"{speaker.policy.name}. {WELCOME}\n")
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except EOFError:
+            out.write("\n")
+            return
+        if question == "/exit":
+            return
+        if question == "/new":
+            speaker.forget()
+            out.write("(a new conversation)\n")
+        elif question:
+            _turn(speaker, question, out)
+
+
+def _turn(speaker: Speaker, question: str, out: TextIO) -> None:
+    from groupwise.errors import ConfigError
+
+    try:
+        speaker.answer(question, out)
+    except KeyboardInterrupt:
+        out.write("\n(stopped)\n")
+    except ConfigError as full:
+        speaker.forget()
+        out.write(f"({full}; the conversation was forgotten)\n")

@@ -32,9 +32,9 @@ def merge(
       groupwise merge runs/qlora-1/checkpoints/step-40 step-40-merged
       groupwise merge somebodys-adapter merged --base Qwen/Qwen2.5-1.5B-Instruct
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.errors import ModelError
     from groupwise.models.adapters import load_trained
+    from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_policy, save_model
 
     if out.exists():
@@ -42,7 +42,7 @@ def merge(
     folder = _adapter_in(adapter.expanduser())
     config = _settings(folder, base)
     config.model.trust_remote_code = trust_remote_code
-    fetch_model(config)
+    fetch_model(config.model)
     policy = load_policy(config.model)
     save_model(load_trained(policy, folder), out)
     typer.echo(f"{config.model.name} with the adapter of {folder} is in {out}")

@@ -69,12 +69,12 @@ def train(
     Exit code 2 means a mistake in the settings or the data; 1 that training could not continue; 130, 143 and 129 that Ctrl-C, SIGTERM or
     a closed terminal (SIGHUP) stopped it, after it saved. A second Ctrl-C ends it at once.
     """
-    from groupwise.cli.models import fetch_model
     from groupwise.config import load_config
     from groupwise.config.load import find_source
+    from groupwise.models.embedded import fetch_model
 
     config = load_config(source, overrides or ())
-    fetch_model(config)
+    fetch_model(config.model)
     if dry_run:
         _dry_run(config, as_json, num_processes, everything, check)
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import Config
+from groupwise.data.prepared import is_prepared
 from groupwise.distributed import World
 from groupwise.errors import DataError
 from groupwise.evaluation.figures import holm, paired_comparison
@@ -16,7 +17,7 @@ from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
 from groupwise.tracking import Trackers
 from groupwise.tracking.files import json_line, write_bytes
 
-__all__ = ["Judged", "compare_models", "evaluate_model", "rescore", "write_records"]
+__all__ = ["Judged", "compare_models", "data_overrides", "evaluate_model", "rescore", "write_records"]
 
 Judged = tuple[str, list[Evaluation]]
 """A model as it was named, and its evaluations, one a mode."""
@@ -137,3 +138,17 @@ def write_records(path: Path, judged: Sequence[Judged]) -> int:
     ]
     write_bytes(path, b"".join(lines))
     return len(lines)
+
+
+def data_overrides(data: str | None) -> list[str]:
+    """The settings with which ``data`` is judged: of ``gsm8k:test`` that split, of a file all of it, of the generator or a prepared folder
+    its held-out problems."""
+    if data is None:
+        return []
+    source, colon, split = data.rpartition(":")
+    if not colon or Path(data).exists():
+        source, split = data, ""
+    if not split and (source == "arithmetic" or is_prepared(source)):
+        return [f"data.source={source}", "data.eval_source=null", "data.eval_split=null"]
+    named = [f"data.source={source}", f"data.eval_source={source}"]
+    return [*named, f"data.eval_split={split or 'null'}"]

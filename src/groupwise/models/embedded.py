@@ -30,9 +30,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 
-__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model"]
+__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model"]
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -93,6 +94,12 @@ def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path
             "another folder in GROUPWISE_CACHE"
         ) from error
     return folder
+
+
+def fetch_model(config: ModelConfig) -> None:
+    """Fetch the embedded model where ``config`` names it and it is not there yet, saying so on standard error."""
+    if config.name == EMBEDDED_NAME:
+        ensure_embedded_model(lambda what: print(f"{EMBEDDED_NAME}: {what}", file=sys.stderr, flush=True))
 
 
 def _build(workspace: Path, say: Callable[[str], None]) -> Path:

@@ -1,12 +1,14 @@
-"""Talking to a model: keeps the conversation, streams the answers."""
+"""Use a trained model by its name: the settings it was trained with, and its answers to questions, alone or in a conversation."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TextIO
 
+from groupwise.config.load import load_config, load_run_config
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.prompts import render, resolve_system
 from groupwise.distributed import World
@@ -14,13 +16,68 @@ from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.errors import ConfigError
 from groupwise.models.adapters import load_trained
+from groupwise.models.folder import adapter_in
 from groupwise.models.load import Policy, load_policy, with_base
 from groupwise.tracking.text import visible
 from groupwise.types import Message, Problem
 
-__all__ = ["Speaker", "answer_dealt_lines", "answer_lines", "answer_of", "converse", "make_speaker"]
+__all__ = [
+    "Speaker",
+    "answer_lines",
+    "answer_lines_together",
+    "answer_of",
+    "make_speaker",
+    "settings_for_model",
+    "settings_to_ask",
+]
 
-WELCOME = "Type a question and press Enter. /new forgets the conversation, /exit or Ctrl-D leaves."
+MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
+LONGEST_ANSWER = 512
+"""Tokens, of a model that no run is known of."""
+_MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
+"""How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
+_ALONE = ("model.lora=null",)
+"""How an adapter alone differs, which goes on the base that the run had."""
+
+
+def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
+    """The settings with which to use ``model``: those of the run that made it, or the defaults.
+
+    ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
+    filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
+    that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so. A folder may come from
+    anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides`` alone can.
+    """
+    path = Path(model).expanduser()
+    if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
+        path = path / MODEL_FOLDER
+    run_config = path.absolute().parent / CONFIG_FILE
+    made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
+    of_checkpoint = next(
+        (p / CONFIG_FILE for p in path.absolute().parents if (p / "checkpoints" / CONFIG_FILE).parent.is_dir()), None
+    )
+    alone = adapter_in(path) is not None
+    if alone and not made_by_run and of_checkpoint is not None and of_checkpoint.is_file():
+        made_by_run, run_config = True, of_checkpoint
+    if not made_by_run:
+        return load_config(None, [f"model.name={model}", *overrides]), None
+    settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
+    config = load_run_config(run_config, [*settings, *overrides])
+    if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
+        config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
+    return config, run_config
+
+
+def settings_to_ask(
+    model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None
+) -> tuple[Config, int]:
+    """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give."""
+    config, run_config = settings_for_model(model, overrides)
+    if system is not None:
+        config.prompt.system = system
+    elif run_config is None:
+        config.prompt.system = "none"
+    return config, max_tokens or (LONGEST_ANSWER if run_config is None else config.rollout.max_completion_tokens)
 
 
 @dataclass
@@ -93,7 +150,7 @@ def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:
             speaker.answer(line.strip(), out)
 
 
-def answer_dealt_lines(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:
+def answer_lines_together(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:
     """As ``answer_lines``, divided among the processes of ``world``: the first one writes all answers, in the lines' order."""
     answers: dict[int, str] = {}
     for index in world.mine([len(line) for line in lines]):
@@ -105,31 +162,3 @@ def answer_dealt_lines(speaker: Speaker, lines: Sequence[str], out: TextIO, worl
         clean: Any = visible if out.isatty() else str
         out.write("".join(clean(everywhere[index]) for index in range(len(lines))))
         out.flush()
-
-
-def converse(speaker: Speaker, out: TextIO) -> None:
-    """A conversation in the terminal, until /exit or the end of input; Ctrl-C stops an answer."""
-    out.write(f"{speaker.policy.name}. {WELCOME}\n")
-    while True:
-        try:
-            question = input("\n> ").strip()
-        except EOFError:
-            out.write("\n")
-            return
-        if question == "/exit":
-            return
-        if question == "/new":
-            speaker.forget()
-            out.write("(a new conversation)\n")
-        elif question:
-            _turn(speaker, question, out)
-
-
-def _turn(speaker: Speaker, question: str, out: TextIO) -> None:
-    try:
-        speaker.answer(question, out)
-    except KeyboardInterrupt:
-        out.write("\n(stopped)\n")
-    except ConfigError as full:
-        speaker.forget()
-        out.write(f"({full}; the conversation was forgotten)\n")
