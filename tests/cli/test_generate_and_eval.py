@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from groupwise.chat import Speaker, answer_lines, settings_for_model
-from groupwise.cli.generate import converse
+from groupwise.cli.models import converse
 from groupwise.config import dump_config, load_config
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import SamplingSettings

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from groupwise.cli import algorithms, bench, configuration, data, doctor, evaluate, generate, merge, plan, report, train
+from groupwise.cli import configuration, data, evaluate, models, plan, runs, train
 from groupwise.errors import GroupwiseError
 from groupwise.streams import make_output_last
 
@@ -121,15 +121,15 @@ def root(
 
 app.command("train", short_help="Train a model by a recipe or a YAML file.")(train.train)
 app.command("eval", short_help="Judge a model on held-out problems.")(evaluate.evaluate)
-app.command("generate", short_help="Put a question to a model, or chat with it.")(generate.generate)
-app.command("merge", short_help="Make a whole model of an adapter.")(merge.merge)
-app.command("report", short_help="Write a page about one run or several.")(report.report)
-app.command("doctor", short_help="Diagnose a run, or its settings.")(doctor.doctor)
+app.command("generate", short_help="Put a question to a model, or chat with it.")(models.generate)
+app.command("merge", short_help="Make a whole model of an adapter.")(models.merge)
+app.command("report", short_help="Write a page about one run or several.")(runs.report)
+app.command("doctor", short_help="Diagnose a run, or its settings.")(runs.doctor)
 app.command("plan", short_help="Say whether a run fits, and how long a step takes.")(plan.plan)
-app.command("bench", short_help="Try a run for a few steps: memory and speed, beside the plan.")(bench.bench)
+app.command("bench", short_help="Try a run for a few steps: memory and speed, beside the plan.")(plan.bench)
 app.add_typer(data.app, name="data", short_help="Look at problems, and prepare them once.")
 app.command("recipes", short_help="List the recipes that come with groupwise.")(configuration.recipes)
-app.command("algorithms", short_help="List the published methods, or show one with its formula.")(algorithms.algorithms)
+app.command("algorithms", short_help="List the published methods, or show one with its formula.")(configuration.algorithms)
 app.command("config", short_help="Explain the settings of a run.")(configuration.config)
 
 

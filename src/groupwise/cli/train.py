@@ -171,7 +171,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
 
 def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything: bool) -> None:
     """What is short last, so that it is still there to be read."""
-    from groupwise.cli.doctor import print_finding
+    from groupwise.cli.runs import print_finding
     from groupwise.cli.show import console, print_notes, table
     from groupwise.config import changed_settings
     from groupwise.config.load import yaml_text
