@@ -1,4 +1,4 @@
-"""Standard output and error that outlive whoever reads them: a closed pipe or terminal ends no run, and no command with a traceback."""
+"""Standard output and error that tolerate a broken pipe: a closed pipe or terminal ends no run, and no command with a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["lasting_output", "make_output_last"]
+__all__ = ["make_output_safe", "tolerate_broken_pipe"]
 
 logger = logging.getLogger("groupwise")
 
@@ -19,14 +19,14 @@ CLOSED = {errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET}
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
-class Lasting:
-    """A text stream like the one that it is made of, but that what cannot be written is dropped instead of raising."""
+class BrokenPipeSafe:
+    """A wrapper of a text stream that drops what cannot be written instead of raising."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self.stream, self.name = stream, name
         self.lost = False
-        self.tells = False
-        """Whether its loss is worth a word: in a run, and not of a command that prints a table."""
+        self.warns = False
+        """Whether to warn when it is lost: in a run, and not in a command that prints a table."""
 
     def write(self, text: str) -> int:
         try:
@@ -49,7 +49,7 @@ class Lasting:
                 os.close(nowhere)
         if not self.lost:
             self.lost = True
-            if self.tells:
+            if self.warns:
                 reason = error.strerror or error
                 logger.warning(
                     "%s cannot be written (%s): the run goes on, and its folder has every number", NAMES[self.name], reason
@@ -59,28 +59,28 @@ class Lasting:
         return getattr(self.stream, name)
 
 
-def make_output_last() -> None:
-    """For this process to its end: `print`, and whatever else writes to ``sys.stdout`` or ``sys.stderr``, never fails."""
+def make_output_safe() -> None:
+    """Replace ``sys.stdout`` and ``sys.stderr`` for the rest of the process, so that `print` never fails."""
     for name in NAMES:
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Lasting):
-            setattr(sys, name, Lasting(stream, name))
+        if stream is not None and not isinstance(stream, BrokenPipeSafe):
+            setattr(sys, name, BrokenPipeSafe(stream, name))
 
 
 @contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    """The same for a while, in which a loss is told once, where there is still a place to tell it."""
+def tolerate_broken_pipe() -> Iterator[None]:
+    """Replace ``sys.stdout`` and ``sys.stderr`` for a while, and warn once if one of them is lost."""
     before = {name: getattr(sys, name) for name in NAMES}
-    make_output_last()
-    made = {name: stream for name in NAMES if isinstance(stream := getattr(sys, name), Lasting)}
-    told = {name: stream.tells for name, stream in made.items()}
+    make_output_safe()
+    made = {name: stream for name in NAMES if isinstance(stream := getattr(sys, name), BrokenPipeSafe)}
+    warned = {name: stream.warns for name, stream in made.items()}
     for stream in made.values():
-        stream.tells = True
+        stream.warns = True
     try:
         yield
     finally:
         for name, stream in made.items():
             stream.flush()
-            stream.tells = told[name]
+            stream.warns = warned[name]
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])

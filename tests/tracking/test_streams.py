@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from groupwise.streams import lasting_output
+from groupwise.streams import tolerate_broken_pipe
 from groupwise.tracking import ConsoleTracker, Trackers
 from tests.warm import python
 
@@ -29,7 +29,7 @@ class Gone(io.StringIO):
 def test_what_cannot_be_written_is_dropped_and_told_once(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stdout", Gone())
     gone = sys.stdout
-    with lasting_output():
+    with tolerate_broken_pipe():
         print("one")
         print("two", flush=True)
         Console().print("three")
@@ -42,7 +42,7 @@ def test_what_cannot_be_written_is_dropped_and_told_once(monkeypatch, caplog):
 
 def test_other_mistakes_are_not_swallowed(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with lasting_output(), pytest.raises(TypeError):
+    with tolerate_broken_pipe(), pytest.raises(TypeError):
         sys.stdout.write(b"bytes")
 
 

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from groupwise.cli import configuration, data, evaluate, models, plan, runs, train
 from groupwise.errors import GroupwiseError
-from groupwise.streams import make_output_last
+from groupwise.streams import make_output_safe
 
 __all__ = ["app", "main"]
 
@@ -139,5 +139,5 @@ def main() -> None:
         # A terminal in a narrow encoding shows a replacement instead of stopping a run over one character.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    make_output_last()  # `groupwise train ... | head` trains to the end
+    make_output_safe()  # `groupwise train ... | head` trains to the end
     app()

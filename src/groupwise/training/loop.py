@@ -16,7 +16,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import open_world
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
-from groupwise.streams import lasting_output
+from groupwise.streams import tolerate_broken_pipe
 from groupwise.tracking.results import RunResult
 from groupwise.training.place import nothing_to_carry_on
 from groupwise.training.run import StepReport
@@ -27,7 +27,7 @@ from groupwise.training.start import start
 __all__ = ["RunResult", "StepReport", "train"]
 
 
-@lasting_output()
+@tolerate_broken_pipe()
 def train(
     config: Config,
     *,

@@ -22,7 +22,7 @@ from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy
-from groupwise.streams import lasting_output
+from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import Learner, Sweep
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
@@ -179,7 +179,7 @@ class GRPOTrainer(Outputs):
     # Training.
 
     @for_all
-    @lasting_output()
+    @tolerate_broken_pipe()
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
 
