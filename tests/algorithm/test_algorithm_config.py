@@ -19,9 +19,8 @@ from groupwise.algorithm.advantages import ADVANTAGES, BASELINES, SCALES
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.kl import ESTIMATORS
 from groupwise.algorithm.losses import LOSSES
-from groupwise.config.advantage import ADVANTAGE_TYPES, GroupAdvantage, ValueConfig
 from groupwise.config.algorithm import KLConfig
-from groupwise.config.loss import LOSS_TYPES, ClipLoss, LossSection
+from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES, ClipLoss, GroupAdvantage, LossSection, ValueConfig
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig, Config
 

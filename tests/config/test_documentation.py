@@ -3,8 +3,8 @@
 import pytest
 
 from groupwise.config import build_config, explain, load_config, notes
+from groupwise.config.combinations import note_on_processes
 from groupwise.config.fields import OTHER_WORDS, REMARKS, field_paths, find_field, sections, suggest
-from groupwise.config.notes import note_on_processes
 
 
 def test_every_setting_has_a_description_and_a_type_in_plain_words():

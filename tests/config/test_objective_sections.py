@@ -6,12 +6,20 @@ import pytest
 import yaml
 
 from groupwise.config import Config, build_config, build_known, dump_config, load_config
-from groupwise.config.advantage import GaeAdvantage, GroupAdvantage, ValueConfig
 from groupwise.config.algorithm import AlgorithmConfig, EntropyConfig, KLConfig
 from groupwise.config.fields import field_paths, sections
 from groupwise.config.former import FORMER
 from groupwise.config.load import load_run_config
-from groupwise.config.loss import CispoLoss, ClipLoss, DppoLoss, OwnLoss, ReinforceLoss
+from groupwise.config.objective import (
+    CispoLoss,
+    ClipLoss,
+    DppoLoss,
+    GaeAdvantage,
+    GroupAdvantage,
+    OwnLoss,
+    ReinforceLoss,
+    ValueConfig,
+)
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError

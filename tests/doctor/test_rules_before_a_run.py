@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from groupwise.config import load_config, recipes
-from groupwise.config.notes import notes
+from groupwise.config.combinations import notes
 from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, check_before, diagnose_prepared, refuse

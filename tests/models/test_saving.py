@@ -52,7 +52,7 @@ def test_one_tensor_that_is_made_for_the_file_lives_at_a_time(tmp_path):
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_the_rights_of_every_weights_file_are_those_of_other_files(tiny_qwen2, tmp_path, umask, mode):
     pytest.importorskip("peft")
-    from groupwise.config.model import LoraConfig
+    from groupwise.config.schema import LoraConfig
     from groupwise.models.adapters import attach, peft_config_of
     from groupwise.models.load import Policy
 

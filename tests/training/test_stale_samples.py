@@ -19,7 +19,7 @@ from slow_grpo import (
 )
 
 from groupwise.algorithm import sampler_correction
-from groupwise.config.notes import notes
+from groupwise.config.combinations import notes
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [0.0, 0.4, 0.0, 2.0]]
 CAP, EPSILON = 1.05, 0.02  # so narrow that both act

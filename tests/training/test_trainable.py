@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.config.notes import notes
+from groupwise.config.combinations import notes
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.training.setup import prepare

@@ -1,8 +1,8 @@
 """The settings of a run: schema, loading, documentation. Importing this does not import torch."""
 
+from groupwise.config.combinations import notes
 from groupwise.config.fields import FieldDoc, explain
 from groupwise.config.load import Recipe, build_config, build_known, changed_settings, dump_config, load_config, recipes
-from groupwise.config.notes import notes
 from groupwise.config.schema import Config
 
 __all__ = [

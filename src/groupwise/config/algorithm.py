@@ -11,9 +11,16 @@ from typing import Any, Literal
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from groupwise.config.advantage import AdvantageConfig, GaeAdvantage, GroupAdvantage, ValueConfig
 from groupwise.config.former import FORMER, former_key
-from groupwise.config.loss import ClipLoss, LossConfig, LossSection
+from groupwise.config.objective import (
+    AdvantageConfig,
+    ClipLoss,
+    GaeAdvantage,
+    GroupAdvantage,
+    LossConfig,
+    LossSection,
+    ValueConfig,
+)
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import Section, type_of
 

@@ -5,9 +5,21 @@ In formulas i is a completion, t one of its |o_i| tokens, N the completions of t
 
 from __future__ import annotations
 
-from groupwise.config.advantage import GaeAdvantage, GdpoAdvantage, GroupAdvantage, MaxrlAdvantage
 from groupwise.config.algorithm import AlgorithmConfig, KLConfig
-from groupwise.config.loss import CispoLoss, ClipLoss, DppoLoss, GmpoLoss, LossSection, ReinforceLoss, SapoLoss, VespoLoss
+from groupwise.config.objective import (
+    CispoLoss,
+    ClipLoss,
+    DppoLoss,
+    GaeAdvantage,
+    GdpoAdvantage,
+    GmpoLoss,
+    GroupAdvantage,
+    LossSection,
+    MaxrlAdvantage,
+    ReinforceLoss,
+    SapoLoss,
+    VespoLoss,
+)
 
 __all__ = ["formula", "in_words"]
 

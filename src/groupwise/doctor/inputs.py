@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from groupwise.config import Config
-from groupwise.config.notes import unsaved_work
+from groupwise.config.combinations import unsaved_work
 from groupwise.data.answers import exact_match, numeric_equal
 from groupwise.data.sources import ProblemSet
 from groupwise.doctor.findings import Evidence, Example

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from groupwise.config.division import refuse_undividable
+from groupwise.config.combinations import refuse_undividable
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost

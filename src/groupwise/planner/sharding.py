@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from groupwise.config.division import refuse_undividable
+from groupwise.config.combinations import refuse_undividable
 from groupwise.errors import ConfigError
 from groupwise.planner.item import Item
 from groupwise.planner.setup import Setup

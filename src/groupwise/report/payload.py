@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from groupwise.config import Config
-from groupwise.config.advantage import GroupAdvantage
+from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
 from groupwise.evaluation.figures import crosstab, first_samples, share

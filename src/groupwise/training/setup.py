@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 
 from groupwise.algorithm import Objective
-from groupwise.config.notes import note_on_processes, notes
+from groupwise.config.combinations import note_on_processes, notes
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems

@@ -1,0 +1,317 @@
+"""Settings of the advantage, the learned value and the loss: one section per type, with exactly the settings that act in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from groupwise.config.section import OWN, Section, check_own, type_of
+
+__all__ = [
+    "AdvantageConfig",
+    "AdvantageSection",
+    "Aggregation",
+    "CispoLoss",
+    "ClipLoss",
+    "DppoLoss",
+    "GaeAdvantage",
+    "GdpoAdvantage",
+    "GmpoLoss",
+    "GroupAdvantage",
+    "LossConfig",
+    "LossSection",
+    "MaxrlAdvantage",
+    "OwnAdvantage",
+    "OwnLoss",
+    "ReinforceLoss",
+    "SapoLoss",
+    "ValueConfig",
+    "VespoLoss",
+]
+
+
+class AdvantageSection(Section):
+    """What advantages of all types have."""
+
+    type: str
+    """Which advantage."""
+
+
+class GroupAdvantage(AdvantageSection):
+    """A completion's reward less a baseline, divided by a scale (arXiv 2402.03300)."""
+
+    type: Literal["group"] = "group"
+    """Rewards compared with each other."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
+    """What a reward is compared with: its group's mean, the mean of the others in its group (unbiased), the batch's mean, or
+    nothing."""
+    scale: Literal["group_std", "batch_std", "centred_std", "none"] = "group_std"
+    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps
+    the reward's units. Steadier with few completions per prompt is one standard deviation for the batch: of the rewards
+    (`batch_std`), or of the differences (`centred_std`)."""
+    epsilon: float = Field(default=1e-4, gt=0)
+    """Added to the divisor."""
+
+    @model_validator(mode="after")
+    def check_scale(self) -> GroupAdvantage:
+        """A scale may be 0 only where the difference that it divides is 0 too: otherwise advantages are 1 / epsilon."""
+        if self.scale == "group_std" and self.baseline not in ("group_mean", "leave_one_out"):
+            raise ValueError(
+                f"algorithm.advantage.scale is 'group_std' with baseline '{self.baseline}', but a group whose completions all scored "
+                "the same would be divided by about 0; set baseline to 'group_mean' or 'leave_one_out', or scale to 'batch_std' or 'none'"
+            )
+        if self.scale in ("batch_std", "centred_std") and self.baseline == "none":
+            raise ValueError(
+                f"algorithm.advantage.scale is '{self.scale}' with baseline 'none', but a batch whose completions all scored the same "
+                "would be divided by about 0; set baseline to 'batch_mean', or scale to 'none'"
+            )
+        return self
+
+
+class GaeAdvantage(AdvantageSection):
+    """A learned value judges every token (arXiv 1506.02438). `algorithm.value` says how it learns."""
+
+    type: Literal["gae"] = "gae"
+    """A learned value."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE's lambda. 1 uses the value as a baseline only (unbiased, noisier); 0 trusts the value of the next token (biased at
+    first)."""
+    whiten: bool = True
+    """Normalise the advantages of all tokens of the batch."""
+    epsilon: float = Field(default=1e-4, gt=0)
+    """Added to the divisor."""
+
+
+class MaxrlAdvantage(AdvantageSection):
+    """(reward - mean) / mean of the group: the rarer a right answer, the more it weighs (MaxRL, arXiv 2602.02710)."""
+
+    type: Literal["maxrl"] = "maxrl"
+    """Divided by the group's mean."""
+    epsilon: float = Field(default=1e-4, gt=0)
+    """Added to the divisor."""
+
+
+class GdpoAdvantage(AdvantageSection):
+    """Each reward function normalised within the group by itself, then their weighted sum over the batch (GDPO, arXiv 2601.05242)."""
+
+    type: Literal["gdpo"] = "gdpo"
+    """Each reward function by itself."""
+    epsilon: float = Field(default=1e-4, gt=0)
+    """Added to the divisor."""
+
+
+class OwnAdvantage(AdvantageSection):
+    """A function of your own."""
+
+    type: str
+    """A registered name, `path/to/file.py:function`, or an import path `package.module:function`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The function's settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_name(cls, given: Any) -> Any:
+        return check_own("advantage", given, ADVANTAGE_TYPES)
+
+
+ADVANTAGE_TYPES: dict[str, type[AdvantageSection]] = {
+    "group": GroupAdvantage, "gae": GaeAdvantage, "maxrl": MaxrlAdvantage, "gdpo": GdpoAdvantage,
+}  # fmt: skip
+
+
+def _tag(given: Any, types: Mapping[str, type[Section]]) -> str:
+    """The type of a section as pydantic's tag: its name among ``types``, or ``OWN``."""
+    kind = type_of(given)
+    return kind if kind in types else OWN
+
+
+AdvantageConfig = Annotated[
+    Annotated[GroupAdvantage, Tag("group")] | Annotated[GaeAdvantage, Tag("gae")] | Annotated[MaxrlAdvantage, Tag("maxrl")]
+    | Annotated[GdpoAdvantage, Tag("gdpo")] | Annotated[OwnAdvantage, Tag(OWN)],
+    Discriminator(lambda given: _tag(given, ADVANTAGE_TYPES)),
+]  # fmt: skip
+
+
+class ValueConfig(Section):
+    """The learned value of `algorithm.advantage.type: gae`, and who learns it."""
+
+    critic: str = Field(default="shared", min_length=1)
+    """Whose states the value's head reads. `shared`: the policy's. `copy`: those of a second model that starts as the policy
+    and learns only the value; or a model folder or Hub name with the same tokenizer. A second model doubles weights, optimiser
+    state and passes."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Learning rate of the value's head, a linear layer."""
+    critic_learning_rate: float = Field(default=1e-5, gt=0)
+    """Constant learning rate of a `critic` of its own."""
+    clip: float | None = Field(default=None, gt=0)
+    """How far a value may move within a batch, in units of reward. Acts with `algorithm.updates_per_batch` above 1."""
+    loss_weight: float = Field(default=0.1, gt=0)
+    """Weight of the value's loss."""
+    trains_trunk: bool = False
+    """With the `shared` critic: let the value's error reach the policy's layers too."""
+
+    @model_validator(mode="after")
+    def check_critic(self) -> ValueConfig:
+        if self.critic == "shared" and self.critic_learning_rate != 1e-5:
+            raise ValueError(
+                f"algorithm.value.critic_learning_rate is {self.critic_learning_rate:g}, but critic is shared, so no second model is "
+                "learned: leave it out, or set critic to copy"
+            )
+        if self.critic != "shared" and self.trains_trunk:
+            raise ValueError(
+                f"algorithm.value.trains_trunk is true, but critic is {self.critic!r}, a model of its own, which the value's error "
+                "always reaches: leave it out"
+            )
+        return self
+
+
+Aggregation = Literal["sequence_mean", "token_mean", "sequence_sum", "fixed"]
+
+
+class LossSection(Section):
+    """What losses of all types have."""
+
+    type: str
+    """Which loss."""
+    aggregation: Aggregation = "sequence_mean"
+    """How token losses become one number. `sequence_mean`: completions weigh the same. `token_mean`: tokens weigh the same.
+    `fixed`: so too, over completions x `rollout.max_completion_tokens`. `sequence_sum`: tokens are summed, completions
+    averaged."""
+
+
+class ClipLoss(LossSection):
+    """PPO's pessimistic minimum: no gradient beyond the clip range (arXiv 1707.06347)."""
+
+    type: Literal["clip"] = "clip"
+    """PPO's minimum."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """Clip range of the ratio: 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """Its upper side: 1 + epsilon_high. A little more (0.28) keeps exploration alive. Null takes `epsilon`."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """For negative advantages the loss stops growing where the ratio passes this (3 is usual)."""
+
+    @property
+    def high(self) -> float:
+        """The upper side of the clip range."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @model_validator(mode="after")
+    def check_cap(self) -> ClipLoss:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.high:
+            raise ValueError(
+                f"algorithm.loss.dual_clip is {self.dual_clip}, but it must be above the upper clip bound {1 + self.high:g}; raise it "
+                "or lower epsilon_high"
+            )
+        return self
+
+
+class CispoLoss(LossSection):
+    """REINFORCE with a clipped weight: every token keeps a gradient (arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    """A clipped weight."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
+    epsilon: float = Field(default=1.0, gt=0)
+    """The weight is at least 1 - epsilon. At 1 or more there is no lower bound."""
+    epsilon_high: float | None = Field(default=4.0, gt=0)
+    """The weight is at most 1 + epsilon_high. Null takes `epsilon`."""
+
+    @property
+    def high(self) -> float:
+        """The upper side of the clip range."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class ReinforceLoss(LossSection):
+    """-A log pi, with no ratio at all: only for on-policy batches (`algorithm.updates_per_batch: 1`)."""
+
+    type: Literal["reinforce"] = "reinforce"
+    """No ratio."""
+
+
+class SapoLoss(LossSection):
+    """A sigmoid gate in place of the clip: each token's weight fades smoothly as its ratio leaves 1 (SAPO, arXiv 2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    """A soft gate."""
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Temperature of the gate where the advantage is positive: larger fades faster."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same where it is negative. A little larger is steadier: such updates spread to many tokens that were not sampled."""
+
+
+class VespoLoss(LossSection):
+    """REINFORCE weighted by w^k exp(lambda (1 - w)) of the completion's whole ratio w (VESPO, arXiv 2602.10693)."""
+
+    type: Literal["vespo"] = "vespo"
+    """A soft weight of the completion."""
+    k_positive: float = Field(default=2.0, ge=0)
+    """k where the advantage is positive: how fast the weight fades as the completion becomes less likely."""
+    lambda_positive: float = Field(default=3.0, ge=0)
+    """lambda where the advantage is positive: how fast the weight fades as the completion becomes likelier."""
+    k_negative: float = Field(default=3.0, ge=0)
+    """k where the advantage is negative."""
+    lambda_negative: float = Field(default=2.0, ge=0)
+    """lambda where the advantage is negative."""
+
+
+class GmpoLoss(LossSection):
+    """The geometric mean of a completion's token ratios, each clipped before the mean (GMPO, arXiv 2507.20673)."""
+
+    type: Literal["gmpo"] = "gmpo"
+    """A geometric mean."""
+    epsilon: float = Field(default=0.4, gt=0)
+    """Clip range of each token's log-ratio: useful from exp(-epsilon) to exp(epsilon)."""
+
+
+class DppoLoss(LossSection):
+    """The plain ratio, without a gradient for tokens whose divergence from the old policy is above a threshold and would grow
+    (DPPO, arXiv 2602.04879)."""
+
+    type: Literal["dppo"] = "dppo"
+    """A divergence mask."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of the distributions "this token, or any other": total variation |p - p_old|, or KL(old || new)."""
+    threshold: float | None = Field(default=None, gt=0)
+    """Largest divergence of a token that may still move away. Null takes the authors' 0.15 for `tv` and 0.05 for `kl`."""
+
+    @property
+    def limit(self) -> float:
+        """The threshold in use."""
+        return {"tv": 0.15, "kl": 0.05}[self.divergence] if self.threshold is None else self.threshold
+
+
+class OwnLoss(LossSection):
+    """A function of your own."""
+
+    type: str
+    """A registered name, `path/to/file.py:function`, or an import path `package.module:function`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The function's settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_name(cls, given: Any) -> Any:
+        return check_own("loss", given, LOSS_TYPES)
+
+
+LOSS_TYPES: dict[str, type[LossSection]] = {
+    "clip": ClipLoss, "cispo": CispoLoss, "reinforce": ReinforceLoss, "sapo": SapoLoss, "vespo": VespoLoss, "gmpo": GmpoLoss,
+    "dppo": DppoLoss,
+}  # fmt: skip
+
+
+LossConfig = Annotated[
+    Annotated[ClipLoss, Tag("clip")] | Annotated[CispoLoss, Tag("cispo")] | Annotated[ReinforceLoss, Tag("reinforce")]
+    | Annotated[SapoLoss, Tag("sapo")] | Annotated[VespoLoss, Tag("vespo")] | Annotated[GmpoLoss, Tag("gmpo")]
+    | Annotated[DppoLoss, Tag("dppo")] | Annotated[OwnLoss, Tag(OWN)],
+    Discriminator(lambda given: _tag(given, LOSS_TYPES)),
+]  # fmt: skip
