@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from groupwise.config import load_config
-from groupwise.data.prepared import is_prepared
+from groupwise.data.named import is_prepared
 from groupwise.data.sources import load_problems
 from groupwise.errors import CheckpointError, DataError, ModelError
 from groupwise.evaluation.records import read_records

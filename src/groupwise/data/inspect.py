@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.config.schema import DataConfig, PromptConfig
-from groupwise.data import prepared
 from groupwise.data.arithmetic import generate
-from groupwise.data.columns import find_columns, to_problem
-from groupwise.data.named import named_folder
+from groupwise.data.named import is_prepared, load_prepared, named_folder
 from groupwise.data.prompts import render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
+from groupwise.data.sources import find_columns, to_problem
 from groupwise.errors import DataError
 from groupwise.types import Problem
 
@@ -52,8 +51,8 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
     if data.source == "arithmetic":
         problems = generate(data.arithmetic, data.limit or min(MEASURED, data.arithmetic.problems), data.split_seed, "train")
         return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
-    if prepared.is_prepared(data.source):
-        problems = prepared.load_part(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
+    if is_prepared(data.source):
+        problems = load_prepared(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
         names = ["id", "question", "answer", "columns"]
         return problems, [], {"all": names, "prompt": "question", "answer": "answer"}, len(problems)
     table = read_table(data.source, data.split, data.subset, named_folder(data.folder))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
-from groupwise.data import prepared
 from groupwise.data.answers import AnswerStyle, extract_answer
-from groupwise.data.named import NAMED, canonical_name
+from groupwise.data.named import NAMED, canonical_name, prepared_style
 from groupwise.data.readers import peek_columns
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
@@ -34,7 +33,7 @@ def default_style(data: DataConfig) -> AnswerStyle:
         return NAMED[name].style
     if "polaris" in data.source.lower():
         return "boxed"
-    prepared_for = prepared.answer_style(data.source)
+    prepared_for = prepared_style(data.source)
     if prepared_for is not None:
         return prepared_for
     columns = set(peek_columns(data.source, data.split))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import Config
-from groupwise.data.prepared import is_prepared
+from groupwise.data.named import is_prepared
 from groupwise.distributed import World
 from groupwise.errors import DataError
 from groupwise.evaluation.figures import holm, paired_comparison
