@@ -16,7 +16,13 @@ __all__ = [
     "StoppedError",
     "TrainingError",
     "UncheckedAnswerError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with line breaks and whatever a terminal would obey shown as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class GroupwiseError(Exception):

@@ -21,7 +21,7 @@ from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, 
 from groupwise.config.former import in_sections
 from groupwise.config.problems import UNKNOWN, shown, unknown_key
 from groupwise.config.schema import Config
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, printable
 
 __all__ = [
     "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
@@ -139,7 +139,7 @@ def _in_one_line() -> Iterator[None]:
         told = str(error)
         if told.isprintable():
             raise
-        raise ConfigError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)) from None
+        raise ConfigError(printable(told)) from None
 
 
 def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "") -> Config:

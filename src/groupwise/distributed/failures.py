@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from groupwise.errors import GroupwiseError, RankError
+from groupwise.errors import GroupwiseError, RankError, printable
 
 __all__ = ["Board", "Failure", "LostTouch", "RankLost", "Seal", "Watch", "as_error", "exchanging"]
 
@@ -119,7 +119,7 @@ class Board:
             return None
         if type(rank) is not int or not 0 <= rank < self.size or type(message) is not str:
             return None
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[:_LONGEST])
+        shown = printable(message[:_LONGEST])
         return Failure(rank, shown, code if type(code) is int and 0 < code < 256 else 1)
 
     def wait(self, seconds: float = _WAIT_FOR_WORD_S) -> Failure | None:

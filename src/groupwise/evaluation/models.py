@@ -10,12 +10,13 @@ from typing import Any
 from groupwise.config.schema import Config
 from groupwise.data.named import is_prepared
 from groupwise.distributed import World
+from groupwise.durable import write_bytes
 from groupwise.errors import DataError
 from groupwise.evaluation.figures import holm, paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
 from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
 from groupwise.tracking import Trackers
-from groupwise.tracking.files import json_line, write_bytes
+from groupwise.tracking.files import json_line
 
 __all__ = ["Judged", "compare_models", "data_overrides", "evaluate_model", "rescore", "write_records"]
 

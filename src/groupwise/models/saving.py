@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.durable import sync, sync_tree
+
 __all__ = ["Made", "check_free_disk", "free_disk_bytes", "size_bytes", "sync", "sync_tree", "write_tensors"]
 
 _TYPES = {
@@ -86,24 +88,3 @@ def check_free_disk(folder: Path, needed: int) -> None:
         raise OSError(
             errno.ENOSPC, f"No space left on device: {needed / 2**20:,.0f} MiB are needed, and {free / 2**20:,.0f} are free"
         )
-
-
-def sync(path: Path) -> None:
-    """See that a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_tree(folder: Path) -> None:
-    """``sync`` of ``folder`` and all that is in it. Weights that a library wrote get the rights of the other files, as the umask has it."""
-    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        files = [path for path in place.iterdir() if path.is_file()]
-        usual = next((path.stat().st_mode & 0o777 for path in files if path.suffix == ".json"), None)
-        for file in files:
-            if file.suffix == ".safetensors" and usual is not None:
-                file.chmod(usual)
-            sync(file)
-        sync(place)

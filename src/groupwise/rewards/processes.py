@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.errors import printable
 from groupwise.rewards.process_worker import GRACE_S, most_bytes
 from groupwise.rewards.scores import CallRaised, CallTimedOut, StepRewards
 
@@ -269,4 +270,4 @@ def _steps(score: Any) -> Any:
 def _told(said: object) -> str:
     """In one line that cannot act on a terminal."""
     text = " ".join(str(said)[:_LONGEST_TOLD].split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable(text)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.durable import write_bytes
 from groupwise.tracking.text import hide_environment_secrets, hide_shaped_secrets
 
-__all__ = ["LineFile", "json_line", "write_bytes", "write_json", "write_json_lines", "write_text"]
+__all__ = ["LineFile", "json_line", "write_json", "write_json_lines", "write_text"]
 
 LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""
@@ -44,26 +44,6 @@ def json_line(value: Any) -> bytes:
     return (json_text(value) + "\n").encode("utf-8", errors="backslashreplace")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it.
-
-    Raises:
-        OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
-    """
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o666 & ~current_umask())
-        os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 class LineFile:
     """A file that lines are appended to. What the disk does not take, as when it is full, waits in memory for the next time."""
 
@@ -87,26 +67,6 @@ class LineFile:
             if self.descriptor is not None:
                 os.close(self.descriptor)
                 self.descriptor = None
-
-
-def current_umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; file systems that cannot sync a folder are left to their own promises."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -22,9 +22,10 @@ import yaml
 
 from groupwise.config.load import plain_yaml, yaml_text
 from groupwise.config.schema import Config
+from groupwise.durable import sync_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
-from groupwise.tracking.files import sync_folder, write_bytes, write_json, write_json_lines, write_text
+from groupwise.tracking.files import write_json, write_json_lines, write_text
 from groupwise.tracking.text import hide_secrets
 
 __all__ = ["Ending", "RunFolder", "base_name", "cut_back", "ending_of", "set_ending_aside"]

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from groupwise.engines.vllm.protocol import SECRET
-from groupwise.errors import ConfigError, GroupwiseError, ModelError, TrainingError
+from groupwise.errors import ConfigError, GroupwiseError, ModelError, TrainingError, printable
 
 if TYPE_CHECKING:
     from groupwise.engines.vllm.backend import VllmBackend
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GroupwiseError as error:
         if os.environ.get("GROUPWISE_DEBUG") == "1":
             raise
-        print(f"groupwise: {_printable(str(error))}", file=sys.stderr)
+        print(f"groupwise: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except _StoppedError as stopped:
         print(f"groupwise: the server was stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
@@ -159,12 +159,8 @@ def _checked_model(model: str) -> str:
 
 
 def _say(sentence: str) -> None:
-    print(f"groupwise: {_printable(sentence)}", flush=True)
-
-
-def _printable(text: str) -> str:
-    """A trainer's name comes from another machine, and what a terminal would obey in it is shown as an escape."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    # A trainer's name comes from another machine.
+    print(f"groupwise: {printable(sentence)}", flush=True)
 
 
 class _StoppedError(BaseException):

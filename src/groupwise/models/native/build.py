@@ -19,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from groupwise.durable import sync
+
 __all__ = ["Kernels", "kernels"]
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -108,11 +110,7 @@ def _build(compiler: list[str], path: Path) -> None:
             os.fchmod(file.fileno(), 0o700)
             os.fsync(file.fileno())
         aside.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
 
 
 def _is_sound(handle: int) -> bool:

@@ -1,0 +1,63 @@
+"""Files that are on the disk when a function returns, and never half there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["sync", "sync_folder", "sync_tree", "write_bytes"]
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it.
+
+    Raises:
+        OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
+    """
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o666 & ~current_umask())
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """See that a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """``sync`` of ``folder`` and all that is in it. Weights that a library wrote get the rights of the other files, as the umask has it."""
+    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        files = [path for path in place.iterdir() if path.is_file()]
+        usual = next((path.stat().st_mode & 0o777 for path in files if path.suffix == ".json"), None)
+        for file in files:
+            if file.suffix == ".safetensors" and usual is not None:
+                file.chmod(usual)
+            sync(file)
+        sync(place)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` durable; a file system that cannot sync a folder is left as it is."""
+    with contextlib.suppress(OSError):
+        sync(folder)
+
+
+def current_umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
