@@ -33,7 +33,7 @@ __all__ = [
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
 LONGEST_ANSWER = 512
-"""Tokens, of a model that no run is known of."""
+"""Tokens of the longest answer of a model that no run is known of."""
 _MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
 _ALONE = ("model.lora=null",)
@@ -151,7 +151,7 @@ def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:
 
 
 def answer_lines_together(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:
-    """As ``answer_lines``, divided among the processes of ``world``: the first one writes all answers, in the lines' order."""
+    """Answer lines as ``answer_lines`` does, divided among the processes of ``world``: the first writes all answers, in order."""
     answers: dict[int, str] = {}
     for index in world.mine([len(line) for line in lines]):
         answer = io.StringIO()

@@ -22,7 +22,7 @@ __all__ = ["Rollout", "Sampled", "collect", "deal_prompts", "rollout_scope", "ro
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What this process sampled of a step: places in the step's prompts, and the completions of each."""
+    """What this process sampled of a step: indices of prompts, and the completions of each."""
 
     pairs: list[tuple[int, tuple[Completion, ...]]]
     seconds: float
@@ -39,15 +39,15 @@ class Rollout:
     replaced: tuple[Group, ...] = ()
     """Groups that were sampled for this step too, and gave way to others that have variance."""
     of_scoring: Mapping[str, Metric] = field(default_factory=dict)
-    """What the scoring says of itself: failed calls, clipping, running statistics."""
+    """Metrics of the scoring itself: failed calls, clipping, running statistics."""
 
     @property
     def informative(self) -> int:
-        """Groups that there is something to learn from."""
+        """Number of groups with variance."""
         return sum(group.has_variance for group in self.groups)
 
     def refilled(self, more: Rollout, size: int) -> Rollout:
-        """With the groups of ``more``: those with variance come first, and of the others only as many stay as ``size`` has room for."""
+        """Add the groups of ``more``: those with variance come first, and of the others only as many stay as ``size`` has room for."""
         groups = sorted([*self.groups, *more.groups], key=lambda group: not group.has_variance)  # stable
         return Rollout(
             groups[:size],
@@ -129,7 +129,7 @@ def collect(
 
 
 def deal_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
-    """Places of the prompts that fall to this process."""
+    """Indices of the prompts that fall to this process."""
     return world.mine(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
 
 

@@ -79,7 +79,7 @@ def check_device_map(device_map: str | None, processes: int) -> None:
 
 
 def start_processes(count: int) -> None:
-    """Unless this is already one of several: run this very command ``count`` times, as one, and leave with its exit code."""
+    """Run this very command ``count`` times, as one run, and exit with its code; does nothing in one of several processes."""
     if count == 1 or "RANK" in os.environ:
         return
     from groupwise.distributed.launch import launch

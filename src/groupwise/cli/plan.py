@@ -266,7 +266,7 @@ def bench(
 
 
 def _fullest(planned: Plan, whole: bool) -> Phase:
-    """Of what a trial does, which judges and saves nothing unless it is ``whole``."""
+    """The phase with the highest planned peak, of those that a trial has; it judges and saves nothing unless it is ``whole``."""
     left_out = () if whole else ("evaluation", "final model")
     return max((phase for phase in planned.phases if phase.name not in left_out), key=lambda phase: phase.bytes)
 

@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError
 __all__ = ["note_on_processes", "notes", "refuse_undividable", "unsaved_work"]
 
 _LORA_RATE = 1e-5
-"""Below it an adapter hardly learns."""
+"""Learning rate below which an adapter hardly learns."""
 _MANY_STEPS = 100
 _MANY_TOKENS = 5_000_000
 """Sampled in a run: an hour or more on a small GPU or a CPU."""
@@ -57,7 +57,7 @@ def note_on_processes(config: Config, processes: int) -> list[str]:
 
 
 def _chosen(section: BaseModel, *names: str) -> list[str]:
-    """Those of ``names`` that were set to something other than their default."""
+    """The names among ``names`` that were set to something other than their default."""
     fields = type(section).model_fields
     return [
         name

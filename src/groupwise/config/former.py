@@ -94,5 +94,5 @@ def in_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(old: Mapping[str, Any], **places: str) -> dict[str, Any]:
-    """Those of ``places`` (former name=name in its section) that were written."""
+    """The settings among ``places`` (former name=name in its section) that were written."""
     return {new: old[name] for name, new in places.items() if name in old}

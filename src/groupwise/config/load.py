@@ -32,7 +32,7 @@ RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _OWN_SETTINGS = ("algorithm.advantage.settings.", "algorithm.loss.settings.")
 """Whatever stands below is a function's own."""
 MOST_VALUES = 100_000
-"""In one YAML file, with its aliases written out: a settings file has hundreds."""
+"""Most values in one YAML file, with its aliases written out: a settings file has hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def dump_config(config: Config) -> str:
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config as plain values those that differ from the defaults, in the shape of the YAML."""
+    """The settings of a config that differ from the defaults, as plain values in the shape of the YAML."""
     return _difference(settings, Config().model_dump(mode="json"))
 
 

@@ -40,7 +40,7 @@ START_LIMIT_S = 60.0
 STARTS_ALLOWED = 3
 """Failed starts in a row after which no more are tried: math-verify is missing or broken."""
 WORKERS = 2
-"""At most so many at a time: one slow question does not hold up other threads. A second is started only where two ask at once."""
+"""Most workers at a time: one slow question does not hold up other threads. A second is started only where two ask at once."""
 CACHED_VERDICTS = 20_000
 
 Failure = Literal["timeout", "crash", "unavailable"]

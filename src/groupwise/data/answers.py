@@ -183,7 +183,7 @@ def numeric_value(text: str) -> Decimal | Fraction | None:
 
 
 def numeric_equal(answer: str, reference: str) -> bool:
-    """Both are numbers, and the same one in the same unit, if both have one: ``3.0`` and ``3``, ``1/2`` and ``0.5``, ``$1,000`` and
+    """Whether both are numbers, and the same one in the same unit, if both have one: ``3.0`` and ``3``, ``1/2`` and ``0.5``, ``$1,000`` and
     ``1000``; not ``7 feet`` and ``7 inches``."""
     left, right = read_quantity(answer), read_quantity(reference)
     return left is not None and right is not None and quantities_equal(left, right)

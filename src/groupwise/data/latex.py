@@ -31,7 +31,7 @@ renew_budget = algebra.renew_budget
 LONGEST_EXPRESSION = 500
 """Characters; a longer text is prose or noise, and never worth a computer algebra system's time."""
 LARGEST_EXPONENT = 5000
-"""Of a number's power, powers of powers multiplied; and the largest number whose factorial, binomial and so on is computed."""
+"""Largest exponent of a number, powers of powers multiplied; and the largest number whose factorial, binomial and so on is computed."""
 DEEPEST = 40
 """Brackets within brackets."""
 
@@ -187,7 +187,8 @@ def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
 
 
 def _lists_equal(answer: list[str], reference: list[str], timeout_s: float) -> bool:
-    """Of lists with names: the same names with equal values in any order, or one name (``x = 1, x = 2``) for a list without."""
+    """Whether lists with names are equal: the same names with equal values in any order, or one name (``x = 1, x = 2``)
+    for a list without."""
     said, asked = _named(answer), _named(reference)
     if said is None or asked is None or len(said) != len(asked):
         return False

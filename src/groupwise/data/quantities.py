@@ -136,7 +136,7 @@ class Quantity:
 
     value: Decimal | Fraction
     unit: str | None = None
-    """In its normal form: singular, small letters; ``None`` where nothing was written."""
+    """The unit in its normal form: singular, small letters; ``None`` where nothing was written."""
     words: int = 0
     """Words that the unit was written in."""
     tight: bool = False
@@ -151,7 +151,7 @@ def changes_the_value(word: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    r"""Without the dress that leaves an answer what it is: ``$...$``, ``**...**``, ``\$``, ``{,}``, unusual dashes and spaces."""
+    r"""The answer without markup that leaves an answer what it is: ``$...$``, ``**...**``, ``\$``, ``{,}``, unusual dashes and spaces."""
     text = text.translate(DASHES).strip()
     undressed = None
     while text != undressed:

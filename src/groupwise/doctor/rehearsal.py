@@ -35,7 +35,7 @@ class Rehearsal:
 
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
-        """For each of the first problems a right, a wrong, an empty and a nonsense completion, scored; by functions alone, since a
+        """Score for each of the first problems a right, a wrong, an empty and a nonsense completion, scored; by functions alone, since a
         reward model's weights are not loaded for a trial."""
         rewards = self.prepared.rewards.without_weights()
         if rewards is None:

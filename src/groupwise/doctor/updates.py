@@ -208,7 +208,7 @@ STRETCH = 10
 
 
 def value_harmful(run: RunRecord) -> Evidence | None:
-    """After the first steps a learned value explains less of the returns than a constant would."""
+    """Finds a learned value that after the first steps explains less of the returns than a constant would."""
     explained = series(run, "value/explained_variance")
     if len(explained) < 2 * STRETCH or explained.late >= -0.05:
         return None

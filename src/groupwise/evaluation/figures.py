@@ -49,7 +49,7 @@ def by_problem(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def shares_by_problem(records: Sequence[Record], key: str) -> list[float]:
-    """For each problem the share of its samples in which ``key`` is true, of those where that is known."""
+    """Share of each problem's samples in which ``key`` is true, of those where that is known."""
     known = [record for record in records if record[key] is not None]
     return [sum(bool(r[key]) for r in samples) / len(samples) for samples in by_problem(known).values()]
 
@@ -169,7 +169,7 @@ def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:
-    """For each problem that both judge, its verdict before and after, by the first sample of each: further samples of a problem
+    """Verdicts (before, after) of each problem that both judge, by the first sample of each: further samples of a problem
     are no pairs of their own."""
     first, then = ({record["problem"]: bool(record[key]) for record in reversed(records)} for records in (before, after))
     return [(first[problem], then[problem]) for problem in dict.fromkeys(r["problem"] for r in after) if problem in first]
@@ -197,9 +197,9 @@ def check_pairs(before: Mapping[str, Sequence[Record]], after: Mapping[str, Sequ
 
 
 Z = 1.959963984540054
-"""Of a 95% interval of the normal distribution."""
+"""Quantile of the normal distribution for a 95% interval."""
 MOST_SUBSETS = 2000
-"""Up to so many subsets of samples are voted on one by one; beyond, so many are drawn."""
+"""Most subsets of samples that are voted on one by one; beyond, this many are drawn."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

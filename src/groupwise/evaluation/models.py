@@ -129,7 +129,7 @@ def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def write_records(path: Path, judged: Sequence[Judged]) -> int:
-    """One line per completion with all that is needed to judge it again; returns how many. A file of that name is replaced."""
+    """Write one line per completion with all that is needed to judge it again; returns how many. A file of that name is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json_line({"model": model, "mode": evaluation.mode, **evaluation.conditions, **record})

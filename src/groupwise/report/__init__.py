@@ -24,7 +24,7 @@ class ReportFile:
     path: Path
     size_bytes: int
     text_bytes: int
-    """Of which packed completions and answers."""
+    """Bytes of it that are packed completions and answers."""
     runs: tuple[str, ...]
     completions: int
 
@@ -52,7 +52,7 @@ def write_report(paths: Sequence[Path | str], out: Path | None = None, *, comple
 
 
 def default_path(runs: Sequence[RunRecord]) -> Path:
-    """In the run's own folder; about several runs, where one stands."""
+    """``report.html`` in the run's own folder; about several runs, in the working directory."""
     return runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
 
 

@@ -106,7 +106,7 @@ def band(by_bucket: Sequence[Sequence[CompletionRecord]], value: Callable[[Compl
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between neighbours."""
+    """The quantile at ``share``, linear between neighbours."""
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

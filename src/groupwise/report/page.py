@@ -84,8 +84,8 @@ def style() -> str:
 
 
 def content_policy(script_text: str, style_text: str) -> str:
-    """Nothing may be loaded, sent or run but this very script and style, told by their hashes: were a model's words ever taken for
-    markup, no script among them could run."""
+    """A policy that lets nothing be loaded, sent or run but this very script and style, known by their hashes: no script in a model's
+    words could run, were they ever taken for markup."""
     rules = (
         "default-src 'none'", f"script-src '{digest(script_text)}'", f"style-src '{digest(style_text)}'", "base-uri 'none'",
         "form-action 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'",

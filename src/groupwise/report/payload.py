@@ -266,7 +266,7 @@ def comparisons(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
-    """For each mode its stages, problems and verdicts, and the packed portions of texts (numbered through over all modes).
+    """Stages, problems and verdicts of each mode, and the packed portions of texts (numbered through over all modes).
 
     ``verdicts[stage][problem]`` is ``r`` (right), ``l`` (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists
     problems as ``{question, expected, said}`` with ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.

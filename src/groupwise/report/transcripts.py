@@ -70,7 +70,7 @@ def around_questions(prompts: Sequence[str]) -> tuple[str, str]:
 
 
 def common_beginning(texts: Collection[str]) -> str:
-    """Of all of them: what the first and the last in order share."""
+    """The beginning that all texts share: what the first and the last in order share."""
     first, last = min(texts), max(texts)
     return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))]
 
@@ -149,7 +149,7 @@ def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) 
 
 
 def utf16_length(text: str) -> int:
-    """As the page's language counts characters."""
+    """Length of ``text`` as JavaScript counts characters."""
     return len(text.encode("utf-16-le")) // 2
 
 

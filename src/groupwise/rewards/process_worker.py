@@ -150,7 +150,7 @@ def control(option: int, value: int) -> None:
 
 
 def wait_and_clean_up(child: int, lifeline: int, woken: int) -> None:
-    """Until ``child`` or the parent has ended; then kill what is left, and end as ``child`` did."""
+    """Wait until ``child`` or the parent has ended; then kill what is left, and end as ``child`` did."""
     ended, status = 0, 0
     while not ended:
         ended, status = os.waitpid(child, os.WNOHANG)

@@ -27,9 +27,9 @@ from groupwise.rewards.scores import CallRaised, CallTimedOut, StepRewards
 __all__ = ["ProcessPool", "refusal"]
 
 START_LIMIT_S = 300.0
-"""For starting Python and importing the reward files, which may import much."""
+"""Time limit for starting Python and importing the reward files, which may import much."""
 END_LIMIT_S = 30.0
-"""For killing what a process has left behind."""
+"""Time limit for killing what a process has left behind."""
 _LONGEST_TOLD = 1000
 """Characters of what a process says went wrong."""
 
@@ -83,7 +83,7 @@ class _Worker:
             raise CallRaised(f"an error when its process was started: {_told(said)}")
 
     def _read(self) -> None:
-        """One reply for each request, and no more: what is written unasked stays in the pipe."""
+        """Read one reply for each request, and no more: what is written unasked stays in the pipe."""
         assert self.process.stdout is not None
         with contextlib.suppress(Exception, RecursionError):
             while self._asked.acquire():
@@ -153,7 +153,7 @@ class _Worker:
 
 
 class ProcessPool:
-    """Up to ``size`` processes of each kind, started when they are first needed, in each of which every function of its kind is loaded.
+    """A pool of up to ``size`` processes of each kind, started when first needed, each with every function of its kind loaded.
 
     ``entries``: for each component, what ``RewardFunctionConfig`` needs to find its function again. ``sandboxed``: those of them that are
     called in a sandbox.
@@ -268,6 +268,6 @@ def _steps(score: Any) -> Any:
 
 
 def _told(said: object) -> str:
-    """In one line that cannot act on a terminal."""
+    """``said`` in one line that cannot act on a terminal."""
     text = " ".join(str(said)[:_LONGEST_TOLD].split())
     return printable(text)

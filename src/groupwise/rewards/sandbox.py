@@ -442,7 +442,7 @@ def _limit(timeout_s: float | None) -> None:
 
 
 def _listen(keeper: int, answer: int, output: int, timeout_s: float | None, most_bytes: int) -> bytes:
-    """Until the call has ended, or must be ended."""
+    """Wait until the call has ended, or must be ended."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     over = os.pidfd_open(keeper)
     said, printed = bytearray(), bytearray()

@@ -77,7 +77,7 @@ class Trackers:
         self.each(lambda sink: sink.evaluation(result))
 
     def say(self, sentence: str, style: str = "") -> None:
-        """One sentence for the person at the terminal, such as a note on a setting; sinks that are files do without."""
+        """Show one sentence at the terminal, such as a note on a setting; sinks that are files do without."""
         self.each(lambda sink: sink.print(sentence, style, wrap=True) if isinstance(sink, ConsoleTracker) else None)
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Trackers:
 
     @contextmanager
     def phase(self, name: str, total: float | None, unit: str = "", begun_at: float = 0) -> Iterator[Phase]:
-        """As ``ConsoleTracker.phase``; without a terminal the handle only counts."""
+        """Show a stretch of work as ``ConsoleTracker.phase`` does; without a terminal the handle only counts."""
         handle = Phase(name, total, unit, lambda changed: None, begun_at=begun_at)
         shown: list[tuple[ConsoleTracker, Phase]] = []
 

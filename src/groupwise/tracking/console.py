@@ -140,7 +140,7 @@ class ConsoleTracker:
         """Completions go to the run's folder; on the terminal they would drown the numbers."""
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """One line of figures, then ``show`` examples for the first mode of the stage."""
+        """Print one line of figures, then ``show`` examples for the first mode of the stage."""
         first = not any(stage == result.stage for stage, _ in self.seen)
         self.seen[result.stage, result.mode] = result
         row = result.to_summary()

@@ -73,7 +73,7 @@ def code_revision(folder: Path | None = None) -> dict[str, Any] | None:
 
 @functools.cache
 def _own_revision() -> dict[str, Any] | None:
-    """Of what this process has imported, so it is asked for once: later changes of the files are not what runs."""
+    """The revision that this process has imported, asked for once: later changes of the files are not what runs."""
     return _revision(Path(__file__).resolve().parents[1])
 
 

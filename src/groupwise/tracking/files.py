@@ -60,7 +60,7 @@ class LineFile:
             self.waiting = self.waiting[os.write(self.descriptor, self.waiting) :]
 
     def close(self) -> None:
-        """One more try. Raises OSError where lines are lost."""
+        """Try once more to write what waits, and close. Raises OSError where lines are lost."""
         try:
             self.flush()
         finally:

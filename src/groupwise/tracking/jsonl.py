@@ -39,7 +39,7 @@ class JsonlTracker:
         self.started_s = time.monotonic()
         self.files: dict[Path, LineFile] = {}
         self.evaluations: list[EvaluationResult] = []
-        """Those that the disk has not taken yet."""
+        """Evaluations that the disk has not taken yet."""
         self.told = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

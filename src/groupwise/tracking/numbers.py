@@ -52,7 +52,7 @@ def clock(seconds: float) -> str:
 
 
 def averaged(values: Sequence[float], count: int) -> list[float]:
-    """At most ``count`` means of neighbouring values, those that are not finite left out.
+    """Means of neighbouring values, at most ``count`` of them; those that are not finite left out.
 
     >>> averaged([1.0, 3.0, 5.0, 7.0], 2)
     [2.0, 6.0]

@@ -30,7 +30,7 @@ __all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style",
 STAGE_ORDER = {"base": 0, "warm_start": 1, "final": 3}
 """Evaluations in mid-run, ``step-N``, stand between the warm start and the end."""
 LARGEST = 2**31 - 1
-"""Of steps, lengths and the like: the report keeps them in 32 bits."""
+"""Largest step, length and the like: the report keeps them in 32 bits."""
 GRADED = 20_000
 """Completions of a run without recorded verdicts that are graded again on reading; more would take minutes."""
 
@@ -56,7 +56,7 @@ class CompletionRecord:
     lenient: bool | None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the sampled tokens, in nats; NaN for one that was no number; empty where tokens were not recorded."""
+    """Log-probabilities of the sampled tokens, in nats; NaN for one that was no number; empty where tokens were not recorded."""
     token_advantages: tuple[float, ...] = ()
     """Only where tokens of one completion differ in theirs."""
     occurrence: int = 0

@@ -35,7 +35,7 @@ PROBES = 10
 EARLIER_MODEL = ".final_model.earlier.partial"
 """The final model of an earlier end, for the moment in which the new one takes its place."""
 LOCK_FILE = ".lock"
-"""Only where the folder itself cannot be locked, as on NFS, which locks files alone."""
+"""A file to lock only where the folder itself cannot be locked, as on NFS, which locks files alone."""
 LEFTOVER_FOLDER = re.compile(r"\.{1,2}(?:final_model|step-\d+)[\w.-]*\.partial")
 LEFTOVER_FILE = re.compile(r"\.[\w.-]+\.(?:ya?ml|jsonl?|html)\.\w+\.part")
 
@@ -166,7 +166,7 @@ class RunFolder:
 
     @property
     def tracking_id(self) -> str:
-        """By which a tracking service knows this run again when it is resumed."""
+        """The name by which a tracking service recognises this run when it is resumed."""
         found = json.loads(self.environment.read_bytes())
         return str(found.get("id") or hashlib.sha256(str(found.get("started")).encode()).hexdigest()[:12])
 
@@ -235,7 +235,7 @@ class RunFolder:
             raise self.lost(self.summary, error) from error
 
     def write_records(self, stage: str, mode: str, records: Iterable[Mapping[str, Any]]) -> Path:
-        """One line per problem, in ``evaluations/<stage>-<mode>.jsonl``; returns that path.
+        """Write one line per problem to ``evaluations/<stage>-<mode>.jsonl``; returns that path.
 
         Raises:
             TrainingError: the disk does not take it.
@@ -356,9 +356,9 @@ class Ending:
     """A run that came to its end."""
 
     steps: int
-    """That it made."""
+    """Steps that it made."""
     asked: int
-    """More than ``steps`` where a callback ended it early."""
+    """Steps that it was asked for: more than ``steps`` where a callback ended it early."""
     summary: dict[str, Any]
 
 
@@ -377,7 +377,7 @@ def ending_of(folder: RunFolder) -> Ending | None:
 
 
 def set_ending_aside(folder: RunFolder, steps: int) -> None:
-    """For a run that goes on beyond an end after so many steps: its summary and its last evaluations stay, under that step's name.
+    """Rename the summary and last evaluations of a run that ended after ``steps`` steps and is continued: they keep that step's name.
 
     Its model stays in its place until the next one is whole.
     """
@@ -418,13 +418,13 @@ def step_of(line: bytes) -> float:
 
 
 def last_step(metrics: Path) -> int:
-    """Of the newest whole line; 0 without one."""
+    """The step of the newest whole line; 0 without one."""
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     return int(max((step for line in lines if (step := step_of(line)) < float("inf")), default=0))
 
 
 def steps_in_settings(config: Path) -> int:
-    """That were asked for when the run began; 0 where that cannot be read."""
+    """The steps that were asked for when the run began; 0 where that cannot be read."""
     try:
         return int(plain_yaml(config.read_text(encoding="utf-8"))["training"]["steps"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

@@ -41,11 +41,11 @@ _NAME = (
     r"pwd|pat|jwt|dsn|passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
 )
 SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$|(?:^|\.)key$")
-"""As a whole, or as the last words of a name: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A ``key`` alone is
-one too, and ``answer_key`` is none."""
+"""A credential's name, whole or as the last words of one: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A
+``key`` alone is one too, and ``answer_key`` is none."""
 _LONGEST_NAME = 120
 _NO_SECRETS = ("PWD", "OLDPWD")
-"""Of the environment: the working directory."""
+"""Environment variables that look like a password's and hold the working directory."""
 
 # Each pattern takes time in proportion to the text, whatever stands in it: a completion may hold anything. So no part may be tried twice
 # over the same characters: a part ends where the next one begins (`++`, `*+`: what was taken is not given back), or has a longest length.
@@ -133,7 +133,8 @@ def hide_secrets_in_message(text: str) -> str:
 
 
 def _without_pairs(word: str, quoted: bool = False) -> str:
-    """With ``quoted``: only those pairs whose name stands in quotes, or before ``=``; but for ``key=value``, as help has it."""
+    """``word`` with the values of secret pairs hidden. With ``quoted``: only those pairs whose name stands in quotes, or before ``=``;
+    but for ``key=value``, as help has it."""
     shown, done = [], 0
     for found in PAIR_NAME.finditer(word):
         meant = found[2][0] in "\"'" or (found[2] == "=" and found[1] != "key") if quoted else True
