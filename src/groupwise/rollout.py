@@ -64,7 +64,7 @@ class Rollout:
         completions = [c for group in groups for c in group.completions]
         lengths = [len(c.token_ids) for c in completions]
         verdicts = [grade(c.text, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "reward/mean": Mean.of(r for g in groups for r in g.rewards),
             "reward/std": Mean.of(statistics.stdev(g.rewards) for g in groups),
             "groups/zero_variance": Mean.of(not g.has_variance for g in groups),
@@ -79,11 +79,11 @@ class Rollout:
             "speed/sampled_tokens_per_s": Mean(sum(lengths), self.sampling_s),
         }
         if style == "xml":
-            found["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.text for c in completions], score=1.0))
+            metrics["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.text for c in completions], score=1.0))
         names = groups[0].components if groups else ()
         for name in names:
-            found[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
-        return found | dict(self.of_scoring)
+            metrics[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
+        return metrics | dict(self.of_scoring)
 
 
 def rollout_settings(config: RolloutConfig) -> SamplingSettings:

@@ -67,11 +67,11 @@ def _as_setting(error: Any) -> str | None:
         return None
     name = error.option_name.lstrip("-").partition("=")[0].replace("-", "_")
     known = field_paths()
-    found = [path for path in (suggest(name) or ([name] if name in known else [])) if path in known]
-    exact = name in known or any(path.rsplit(".", 1)[-1] == name for path in found)
-    if not found or (error.possibilities and not exact):
+    paths = [path for path in (suggest(name) or ([name] if name in known else [])) if path in known]
+    exact = name in known or any(path.rsplit(".", 1)[-1] == name for path in paths)
+    if not paths or (error.possibilities and not exact):
         return None
-    path = min(found, key=lambda one: SECTION_ORDER.index(one.partition(".")[0]) if one.partition(".")[0] in SECTION_ORDER else 9)
+    path = min(paths, key=lambda one: SECTION_ORDER.index(one.partition(".")[0]) if one.partition(".")[0] in SECTION_ORDER else 9)
     return f"{path}={_value_after(error.option_name)}"
 
 

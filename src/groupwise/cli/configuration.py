@@ -32,11 +32,11 @@ def recipes(as_json: AsJson = False) -> None:
     """
     from groupwise.cli.show import console, print_json, table
 
-    found = shipped_recipes()
+    listed = shipped_recipes()
     if as_json:
-        print_json([{"name": recipe.name, "summary": recipe.summary, "path": str(recipe.path)} for recipe in found])
+        print_json([{"name": recipe.name, "summary": recipe.summary, "path": str(recipe.path)} for recipe in listed])
         return
-    console().print(table(["recipe", "what it does"], [(recipe.name, recipe.summary) for recipe in found]))
+    console().print(table(["recipe", "what it does"], [(recipe.name, recipe.summary) for recipe in listed]))
 
 
 def config(
@@ -84,9 +84,9 @@ def _matching(field: str | None) -> list[FieldDoc]:
         lambda doc: doc.path == wanted or doc.path.startswith(wanted + "."),
         lambda doc: doc.leaf == wanted or f".{doc.path}".endswith("." + wanted) or f".{wanted}." in f".{doc.path}.",
     ):
-        found = [doc for doc in docs if test(doc)]
-        if found:
-            return found
+        matching = [doc for doc in docs if test(doc)]
+        if matching:
+            return matching
     raise ConfigError(unknown_key(wanted))
 
 

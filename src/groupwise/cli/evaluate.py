@@ -127,12 +127,12 @@ def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Con
     from groupwise.chat import settings_for_model
     from groupwise.tracking.text import harmless
 
-    found = [settings_for_model(model, overrides) for model in models]
-    chosen, run_config = next(((c, made_by) for c, made_by in found if made_by is not None), found[0])
+    settings = [settings_for_model(model, overrides) for model in models]
+    chosen, run_config = next(((c, made_by) for c, made_by in settings if made_by is not None), settings[0])
     if run_config is not None:
         for_all = ", for all models" if len(models) > 1 else ""
         aside.print(harmless(f"settings from {run_config}{for_all}", "dim"), soft_wrap=True)
-    return chosen, [config.model.name for config, _ in found]
+    return chosen, [config.model.name for config, _ in settings]
 
 
 def _world(config: Config) -> AbstractContextManager[World]:
@@ -167,7 +167,7 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
 
 def _as_json(judged: Sequence[Judged], comparisons: list[dict[str, Any]], data: str | None) -> dict[str, Any]:
     first, evaluations = judged[0]
-    models = [{"model": model, "evaluations": [e.to_summary() for e in found]} for model, found in judged]
+    models = [{"model": model, "evaluations": [e.to_summary() for e in one_models]} for model, one_models in judged]
     return {
         "model": first,
         "data": data or evaluations[0].conditions.get("data"),

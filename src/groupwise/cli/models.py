@@ -170,11 +170,11 @@ def _settings(folder: Path, base: str | None) -> Any:
     if run is not None:
         return load_run_config(run, ["model.lora=null", *named])
     try:
-        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base_name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder / 'adapter_config.json'} cannot be read ({error}): take a whole copy of the adapter"
         ) from error
-    if not named and not found:
+    if not named and not base_name:
         raise ModelError(f"the adapter in {folder} does not say which model it belongs to: name it with --base")
-    return load_config(None, named or [f"model.name={found}"])
+    return load_config(None, named or [f"model.name={base_name}"])

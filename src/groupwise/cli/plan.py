@@ -250,19 +250,19 @@ def bench(
     from groupwise.training.trial import run_trial, trial_settings
 
     settings = [*(overrides or ()), *trial_settings(steps, as_written, whole, config.algorithm.needs_reference)]
-    found = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
+    trial = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
     if not is_first_process():
         return
     planned = plan_of(
-        source, settings, world_size=found.processes, prompt_tokens=found.prompt_tokens,
-        completion_tokens=round(found.completion_tokens), measure=measure,
+        source, settings, world_size=trial.processes, prompt_tokens=trial.prompt_tokens,
+        completion_tokens=round(trial.completion_tokens), measure=measure,
     )  # fmt: skip
-    rows = _side_by_side(planned, found, whole)
+    rows = _side_by_side(planned, trial, whole)
     if as_json:
         sides = {name: {"planned": plan, "measured": measured, "ratio": _ratio(plan, measured)} for name, plan, measured in rows}
-        print_json({"measured": found.to_json(), "planned": planned.to_json(), "side_by_side": sides})
+        print_json({"measured": trial.to_json(), "planned": planned.to_json(), "side_by_side": sides})
     else:
-        _show(planned, found, rows, whole)
+        _show(planned, trial, rows, whole)
 
 
 def _fullest(planned: Plan, whole: bool) -> Phase:
@@ -271,19 +271,19 @@ def _fullest(planned: Plan, whole: bool) -> Phase:
     return max((phase for phase in planned.phases if phase.name not in left_out), key=lambda phase: phase.bytes)
 
 
-def _side_by_side(planned: Plan, found: Trial, whole: bool) -> list[tuple[str, float, float]]:
+def _side_by_side(planned: Plan, trial: Trial, whole: bool) -> list[tuple[str, float, float]]:
     """What, as planned, as measured."""
     from groupwise.training.trial import planned_peaks
 
     cost, peaks = planned.cost, planned_peaks(planned.phases)
     return [
-        ("peak memory, GiB", _fullest(planned, whole).bytes / _GIB, found.peak_bytes / _GIB),
-        *((f"- {name}, GiB", peaks[name] / _GIB, peak / _GIB) for name, peak in found.phase_bytes.items() if name in peaks),
-        ("sampling, s", cost.sampling_s, found.sampling_s),
-        ("learning, s", cost.learning_s, found.learning_s),
-        ("optimiser, s", cost.optimizer_s, found.optimizer_s),
-        ("communication, s", cost.communication_s, found.exchange_s),
-        ("a step, s", cost.step_s, found.step_s),
+        ("peak memory, GiB", _fullest(planned, whole).bytes / _GIB, trial.peak_bytes / _GIB),
+        *((f"- {name}, GiB", peaks[name] / _GIB, peak / _GIB) for name, peak in trial.phase_bytes.items() if name in peaks),
+        ("sampling, s", cost.sampling_s, trial.sampling_s),
+        ("learning, s", cost.learning_s, trial.learning_s),
+        ("optimiser, s", cost.optimizer_s, trial.optimizer_s),
+        ("communication, s", cost.communication_s, trial.exchange_s),
+        ("a step, s", cost.step_s, trial.step_s),
     ]
 
 
@@ -291,7 +291,7 @@ def _ratio(planned: float, measured: float) -> float | None:
     return planned / measured if measured > 0 and planned > 0 else None
 
 
-def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]], whole: bool) -> None:
+def _show(planned: Plan, trial: Trial, rows: list[tuple[str, float, float]], whole: bool) -> None:
     from groupwise.cli.show import console, table
     from groupwise.tracking.text import harmless
 
@@ -299,15 +299,15 @@ def _show(planned: Plan, found: Trial, rows: list[tuple[str, float, float]], who
     shown = [(name, f"{plan:.2f}", f"{measured:.2f}", _share(_ratio(plan, measured))) for name, plan, measured in rows]
     out.print(table(["", "planned", "measured", "planned / measured"], shown))
     lines = [
-        f"{_counted(found.steps, 'step', 'steps')}, {_processes(found)}; prompts of at most {found.prompt_tokens} tokens, completions of "
-        f"{found.completion_tokens:.0f}; {found.sampled_tokens_per_s:,.0f} tokens/s sampled, {found.learnt_tokens_per_s:,.0f} learnt",
+        f"{_counted(trial.steps, 'step', 'steps')}, {_processes(trial)}; prompts of at most {trial.prompt_tokens} tokens, completions of "
+        f"{trial.completion_tokens:.0f}; {trial.sampled_tokens_per_s:,.0f} tokens/s sampled, {trial.learnt_tokens_per_s:,.0f} learnt",
         f"planned for {planned.hardware.name} ({planned.hardware.source}); fullest while {_fullest(planned, whole).name}",
     ]
-    if found.scoring_s > 0.1 * found.step_s:
-        lines.append(f"the reward functions took {found.scoring_s:.1f} s of a step")
-    if found.halvings:
+    if trial.scoring_s > 0.1 * trial.step_s:
+        lines.append(f"the reward functions took {trial.scoring_s:.1f} s of a step")
+    if trial.halvings:
         lines.append(
-            f"memory ran out {_counted(found.halvings, 'time', 'times')}, and the token budget of a pass was halved: "
+            f"memory ran out {_counted(trial.halvings, 'time', 'times')}, and the token budget of a pass was halved: "
             "lower training.micro_batch_tokens"
         )
     for line in lines:
@@ -318,8 +318,8 @@ def _share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _processes(found: Trial) -> str:
-    return "one process" if found.processes == 1 else f"{found.processes} processes"
+def _processes(trial: Trial) -> str:
+    return "one process" if trial.processes == 1 else f"{trial.processes} processes"
 
 
 def _counted(count: int, one: str, more: str) -> str:

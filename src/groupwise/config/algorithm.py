@@ -261,10 +261,10 @@ _COMMON: Mapping[str, set[str]] = {"loss": set(LossSection.model_fields) - {"typ
 
 def _written(section: Section) -> dict[str, Any]:
     """What was set in it and in the sections inside, as ``follow_preset`` marks it."""
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
         inner = _written(value) if isinstance(value, Section) else None
         if name in section.model_fields_set or inner:
-            found[name] = value if inner is None else inner
-    return found
+            written[name] = value if inner is None else inner
+    return written

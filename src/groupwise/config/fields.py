@@ -157,17 +157,17 @@ def schema_path(path: str) -> str:
 @cache
 def sections() -> dict[str, tuple[type[BaseModel], ...]]:
     """Dotted path of every section, the nested ones too, and its class; the classes of all types where it comes in several."""
-    found: dict[str, tuple[type[BaseModel], ...]] = {}
+    by_path: dict[str, tuple[type[BaseModel], ...]] = {}
 
     def walk(models: tuple[type[BaseModel], ...], prefix: str) -> None:
         for model in models:
             for name, info in model.model_fields.items():
                 if inner := _section_classes(info.annotation):
-                    found[prefix + name] = inner
+                    by_path[prefix + name] = inner
                     walk(inner, f"{prefix}{name}.")
 
     walk((Config,), "")
-    return found
+    return by_path
 
 
 def without_tags(location: Sequence[int | str]) -> tuple[int | str, ...]:
@@ -193,9 +193,9 @@ def find_field(path: str, kind: str | None = None) -> FieldInfo | None:
     for name in parents:
         infos = [model.model_fields[name.removesuffix(ITEM)] for model in models if name.removesuffix(ITEM) in model.model_fields]
         models = next((inner for info in infos if (inner := _classes_inside(info.annotation, name.endswith(ITEM)))), ())
-    found = [model for model in models if leaf in model.model_fields]
-    exact = [model for model in found if kind is not None and kind in kinds_of(model)]
-    return next((model.model_fields[leaf] for model in (*exact, *found)), None)
+    having = [model for model in models if leaf in model.model_fields]
+    exact = [model for model in having if kind is not None and kind in kinds_of(model)]
+    return next((model.model_fields[leaf] for model in (*exact, *having)), None)
 
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:

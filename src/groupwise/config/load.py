@@ -100,10 +100,10 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
             failure = error.__cause__
             assert isinstance(failure, ValidationError)
             paths = [_remove(merged, without_tags(error["loc"]), error["type"] in UNKNOWN) for error in failure.errors()]
-        found = [path for path in dict.fromkeys(paths) if path]
-        if not found:
+        known = [path for path in dict.fromkeys(paths) if path]
+        if not known:
             return None, left_out
-        left_out += found
+        left_out += known
 
 
 def _remove(settings: Any, loc: Sequence[str | int], unknown: bool) -> str:
@@ -170,15 +170,15 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    different: dict[str, Any] = {}
     for name, value in these.items():
         default = those.get(name)
         if isinstance(value, Mapping) and isinstance(default, Mapping) and value and default:
             if inner := _difference(value, default):
-                found[name] = inner
+                different[name] = inner
         elif value != default:
-            found[name] = value
-    return found
+            different[name] = value
+    return different
 
 
 class _Dumper(yaml.SafeDumper):
@@ -200,11 +200,11 @@ def yaml_text(value: Any) -> str:
 
 def recipes() -> list[Recipe]:
     """The shipped recipes, by name."""
-    found = []
+    listed = []
     for path in sorted(RECIPE_FOLDER.glob("*.yaml")):
         first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        found.append(Recipe(path.stem, path, first.lstrip("# ").strip()))
-    return found
+        listed.append(Recipe(path.stem, path, first.lstrip("# ").strip()))
+    return listed
 
 
 def find_source(source: str | Path) -> Path:

@@ -71,5 +71,5 @@ def _place(section: type[Section]) -> str:
     """Where a section stands in a config, such as ``training``; empty for the whole, and for one that stands in several places."""
     from groupwise.config.fields import sections
 
-    found = [path for path, kinds in sections().items() if section in kinds]
-    return found[0] if len(found) == 1 else ""
+    paths = [path for path, kinds in sections().items() if section in kinds]
+    return paths[0] if len(paths) == 1 else ""

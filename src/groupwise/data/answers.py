@@ -74,8 +74,8 @@ def extract_reference(text: str, answer_format: AnswerFormat = "auto") -> str:
     if answer_format == "auto":
         answer_format = _guess_format(text)
     if answer_format == "gsm8k":
-        found = extract_answer(text, "plain")
-        number = None if found is None else re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", found).strip()
+        extracted = extract_answer(text, "plain")
+        number = None if extracted is None else re.sub(r"(?<=[0-9]),(?=[0-9]{3})", "", extracted).strip()
         if number is None or numeric_value(number) is None:
             raise AnswerError(f"no number after '####' in {_shorten(text)}: correct the row, or set data.answer_format")
         return number
@@ -146,8 +146,8 @@ def extract_last_number(text: str) -> str | None:
 
     A hyphen after a digit or a bracket is a minus sign between two numbers, and not the second one's own: ``10-5`` ends in ``5``.
     """
-    found = _last_number(text)
-    return None if found is None else found[0]
+    last = _last_number(text)
+    return None if last is None else last[0]
 
 
 def _last_number(text: str) -> tuple[str, str] | None:
@@ -178,8 +178,8 @@ def numeric_value(text: str) -> Decimal | Fraction | None:
     Read is what ``quantities.read_quantity`` reads, with one word of unit behind a space at most (``72 apples``), and none that
     changes the value (``5 million``, ``3 am``). The unit is dropped: ``numeric_equal`` compares it.
     """
-    found = read_quantity(text)
-    return None if found is None or found.tight or found.words > 1 else found.value
+    quantity = read_quantity(text)
+    return None if quantity is None or quantity.tight or quantity.words > 1 else quantity.value
 
 
 def numeric_equal(answer: str, reference: str) -> bool:

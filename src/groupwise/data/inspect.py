@@ -56,14 +56,14 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
         names = ["id", "question", "answer", "columns"]
         return problems, [], {"all": names, "prompt": "question", "answer": "answer"}, len(problems)
     table = read_table(data.source, data.split, data.subset, named_folder(data.folder))
-    found = find_columns(table, data)
+    mapping = find_columns(table, data)
     problems, bad = [], []
     for index, row in enumerate(table.rows[: data.limit]):
         try:
-            problems.append(to_problem(row, found, data.answer_format, f"{table.label}:{table.split}:{index}"))
+            problems.append(to_problem(row, mapping, data.answer_format, f"{table.label}:{table.split}:{index}"))
         except DataError as error:
             bad.append({"row": row.name, "reason": str(error)})
-    columns = {"all": list(table.columns), "prompt": " + ".join(found.prompt), "answer": found.answer}
+    columns = {"all": list(table.columns), "prompt": " + ".join(mapping.prompt), "answer": mapping.answer}
     return problems, bad, columns, len(problems) + len(bad)
 
 

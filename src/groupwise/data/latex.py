@@ -113,7 +113,7 @@ def _normal(text: str) -> str:
     text = LAST_STOP.sub("", plain_text(text))
     whole = WHOLLY_TEXT.fullmatch(text)
     text = whole[1].strip() if whole else text
-    text = ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     for sign, command in SIGNS.items():
         text = text.replace(sign, command)
     for pattern, meant in REWRITTEN:
@@ -205,13 +205,13 @@ def _lists_equal(answer: list[str], reference: list[str], timeout_s: float) -> b
 
 def _named(items: list[str]) -> list[tuple[str, str]] | None:
     """Name and value of each, a name of "" where it has none; ``None`` where an item is another kind of equation."""
-    found = []
+    members = []
     for item in items:
         sides = _sides(item)
         if len(sides) > 2 or "" in sides or (len(sides) == 2 and not _is_name(sides[0])):
             return None
-        found.append((sides[0].replace(" ", "") if len(sides) == 2 else "", sides[-1]))
-    return found
+        members.append((sides[0].replace(" ", "") if len(sides) == 2 else "", sides[-1]))
+    return members
 
 
 def _sides(text: str) -> list[str]:
@@ -254,7 +254,7 @@ def _is_maths(text: str) -> bool:
 
 def _misread(text: str) -> bool:
     """Whether something stands in ``text`` that math-verify is known to drop or to take for another thing."""
-    if UNREADABLE.search(TEXT.sub(lambda found: found[1] if len(found[1]) == 1 else found[0], text)):
+    if UNREADABLE.search(TEXT.sub(lambda match: match[1] if len(match[1]) == 1 else match[0], text)):
         return True
     for space, word in WORD_AFTER_NUMBER.findall(text):
         if word not in FUNCTION_WORDS and (word.lower() in MEASURES or (space and changes_the_value(word))):
@@ -343,9 +343,9 @@ def _exponent(text: str, place: int) -> tuple[str, int]:
     while place < len(text) and text[place] == " ":
         place += 1
     if place >= len(text) or text[place] not in "{(":
-        found = re.compile(r"[+-]?[0-9]+|\\[A-Za-z]+|.?", re.DOTALL).match(text, place)
-        assert found is not None
-        return found[0], max(found.end(), place + 1)
+        match = re.compile(r"[+-]?[0-9]+|\\[A-Za-z]+|.?", re.DOTALL).match(text, place)
+        assert match is not None
+        return match[0], max(match.end(), place + 1)
     depth = 0
     for end in range(place, len(text)):
         depth += (text[end] in "({[") - (text[end] in ")}]")

@@ -128,16 +128,16 @@ def is_prepared(source: str) -> bool:
 
 def prepared_style(source: str) -> AnswerStyle | None:
     """The answer style that a prepared folder records; None for any other source."""
-    found = (_metadata(Path(source).expanduser()) or {}).get("answer_style") if canonical_name(source) is None else None
-    return found if found in ("xml", "boxed", "plain") else None
+    style = (_metadata(Path(source).expanduser()) or {}).get("answer_style") if canonical_name(source) is None else None
+    return style if style in ("xml", "boxed", "plain") else None
 
 
 def _metadata(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+        metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+    return metadata if isinstance(metadata, dict) and metadata.get("format") == FORMAT else None
 
 
 def load_prepared(source: str, part: Part) -> list[Problem]:

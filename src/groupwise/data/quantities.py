@@ -187,24 +187,24 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
         if scale := SCALE.fullmatch(text[degrees.end() :]):
             return text[: degrees.start()], {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
         return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
-    if (found := TRAILING_TEXT.fullmatch(text)) and re.search("[0-9]", found["body"]):
-        unit, named, body = _unit_of(found["words"], found["power"]), WORD.findall(found["words"]), found["body"].strip()
+    if (match := TRAILING_TEXT.fullmatch(text)) and re.search("[0-9]", match["body"]):
+        unit, named, body = _unit_of(match["words"], match["power"]), WORD.findall(match["words"]), match["body"].strip()
         return (text, None, 0, False) if unit is None else (body, unit, len(named), unit != "" and not _counted(named, body))
-    found = TRAILING_WORDS.fullmatch(text)
-    if found is None or COMMAND_BEFORE.search(found["body"]):
+    match = TRAILING_WORDS.fullmatch(text)
+    if match is None or COMMAND_BEFORE.search(match["body"]):
         return text, None, 0, False
-    return _split_words(text, found)
+    return _split_words(text, match)
 
 
-def _split_words(text: str, found: re.Match[str]) -> tuple[str, str | None, int, bool]:
+def _split_words(text: str, match: re.Match[str]) -> tuple[str, str | None, int, bool]:
     """``split_unit`` where bare words follow: several only where each is known, one that is not known only behind a number."""
-    body, words = found["body"], WORD.findall(found["words"])
+    body, words = match["body"], WORD.findall(match["words"])
     known = all(word.lower() in MEASURES for word in words)
     word = words[0]
-    if not found["space"] or (len(words) == 1 and len(word) == 1):
+    if not match["space"] or (len(words) == 1 and len(word) == 1):
         if known and len(words) == 1 and (word.islower() or word == "L"):
-            return body, _unit_of(word, found["power"]), 1, True
-        changes = not found["space"] and word.lower() in ("st", "nd", "rd", "th", "am", "pm")
+            return body, _unit_of(word, match["power"]), 1, True
+        changes = not match["space"] and word.lower() in ("st", "nd", "rd", "th", "am", "pm")
         return (body, "", 1, False) if changes else (text, None, 0, False)
     if any(word.lower() in FUNCTION_WORDS for word in words):
         return text, None, 0, False
@@ -212,13 +212,13 @@ def _split_words(text: str, found: re.Match[str]) -> tuple[str, str | None, int,
         return body, "", len(words), False
     noun = (
         len(words) == 1
-        and not found["power"]
+        and not match["power"]
         and len(word) > 2
         and not word.isupper()
         and bool(re.search("[aeiouyAEIOUY]", word))
     )
     if known or (noun and _number(body) is not None):
-        return body, _unit_of(found["words"], found["power"]), len(words), not _counted(words, body)
+        return body, _unit_of(match["words"], match["power"]), len(words), not _counted(words, body)
     return text, None, 0, False
 
 
@@ -288,28 +288,28 @@ def _number(text: str) -> Decimal | Fraction | None:
     text = text.strip().removesuffix(".").strip()
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1].strip()
-    if found := NUMBER.fullmatch(text):
-        value = Decimal(found["value"].replace(",", ""))
-        if found["denominator"] is None:
-            return value.copy_negate() if found["sign"] == "-" and value else value
-        return _signed(found, found["whole"], Fraction(value), found["denominator"])
-    if found := FRACTION.fullmatch(text):
-        top, bottom = found["top"] or found["a"], found["bottom"] or found["digit"] or found["b"] or found["c"]
-        if found["whole"] and top.startswith(("+", "-")):
+    if match := NUMBER.fullmatch(text):
+        value = Decimal(match["value"].replace(",", ""))
+        if match["denominator"] is None:
+            return value.copy_negate() if match["sign"] == "-" and value else value
+        return _signed(match, match["whole"], Fraction(value), match["denominator"])
+    if match := FRACTION.fullmatch(text):
+        top, bottom = match["top"] or match["a"], match["bottom"] or match["digit"] or match["b"] or match["c"]
+        if match["whole"] and top.startswith(("+", "-")):
             return None
-        return _signed(found, found["whole"], Fraction(int(top)), bottom)
-    if found := REPEATING.fullmatch(text):
-        fixed, repeated = found["fixed"], found["repeated"]
+        return _signed(match, match["whole"], Fraction(int(top)), bottom)
+    if match := REPEATING.fullmatch(text):
+        fixed, repeated = match["fixed"], match["repeated"]
         digits = Fraction(int(fixed + repeated) - int(fixed or 0), (10 ** len(repeated) - 1) * 10 ** len(fixed))
-        return (-1 if found["sign"] == "-" else 1) * (int(found["whole"] or 0) + digits)
+        return (-1 if match["sign"] == "-" else 1) * (int(match["whole"] or 0) + digits)
     return None
 
 
-def _signed(found: re.Match[str], whole: str | None, top: Fraction, denominator: str) -> Fraction | None:
+def _signed(match: re.Match[str], whole: str | None, top: Fraction, denominator: str) -> Fraction | None:
     bottom = int(denominator.replace(",", ""))
     if bottom == 0:
         return None
-    return (-1 if found["sign"] == "-" else 1) * (int((whole or "0").replace(",", "")) + top / bottom)
+    return (-1 if match["sign"] == "-" else 1) * (int((whole or "0").replace(",", "")) + top / bottom)
 
 
 def quantities_equal(left: Quantity, right: Quantity) -> bool:
@@ -323,13 +323,13 @@ def time_of_day(text: str) -> tuple[tuple[int, ...], str] | None:
     """Hours, minutes and seconds of ``3:30 pm`` and ``3 p.m.``, and ``am`` or ``pm``; ``None`` for what names no half of a day."""
     bare = re.sub(rf"{TEXT_COMMAND}|[{{}}~]|\\[ ,;!]", " ", plain_text(text).replace("\\!", ""))
     bare = " ".join(bare.split()).lower()
-    found = re.fullmatch(r"([0-9]{1,2})((?: ?: ?[0-9]{2}){0,2}) ?(?:([ap]) ?\.? ?m ?\.?)", bare)
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,2})((?: ?: ?[0-9]{2}){0,2}) ?(?:([ap]) ?\.? ?m ?\.?)", bare)
+    if not match:
         return None
-    clock = [int(found[1]), *(int(part) for part in found[2].replace(" ", "").split(":")[1:])]
+    clock = [int(match[1]), *(int(part) for part in match[2].replace(" ", "").split(":")[1:])]
     while len(clock) > 1 and clock[-1] == 0:
         clock.pop()
-    return tuple(clock), found[3] + "m"
+    return tuple(clock), match[3] + "m"
 
 
 def colon_parts(text: str) -> list[str] | None:

@@ -188,8 +188,8 @@ def _read_folder(folder: Path, split: str, subset: str | None) -> Table:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    found = [*folder.iterdir(), *(f for sub in folder.iterdir() if sub.is_dir() for f in sub.iterdir())]
-    return sorted(f for f in found if f.suffix.lower() in SUFFIXES and f.is_file())
+    paths = [*folder.iterdir(), *(f for sub in folder.iterdir() if sub.is_dir() for f in sub.iterdir())]
+    return sorted(f for f in paths if f.suffix.lower() in SUFFIXES and f.is_file())
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

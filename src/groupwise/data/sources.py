@@ -262,13 +262,13 @@ def _named(name: str | None, key: str, columns: Sequence[str], first: Mapping[st
 
 
 def _found(names: Sequence[str], what: str, columns: Sequence[str]) -> str:
-    found = _candidates(names, columns)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    candidates = _candidates(names, columns)
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
         raise DataError(f"no {what} column was found among {_listed(columns)}: set data.{what}_column to the right one")
     raise DataError(
-        f"{' and '.join(map(repr, found))} could each be the {what} column: set data.{what}_column (columns: {_listed(columns)})"
+        f"{' and '.join(map(repr, candidates))} could each be the {what} column: set data.{what}_column (columns: {_listed(columns)})"
     )
 
 
@@ -293,12 +293,12 @@ def _listed(columns: Sequence[str]) -> str:
 def _reach(values: Mapping[str, Any], name: str) -> Any:
     if name in values:
         return values[name]
-    found: Any = values
+    value: Any = values
     for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             return None
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, problem_id: str) -> Problem:
@@ -347,9 +347,9 @@ def _question(row: Row, names: Sequence[str]) -> str | tuple[Message, ...]:
     parts = []
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, str) or not value.strip():
-            found = "is empty" if value is None or value == "" or isinstance(value, str) else f"holds a {type(value).__name__}"
+            wrong = "is empty" if value is None or value == "" or isinstance(value, str) else f"holds a {type(value).__name__}"
             raise DataError(
-                f"{row.name}, column {name!r} {found}, and a question must be text or a list of messages: correct the row"
+                f"{row.name}, column {name!r} {wrong}, and a question must be text or a list of messages: correct the row"
             )
         parts.append(value.strip())
     return " ".join(part if part[-1] in ".?!,:" or part is parts[-1] else part + "." for part in parts)

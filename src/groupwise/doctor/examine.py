@@ -26,10 +26,10 @@ def diagnose_run(run: RunRecord) -> list[Finding]:
     """What is wrong with a run, by what it has written so far; the gravest first."""
     about_settings = ask("settings", run.config) if run.config else []
     steps, at_once = len(run.steps), {rule.name for rule in RULES if rule.at_once}
-    found = [one for one in ask("run", run) if steps >= ENOUGH or one.severity in ("note", "normal") or one.rule in at_once]
+    findings = [one for one in ask("run", run) if steps >= ENOUGH or one.severity in ("note", "normal") or one.rule in at_once]
     if steps < CERTAIN:
-        found = [replace(one, severity="warning") if one.severity == "critical" else one for one in found]
-    return ordered([*found, *about_settings])
+        findings = [replace(one, severity="warning") if one.severity == "critical" else one for one in findings]
+    return ordered([*findings, *about_settings])
 
 
 def diagnose_settings(config: Config) -> list[Finding]:
@@ -41,8 +41,8 @@ def diagnose_settings(config: Config) -> list[Finding]:
 
 
 def diagnose_prepared(prepared: Prepared) -> list[Finding]:
-    found = [*ask("settings", prepared.config), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))]
-    return ordered(found)
+    findings = [*ask("settings", prepared.config), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))]
+    return ordered(findings)
 
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -103,22 +103,22 @@ class Watch:
 
         Raises ConfigError or RewardError for what is critical.
         """
-        found = [one for one in check_before(prepared) if one.severity in ("critical", "warning")]
-        refuse(found, prepared.config)
-        self.told |= {finding.rule for finding in found}
-        return [f"doctor, before the run: {one.severity}: {one.title}: {one.summary}. {one.remedy}" for one in found]
+        findings = [one for one in check_before(prepared) if one.severity in ("critical", "warning")]
+        refuse(findings, prepared.config)
+        self.told |= {finding.rule for finding in findings}
+        return [f"doctor, before the run: {one.severity}: {one.title}: {one.summary}. {one.remedy}" for one in findings]
 
     def __call__(self, folder: Path, step: int) -> None:
         if step < self.next_look:
             return
         self.next_look = int(step * GROWTH)
         try:
-            found = diagnose_run(read_run(folder))
+            findings = diagnose_run(read_run(folder))
         except Exception as error:
             self.next_look = 2**63
             self.say(f"the doctor cannot look at {folder} ({type(error).__name__}: {error})", "warning")
             return
-        for finding in found:
+        for finding in findings:
             if finding.rule not in self.told and finding.severity in ("critical", "warning"):
                 self.told.add(finding.rule)
                 self.say(sentence(finding, folder, step), finding.severity)

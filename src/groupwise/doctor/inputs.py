@@ -156,10 +156,10 @@ def question(problem: Problem) -> str:
 
 
 def repeated(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
-    found: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
+    by_words: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
     for problem in problems:
-        found[words_of(problem)].append(problem)
-    return (same for same in found.values() if len(same) > 1)
+        by_words[words_of(problem)].append(problem)
+    return (same for same in by_words.values() if len(same) > 1)
 
 
 def duplicates(problems: ProblemSet) -> Evidence | None:
@@ -177,18 +177,18 @@ def duplicates(problems: ProblemSet) -> Evidence | None:
 
 def contradictions(problems: ProblemSet) -> Evidence | None:
     """The same question with different reference answers."""
-    found = []
+    pairs = []
     for same in repeated(problems.train):
         other = next((p for p in same[1:] if not agree(p, same[0])), None)
         if other is not None:
-            found.append((same[0], other))
-    if not found:
+            pairs.append((same[0], other))
+    if not pairs:
         return None
     return Evidence(
-        f"{len(found):,} questions stand there with different reference answers: whichever the policy gives, one of them is "
+        f"{len(pairs):,} questions stand there with different reference answers: whichever the policy gives, one of them is "
         "scored as wrong",
-        numbers={"questions": len(found)},
-        examples=tuple(pair(a, b, f"answers {a.expected} and {b.expected}") for a, b in found[:3]),
+        numbers={"questions": len(pairs)},
+        examples=tuple(pair(a, b, f"answers {a.expected} and {b.expected}") for a, b in pairs[:3]),
     )
 
 
@@ -199,15 +199,15 @@ def agree(first: Problem, second: Problem) -> bool:
 
 def leakage(problems: ProblemSet) -> Evidence | None:
     """Held-out questions that stand in the training problems in nearly the same words."""
-    found = list(leaked(problems.train, problems.held_out))
-    if not found:
+    pairs = list(leaked(problems.train, problems.held_out))
+    if not pairs:
         return None
-    share = len(found) / len(problems.held_out)
+    share = len(pairs) / len(problems.held_out)
     return Evidence(
-        f"{len(found):,} of {len(problems.held_out):,} held-out questions ({share:.1%}) stand in the training problems in nearly the "
+        f"{len(pairs):,} of {len(problems.held_out):,} held-out questions ({share:.1%}) stand in the training problems in nearly the "
         "same words: what is measured there is memory",
-        numbers={"leaked": len(found), "share": share},
-        examples=tuple(pair(a, b, "held out and trained on") for a, b in found[:3]),
+        numbers={"leaked": len(pairs), "share": share},
+        examples=tuple(pair(a, b, "held out and trained on") for a, b in pairs[:3]),
         severity="critical" if share > 0.05 else None,
     )
 

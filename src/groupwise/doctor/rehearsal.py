@@ -43,14 +43,14 @@ class Rehearsal:
         pairs = [(self.prepared.train_prompts[i], self.completions(i)) for i in range(len(self.problems))]
         # Functions that compare problems must see them together; otherwise one by one, to tell what went well before a failure.
         parts = [pairs] if rewards.sees_batches else [[pair] for pair in pairs]
-        found: list[Group | RewardFailure | RewardError] = []
+        results: list[Group | RewardFailure | RewardError] = []
         for part in parts:
             try:
-                found += rewards.score_each(part)
+                results += rewards.score_each(part)
             except RewardError as error:
-                found.append(error)
+                results.append(error)
                 break  # the run would stop here too
-        return found
+        return results
 
     def completions(self, index: int) -> list[Completion]:
         problem, style = self.problems[index], self.prepared.answer_style

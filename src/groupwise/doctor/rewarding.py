@@ -120,7 +120,7 @@ def constant(run: RunRecord) -> Evidence | None:
         for name, score in record.components.items():
             scores[name].add(score)
             counts[name] += 1
-    flat = [name for name, found in scores.items() if len(found) == 1 and counts[name] >= 64 and moved(run, name) is False]
+    flat = [name for name, values in scores.items() if len(values) == 1 and counts[name] >= 64 and moved(run, name) is False]
     if not flat:
         return None
     shown = "; ".join(f"{name!r} gave {next(iter(scores[name]))} to all {counts[name]} recorded completions" for name in flat)
@@ -223,10 +223,10 @@ def against_the_answer(run: RunRecord) -> Evidence | None:
 
 
 def groups(run: RunRecord) -> Iterator[list[CompletionRecord]]:
-    found: dict[tuple[int, str, int], list[CompletionRecord]] = defaultdict(list)
+    by_group: dict[tuple[int, str, int], list[CompletionRecord]] = defaultdict(list)
     for record in run.completions:
-        found[(record.step, record.problem, record.occurrence)].append(record)
-    yield from found.values()
+        by_group[(record.step, record.problem, record.occurrence)].append(record)
+    yield from by_group.values()
 
 
 def hacking(run: RunRecord) -> Evidence | None:
@@ -234,10 +234,10 @@ def hacking(run: RunRecord) -> Evidence | None:
     reward = series(run, "reward/mean")
     if len(reward) < STRETCH or not reward.rises():
         return None
-    found = fallen_evaluation(run) or fallen_accuracy(run)
-    if found is None:
+    evidence = fallen_evaluation(run) or fallen_accuracy(run)
+    if evidence is None:
         return None
-    what, before, after = found
+    what, before, after = evidence
     late = sorted(completions_between(run, reward.late_steps), key=lambda r: -(r.reward or 0.0))
     return Evidence(
         f"the mean reward rose from {reward.early:.3g} to {reward.late:.3g} while {what} fell from {before:.1%} to {after:.1%}",

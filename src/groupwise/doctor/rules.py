@@ -30,12 +30,12 @@ class Rule:
     """Whether a single step of a run shows it for certain."""
 
     def examine(self, subject: Any) -> Finding | None:
-        found = self.check(subject)
-        if found is None:
+        evidence = self.check(subject)
+        if evidence is None:
             return None
         return Finding(
-            self.name, self.title, found.severity or self.severity, found.summary, self.meaning, self.remedy, found.steps,
-            found.numbers, found.examples,
+            self.name, self.title, evidence.severity or self.severity, evidence.summary, self.meaning, self.remedy, evidence.steps,
+            evidence.numbers, evidence.examples,
         )  # fmt: skip
 
 

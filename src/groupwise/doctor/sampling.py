@@ -122,15 +122,15 @@ def token_limit(run: RunRecord) -> str:
 
 def talks_on(run: RunRecord) -> Evidence | None:
     """Completions that go past the end of their turn and begin another."""
-    found = [(record, mark) for record in run.completions if (mark := turn_mark(record))]
-    if len(run.completions) < 32 or len(found) < 0.05 * len(run.completions):
+    marked = [(record, mark) for record in run.completions if (mark := turn_mark(record))]
+    if len(run.completions) < 32 or len(marked) < 0.05 * len(run.completions):
         return None
-    marks = Counter(mark for _, mark in found)
-    often, records = marks.most_common(1)[0][0], [record for record, _ in found]
+    marks = Counter(mark for _, mark in marked)
+    often, records = marks.most_common(1)[0][0], [record for record, _ in marked]
     return Evidence(
-        f"{len(found)} of {len(run.completions)} recorded completions contain {often.strip()!r} or another mark of a turn, and go on",
+        f"{len(marked)} of {len(run.completions)} recorded completions contain {often.strip()!r} or another mark of a turn, and go on",
         (records[0].step, records[-1].step),
-        {"share": len(found) / len(run.completions)},
+        {"share": len(marked) / len(run.completions)},
         three(records),
     )
 

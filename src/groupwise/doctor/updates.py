@@ -303,8 +303,8 @@ def samples_too_old(run: RunRecord) -> Evidence | None:
     name, most, what = "policy/correction_cut", 0.05, "the weight of a sample was beyond its cap"
     if run.config is not None and run.config.clips_against_the_sampler:
         name, most, what = "policy/clip_share", 0.3, "the clip cut off"
-    found = series(run, name)
-    worst = worst_stretch(found, min(STRETCH, len(found))) if steps and len(found) >= 3 else None
+    shares = series(run, name)
+    worst = worst_stretch(shares, min(STRETCH, len(shares))) if steps and len(shares) >= 3 else None
     if worst is None or worst[0] < most:
         return None
     age = series(run, "rollout/staleness")
@@ -320,11 +320,11 @@ def samples_too_old(run: RunRecord) -> Evidence | None:
 def reward_clipped(run: RunRecord) -> Evidence | None:
     """A clip that changes most of a function's scores makes them all the same: a saturated reward."""
     shares = {name: series(run, name) for name in run.metric_names() if name.startswith("shaping/clipped_")}
-    found = {name: one for name, one in shares.items() if len(one) >= STRETCH and one.late > 0.5}
-    if not found:
+    saturated = {name: one for name, one in shares.items() if len(one) >= STRETCH and one.late > 0.5}
+    if not saturated:
         return None
-    name = max(found, key=lambda one: found[one].late)
-    worst = found[name]
+    name = max(saturated, key=lambda one: saturated[one].late)
+    worst = saturated[name]
     component = name.removeprefix("shaping/clipped_")
     return Evidence(
         f"at the end the clip changes {worst.late:.0%} of the scores of {component!r} ({worst.early:.0%} at the beginning): above it "
@@ -354,16 +354,16 @@ def reward_processes_killed(run: RunRecord) -> Evidence | None:
 
 def loss_spikes(run: RunRecord) -> Evidence | None:
     """A loss, the policy's or the value's, more than ten times the size that it had in the twenty steps before."""
-    found = [spike for name in ("policy/loss", "value/loss") for spike in spikes_in(run, name)]
-    if not found:
+    spikes = [spike for name in ("policy/loss", "value/loss") for spike in spikes_in(run, name)]
+    if not spikes:
         return None
-    name, step, value, usual = max(found, key=lambda one: one[2] / one[3])
-    steps = [one[1] for one in found]
+    name, step, value, usual = max(spikes, key=lambda one: one[2] / one[3])
+    steps = [one[1] for one in spikes]
     return Evidence(
-        f"{name} jumped {len(found)} times to more than ten times its usual size; at step {step} to {value:.3g} from a median of "
+        f"{name} jumped {len(spikes)} times to more than ten times its usual size; at step {step} to {value:.3g} from a median of "
         f"{usual:.3g}",
         (min(steps), max(steps)),
-        {"largest": value, "usual": usual, "jumps": len(found)},
+        {"largest": value, "usual": usual, "jumps": len(spikes)},
         three(completions_between(run, (step, step))),
     )
 

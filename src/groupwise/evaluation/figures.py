@@ -75,7 +75,7 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
         raise DataError(f"math-verify gave no verdict on any of {unchecked} completions: check that it is installed and starts")
     grouped = by_problem(records)
     samples = min(len(group) for group in grouped.values())
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "n": len(grouped),
         "samples": samples,
         "format_rate": math.fsum(r["format"] for r in records) / len(records),
@@ -83,14 +83,14 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
         "mean_tokens": math.fsum(r["tokens"] for r in records) / len(records),
     }
     if unchecked:
-        found["unchecked"] = unchecked
+        result["unchecked"] = unchecked
     for key in VERDICTS:
         if all(key in record for record in records):
-            found[key] = list(share(records, key))
+            result[key] = list(share(records, key))
     if samples > 1:
-        found["pass_at"] = at_each_k(grouped, samples, passed)
-        found["majority_at"] = at_each_k(grouped, samples, voted)
-    return found
+        result["pass_at"] = at_each_k(grouped, samples, passed)
+        result["majority_at"] = at_each_k(grouped, samples, voted)
+    return result
 
 
 def estimate(scores_P: Sequence[float], samples: int) -> tuple[float, float, float]:

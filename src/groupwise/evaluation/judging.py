@@ -159,8 +159,8 @@ def evaluation_of(
     records: Sequence[dict[str, Any]], *, stage: str, mode: str, conditions: Mapping[str, Any], seconds: float = 0.0
 ) -> Evaluation:
     """The figures that ``records`` come to. ``conditions`` has at least ``temperature`` and ``max_tokens``."""
-    found = figures(records)
-    if unchecked := found.get("unchecked"):
+    counted = figures(records)
+    if unchecked := counted.get("unchecked"):
         logger.warning(
             "%d of %d completions are left out of the %s figures: math-verify, asked twice, gave no verdict on their answers",
             unchecked,
@@ -170,20 +170,20 @@ def evaluation_of(
     return Evaluation(
         stage=stage,
         mode=mode,
-        n=found["n"],
-        strict_accuracy=found["strict"][0],
-        strict_interval=(found["strict"][1], found["strict"][2]),
-        lenient_accuracy=found["lenient"][0],
-        lenient_interval=(found["lenient"][1], found["lenient"][2]),
-        format_rate=found["format_rate"],
-        stop_rate=found["stop_rate"],
-        mean_tokens=found["mean_tokens"],
+        n=counted["n"],
+        strict_accuracy=counted["strict"][0],
+        strict_interval=(counted["strict"][1], counted["strict"][2]),
+        lenient_accuracy=counted["lenient"][0],
+        lenient_interval=(counted["lenient"][1], counted["lenient"][2]),
+        format_rate=counted["format_rate"],
+        stop_rate=counted["stop_rate"],
+        mean_tokens=counted["mean_tokens"],
         seconds=seconds,
         temperature=conditions["temperature"],
         max_tokens=conditions["max_tokens"],
         records=tuple(records),
-        samples=found["samples"],
-        figures=found,
+        samples=counted["samples"],
+        figures=counted,
         conditions=conditions,
     )
 

@@ -84,7 +84,7 @@ def latex_right(text: str, references: str | Sequence[str], style: AnswerStyle) 
     the text. One answer is compared, unlike in the lenient verdict, which takes a right one from any of these places.
     """
     places = (extract_answer(text, place) for place in (style, *(other for other in PLACES if other != style)))
-    final = next((found for found in places if found is not None), None) or extract_final_formula(text)
+    final = next((answer for answer in places if answer is not None), None) or extract_final_formula(text)
     try:
         return final is not None and answers_equal(final, references)
     except UncheckedAnswerError:
@@ -173,16 +173,16 @@ IGNORED = tuple(re.compile(pattern) for pattern in (r",", r"\$", r"(?s).*#### ",
 
 def strict_match(text: str) -> str:
     """Filter ``strict-match``: the number after the *first* ``#### `` (with its one space), as it is written there."""
-    found = STRICT.findall(text)
-    return found[0].strip() if found else INVALID
+    numbers = STRICT.findall(text)
+    return numbers[0].strip() if numbers else INVALID
 
 
 def flexible_extract(text: str) -> str:
     """Filter ``flexible-extract``: the last number, or the last run of at least two of ``$``, digits, ``.`` and ``,``."""
-    found = FLEXIBLE.findall(text)
-    if not found:
+    numbers = FLEXIBLE.findall(text)
+    if not numbers:
         return INVALID
-    long, short = found[-1]
+    long, short = numbers[-1]
     return (long or short).strip()
 
 

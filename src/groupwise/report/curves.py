@@ -20,8 +20,8 @@ QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 def curves(run: RunRecord) -> dict[str, dict[str, list[float]]]:
     """Every metric that was ever logged with a finite value: name -> thinned curve."""
-    found = {name: thin(run.series(name)) for name in run.metric_names()}
-    return {name: curve for name, curve in found.items() if curve["steps"]}
+    thinned = {name: thin(run.series(name)) for name in run.metric_names()}
+    return {name: curve for name, curve in thinned.items() if curve["steps"]}
 
 
 def taken(run: RunRecord, most: int = MOST_POINTS) -> dict[str, list[float] | None]:
@@ -86,10 +86,10 @@ def buckets(completions: Sequence[CompletionRecord]) -> list[list[CompletionReco
     """Completions of neighbouring steps together, in at most ``MOST_BANDS`` portions of equally many steps."""
     steps = sorted({record.step for record in completions})
     place = {step: i * min(MOST_BANDS, len(steps)) // len(steps) for i, step in enumerate(steps)}
-    found: dict[int, list[CompletionRecord]] = defaultdict(list)
+    by_place: dict[int, list[CompletionRecord]] = defaultdict(list)
     for record in completions:
-        found[place[record.step]].append(record)
-    return [found[i] for i in sorted(found)]
+        by_place[place[record.step]].append(record)
+    return [by_place[i] for i in sorted(by_place)]
 
 
 def band(by_bucket: Sequence[Sequence[CompletionRecord]], value: Callable[[CompletionRecord], float | None]) -> dict[str, Any]:

@@ -159,10 +159,10 @@ def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
     {'functions.0.weight': '2.0', 'functions.1.weight': '0.5'}
     """
     if isinstance(value, Mapping) and value and depth < DEEPEST:
-        found: dict[str, str] = {}
+        table: dict[str, str] = {}
         for key, inner in value.items():
-            found |= flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
-        return found
+            table |= flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        return table
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value) and depth < DEEPEST:
         return flat({str(i): item for i, item in enumerate(value[:LONGEST])}, path, depth)
     return {path: words(value)}
@@ -224,7 +224,7 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
 def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, dict[str, list[float]]]:
     """Strict held-out accuracy over the steps, by mode, with the ends of its interval as ``low`` and ``high``: what training starts
     from (after a warm start, where there is one) stands at step 0, and the final evaluation at the last step."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_mode: dict[str, dict[str, list[float]]] = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
         ends = {"base": 0, "warm_start": 0, "final": last_step}
         placed = [
@@ -232,8 +232,8 @@ def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict
         ]
         at = {step: row["strict"] for step, row in placed if step is not None}
         values, low, high = ([at[step][i] for step in sorted(at)] for i in range(3))
-        found[f"evaluation/{mode}_strict"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
-    return found
+        by_mode[f"evaluation/{mode}_strict"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
+    return by_mode
 
 
 def asked(run: RunRecord) -> list[str]:
@@ -254,15 +254,15 @@ def asked(run: RunRecord) -> list[str]:
 
 def comparisons(run: RunRecord) -> list[dict[str, Any]]:
     """What became of the problems that two neighbouring stages share, mode by mode, with McNemar's exact p-value."""
-    found = []
+    rows = []
     for mode in dict.fromkeys(e.mode for e in run.evaluations):
         stages = [e for e in run.evaluations if e.mode == mode]
         named = [e for e in stages if e.step is None]
         for before, after in pairwise(named):
             if pairs := first_samples(before.records, after.records):
                 names = {"mode": mode, "before": before.stage, "after": after.stage}
-                found.append({**names, "n": len(pairs), **crosstab(pairs)})
-    return found
+                rows.append({**names, "n": len(pairs), **crosstab(pairs)})
+    return rows
 
 
 def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
@@ -282,7 +282,7 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
                 "mode": mode,
                 "stages": [e.stage for e in stages],
                 "problems": problems,
-                "verdicts": ["".join(verdict(found.get(p)) for p in problems) for found in by_stage],
+                "verdicts": ["".join(verdict(records.get(p)) for p in problems) for records in by_stage],
                 "first_portion": len(portions),
                 "portion": PORTION,
             }
@@ -299,7 +299,7 @@ def verdict(record: Mapping[str, Any] | None) -> str:
 
 
 def said(problem: str, by_stage: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    records = [found.get(problem) for found in by_stage]
+    records = [records_of.get(problem) for records_of in by_stage]
     first = next(record for record in records if record is not None)
     return {
         "question": first["question"] or first["prompt"],

@@ -257,7 +257,7 @@ def local_folder(name: str, revision: str | None) -> Path | None:
     if is_folder_name(name):
         return Path(name).expanduser()
     try:
-        found = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
+        cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -193,18 +193,18 @@ def named_rewards(given: Rewards | None) -> dict[str, RewardFunction]:
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    found: dict[str, RewardFunction] = {}
+    named: dict[str, RewardFunction] = {}
     for function in listed:
         inner: Any = function
         while isinstance(inner, functools.partial):
             inner = inner.func
         own = str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
         name, use = own, 1
-        while name in found:
+        while name in named:
             use += 1
             name = f"{own}_{use}"
-        found[name] = function
-    return found
+        named[name] = function
+    return named
 
 
 def _require_function(spec: str, function: object) -> None:

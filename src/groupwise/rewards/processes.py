@@ -241,10 +241,10 @@ def _walls() -> tuple[list[tuple[str, str, str]], dict[str, str]]:
 
 
 def _exactly(read: Callable[[int], bytes], length: int) -> bytes:
-    found = read(length)
-    if len(found) < length:
+    content = read(length)
+    if len(content) < length:
         raise EOFError
-    return found
+    return content
 
 
 def _parsed(body: bytes) -> tuple[str, Any]:

@@ -141,8 +141,8 @@ def _is_wide(folder: str) -> bool:
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return [entry for entry in found if not entry.name.startswith(".")]
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
     except OSError:
         return []
 

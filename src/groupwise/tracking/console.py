@@ -187,12 +187,12 @@ class ConsoleTracker:
 
 def first_answers(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """The first answer to each of the first problems, where each was sampled several times."""
-    found: dict[str, Mapping[str, Any]] = {}
+    first: dict[str, Mapping[str, Any]] = {}
     for record in records:
-        if record["problem"] not in found and len(found) == count:
+        if record["problem"] not in first and len(first) == count:
             break
-        found.setdefault(record["problem"], record)
-    return list(found.values())[:count]
+        first.setdefault(record["problem"], record)
+    return list(first.values())[:count]
 
 
 def phrases(numbers: Mapping[str, float]) -> list[str]:
@@ -408,8 +408,8 @@ class LiveDisplay:
         table = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(columns + 2):
             table.add_column(no_wrap=True)
-        for title, found in sections(self.metrics):
-            cells = [self.cell(label, value) for label, value in found]
+        for title, labelled in sections(self.metrics):
+            cells = [self.cell(label, value) for label, value in labelled]
             for i in range(0, len(cells), columns):
                 row = cells[i : i + columns]
                 empty = [self.text("")] * (columns - len(row))

@@ -142,8 +142,8 @@ def completion_rows(
 
 
 def verdict(text: str, accepted: Sequence[str], style: AnswerStyle) -> dict[str, bool | None]:
-    found = grade(text, accepted, style)
-    return {"strict": found.strict, "lenient": found.lenient}
+    graded = grade(text, accepted, style)
+    return {"strict": graded.strict, "lenient": graded.lenient}
 
 
 def token_columns(completion: Completion, advantages: Sequence[float] | None = None) -> dict[str, Any]:

@@ -82,11 +82,11 @@ def sections(metrics: Metrics) -> list[tuple[str, list[tuple[str, str]]]]:
     """The numbers to watch by what they are about: title, then label and value. What the step did not log is left out."""
     shown = []
     for title, watched in WATCHED:
-        found = [(label, show(metrics[name], metrics)) for label, name, show in watched if name in metrics]
+        cells = [(label, show(metrics[name], metrics)) for label, name, show in watched if name in metrics]
         if title == "rewards":
-            found += components(metrics)
-        if found:
-            shown.append((title, found))
+            cells += components(metrics)
+        if cells:
+            shown.append((title, cells))
     return shown
 
 
@@ -115,8 +115,8 @@ def evaluation_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     }  # fmt: skip
     numbers = {f"evaluation/{mode}_{name}": float(summary[key]) for name, key in names.items()}
     for name in ("pass_at", "majority_at"):
-        several = {int(k): found for k, found in summary.get("figures", {}).get(name, {}).items() if int(k) > 1}
-        numbers |= {f"evaluation/{mode}_{name}_{k}": float(found[0]) for k, found in sorted(several.items())}
+        several = {int(k): estimate for k, estimate in summary.get("figures", {}).get(name, {}).items() if int(k) > 1}
+        numbers |= {f"evaluation/{mode}_{name}_{k}": float(estimate[0]) for k, estimate in sorted(several.items())}
     return numbers
 
 

@@ -78,8 +78,8 @@ class EvaluationRecords:
     @property
     def step(self) -> int | None:
         """The step after which a mid-run evaluation was taken."""
-        found = re.fullmatch(r"step-(\d{1,9})", self.stage)
-        return int(found[1]) if found else None
+        match = re.fullmatch(r"step-(\d{1,9})", self.stage)
+        return int(match[1]) if match else None
 
     def share(self, key: str) -> float:
         """Share of records in which ``key`` is true; NaN without records."""
@@ -116,8 +116,8 @@ class RunRecord:
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) wherever ``name`` was logged and finite."""
-        found = ((row["step"], row.get(name)) for row in self.steps)
-        return [(int(step), value) for step, value in found if step is not None and value is not None]
+        points = ((row["step"], row.get(name)) for row in self.steps)
+        return [(int(step), value) for step, value in points if step is not None and value is not None]
 
     def metric_names(self) -> list[str]:
         """Every logged name, in order of appearance."""
@@ -164,15 +164,15 @@ def answer_style(config: Config | None) -> AnswerStyle:
 
 def read_settings(path: Path, bad: Counter[str]) -> Mapping[str, Any]:
     try:
-        found = plain_yaml(path.read_text(encoding="utf-8"))
+        settings = plain_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         bad[path.name] += 1
         return {}
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in settings.items()}
 
 
 def fitting_config(settings: Mapping[str, Any], bad: Counter[str]) -> Config | None:
@@ -191,15 +191,15 @@ def fitting_config(settings: Mapping[str, Any], bad: Counter[str]) -> Config | N
 
 def read_object(path: Path, bad: Counter[str]) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         bad[path.name] += 1
         return None
-    return found
+    return content
 
 
 def json_lines(path: Path, bad: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -267,8 +267,8 @@ def read_completions(path: Path, style: AnswerStyle, bad: Counter[str]) -> tuple
         if step is None or not 0 <= step <= LARGEST or not isinstance(row.get("completion"), str):
             bad[path.name] += 1
             continue
-        found = completion_record(int(step), row, kept, style, may_grade=len(rows) < GRADED)
-        rows[(found.step, found.problem, found.occurrence, found.sample)] = found
+        record = completion_record(int(step), row, kept, style, may_grade=len(rows) < GRADED)
+        rows[(record.step, record.problem, record.occurrence, record.sample)] = record
     return tuple(sorted(rows.values(), key=lambda r: r.step))
 
 
@@ -309,12 +309,12 @@ def numbers(values: Any) -> tuple[float, ...]:
     """NaN for what is none, such as the null that stands for a NaN in JSON."""
     if not isinstance(values, list):
         return ()
-    return tuple(math.nan if found is None else found for found in map(number, values))
+    return tuple(math.nan if value is None else value for value in map(number, values))
 
 
 def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords, ...]:
     """Files named ``<stage>-<mode>.jsonl``, in the order in which stages happen."""
-    found = []
+    evaluations = []
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     for path in paths:
         stage, _, mode = path.stem.rpartition("-")
@@ -322,8 +322,8 @@ def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords
         rows = (row for row in json_lines(path, bad) if not (row.get("strict") is None and "unchecked" in row))
         records = tuple(evaluation_record(row) for row in rows)
         if stage and records:
-            found.append(EvaluationRecords(stage, mode, records))
-    return tuple(sorted(found, key=stage_position))
+            evaluations.append(EvaluationRecords(stage, mode, records))
+    return tuple(sorted(evaluations, key=stage_position))
 
 
 def stage_position(evaluation: EvaluationRecords) -> tuple[int, int, str, str]:

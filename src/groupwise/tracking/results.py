@@ -121,11 +121,11 @@ class RunResult:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: row.get(key) for key in ("stage", "mode", "temperature", "n", "samples")}
+    cells = {key: row.get(key) for key in ("stage", "mode", "temperature", "n", "samples")}
     for name in ("strict", "lenient"):
         low, high = row[f"{name}_interval"]
-        found |= {name: row[f"{name}_accuracy"], f"{name}_low": low, f"{name}_high": high}
-    return found | {key: row.get(key) for key in ("format_rate", "stop_rate", "mean_tokens", "seconds")}
+        cells |= {name: row[f"{name}_accuracy"], f"{name}_low": low, f"{name}_high": high}
+    return cells | {key: row.get(key) for key in ("format_rate", "stop_rate", "mean_tokens", "seconds")}
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class Chart:
 
 
 def _unit(name: str) -> str:
-    found = describe_metric(name)
-    return f"[{found[0]}]" if found and found[0] != "-" else ""
+    described = describe_metric(name)
+    return f"[{described[0]}]" if described and described[0] != "-" else ""
 
 
 def _safe(text: object) -> str:

@@ -167,8 +167,8 @@ class RunFolder:
     @property
     def tracking_id(self) -> str:
         """The name by which a tracking service recognises this run when it is resumed."""
-        found = json.loads(self.environment.read_bytes())
-        return str(found.get("id") or hashlib.sha256(str(found.get("started")).encode()).hexdigest()[:12])
+        environment = json.loads(self.environment.read_bytes())
+        return str(environment.get("id") or hashlib.sha256(str(environment.get("started")).encode()).hexdigest()[:12])
 
     @property
     def config(self) -> Path:
@@ -320,11 +320,11 @@ def is_leftover(path: Path) -> bool:
 
 def clear_leftovers(path: Path) -> None:
     """The folder is locked: nobody else is writing aside."""
-    for found in [p for p in (*path.iterdir(), *path.glob("evaluations/*"), *path.glob("checkpoints/.*")) if is_leftover(p)]:
-        if found.is_dir():
-            shutil.rmtree(found, ignore_errors=True)
+    for leftover in [p for p in (*path.iterdir(), *path.glob("evaluations/*"), *path.glob("checkpoints/.*")) if is_leftover(p)]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            found.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
 
 
 def make_default(recipe_name: str) -> Path:
@@ -397,10 +397,10 @@ def cut_back(folder: RunFolder, step: int | None) -> None:
         if path.is_file():
             cut_lines(path, done)
     for path in folder.evaluations.glob("*.jsonl"):
-        found = re.match(r"step-(\d+)-", path.name)
-        if found and folder.earlier_summary(int(found[1])).is_file():
+        match = re.match(r"step-(\d+)-", path.name)
+        if match and folder.earlier_summary(int(match[1])).is_file():
             continue
-        if path.name.startswith("final-") or (found and int(found[1]) > done) or step is None:
+        if path.name.startswith("final-") or (match and int(match[1]) > done) or step is None:
             path.unlink()
 
 

@@ -64,22 +64,22 @@ def judged_table(rows: Rows, text: MakeText) -> Table:
 
 
 def figure_lines(rows: Rows) -> Iterable[tuple[str, list[str]]]:
-    found = [row["figures"] for _, row in rows]
+    figures = [row["figures"] for _, row in rows]
     for key, name in (*VERDICTS, *field_verdicts(rows)):
-        if any(key in one for one in found):
-            yield name, [with_interval(one.get(key)) for one in found]
+        if any(key in one for one in figures):
+            yield name, [with_interval(one.get(key)) for one in figures]
     for key, name in (("pass_at", "pass@{}"), ("majority_at", "majority@{}")):
-        for k in sorted({int(k) for one in found for k in one.get(key, {})} - {1}):
-            yield name.format(k), [with_interval(one.get(key, {}).get(str(k))) for one in found]
+        for k in sorted({int(k) for one in figures for k in one.get(key, {})} - {1}):
+            yield name.format(k), [with_interval(one.get(key, {}).get(str(k))) for one in figures]
     yield "in the format", [percent(row["format_rate"]) for _, row in rows]
-    if any("unchecked" in one for one in found):
-        yield "not checked, left out", [str(one.get("unchecked", 0)) for one in found]
+    if any("unchecked" in one for one in figures):
+        yield "not checked, left out", [str(one.get("unchecked", 0)) for one in figures]
     yield "stopped", [percent(row["stop_rate"]) for _, row in rows]
     yield "tokens, mean", [f"{row['mean_tokens']:.0f}" for _, row in rows]
 
 
-def with_interval(found: Sequence[float] | None) -> str:
-    return "-" if found is None else interval(found[0], found[1:])
+def with_interval(estimate: Sequence[float] | None) -> str:
+    return "-" if estimate is None else interval(estimate[0], estimate[1:])
 
 
 def short_name(model: str) -> str:
@@ -246,10 +246,12 @@ def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def answer_text(record: Mapping[str, Any], text: MakeText) -> Text:
     word, colour = verdict(record)
-    found = "nothing" if record.get("extracted") is None else f"{record['extracted']!s:.80}"
+    extracted = "nothing" if record.get("extracted") is None else f"{record['extracted']!s:.80}"
     ended = "" if record.get("finish_reason") == "stop" else ", cut at the token limit"
     return (
-        text(shortened(str(record["response"]))) + text(f"\n{word}", f"bold {colour}") + text(f" (found {found}{ended})", "dim")
+        text(shortened(str(record["response"])))
+        + text(f"\n{word}", f"bold {colour}")
+        + text(f" (found {extracted}{ended})", "dim")
     )
 
 

@@ -136,11 +136,11 @@ def _without_pairs(word: str, quoted: bool = False) -> str:
     """``word`` with the values of secret pairs hidden. With ``quoted``: only those pairs whose name stands in quotes, or before ``=``;
     but for ``key=value``, as help has it."""
     shown, done = [], 0
-    for found in PAIR_NAME.finditer(word):
-        meant = found[2][0] in "\"'" or (found[2] == "=" and found[1] != "key") if quoted else True
-        value = PAIR_VALUE.match(word, found.end()) if meant and found.start() >= done and is_secret(found[1]) else None
+    for match in PAIR_NAME.finditer(word):
+        meant = match[2][0] in "\"'" or (match[2] == "=" and match[1] != "key") if quoted else True
+        value = PAIR_VALUE.match(word, match.end()) if meant and match.start() >= done and is_secret(match[1]) else None
         if value and not value[0].startswith(("<", "{", "[")):
-            shown += [word[done : found.end()], HIDDEN]
+            shown += [word[done : match.end()], HIDDEN]
             done = value.end()
     return "".join([*shown, word[done:]])
 
