@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from groupwise.config.load import load_config, load_run_config
 from groupwise.config.schema import Config, PromptConfig
@@ -108,7 +108,7 @@ class Speaker:
             )
         settings = replace(self.settings, max_tokens=min(self.settings.max_tokens, room))
         # A model's text could steer a terminal; a file gets it as it is.
-        clean: Any = visible if out.isatty() else str
+        clean: Callable[[str], str] = visible if out.isatty() else str
 
         def show(piece: str) -> None:
             out.write(clean(piece))
@@ -159,6 +159,6 @@ def answer_lines_together(speaker: Speaker, lines: Sequence[str], out: TextIO, w
         answers[index] = answer.getvalue()
     everywhere = {index: answer for part in world.gather(answers) for index, answer in part.items()}
     if world.is_first:
-        clean: Any = visible if out.isatty() else str
+        clean: Callable[[str], str] = visible if out.isatty() else str
         out.write("".join(clean(everywhere[index]) for index in range(len(lines))))
         out.flush()

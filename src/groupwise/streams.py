@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["make_output_safe", "tolerate_broken_pipe"]
 
@@ -22,7 +22,7 @@ NAMES = {"stdout": "standard output", "stderr": "standard error"}
 class BrokenPipeSafe:
     """A wrapper of a text stream that drops what cannot be written instead of raising."""
 
-    def __init__(self, stream: Any, name: str) -> None:
+    def __init__(self, stream: TextIO, name: str) -> None:
         self.stream, self.name = stream, name
         self.lost = False
         self.warns = False

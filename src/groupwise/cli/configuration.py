@@ -71,8 +71,8 @@ def config(
         out.print(harmless(f"    {doc.description}"), soft_wrap=False)
 
 
-def _default(value: Any) -> str:
-    return value if value == "(required)" else shown(value)
+def _default(value: object) -> str:
+    return "(required)" if value == "(required)" else shown(value)
 
 
 def _matching(field: str | None) -> list[FieldDoc]:

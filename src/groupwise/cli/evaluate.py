@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from groupwise.config import Config
     from groupwise.distributed import World
+    from groupwise.evaluation import Evaluation
     from groupwise.evaluation.models import Judged
 
 __all__ = ["evaluate"]
@@ -143,7 +144,7 @@ def _world(config: Config) -> AbstractContextManager[World]:
     return open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s)
 
 
-def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Any]:
+def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Evaluation]:
     from groupwise.evaluation.models import evaluate_model
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
@@ -165,7 +166,7 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
         trackers.close()
 
 
-def _as_json(judged: Sequence[Judged], comparisons: list[dict[str, Any]], data: str | None) -> dict[str, Any]:
+def _as_json(judged: Sequence[Judged], comparisons: list[dict[str, Any]], data: str | None) -> dict[str, object]:
     first, evaluations = judged[0]
     models = [{"model": model, "evaluations": [e.to_summary() for e in one_models]} for model, one_models in judged]
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -13,6 +13,7 @@ from groupwise.cli.options import DeviceMap, Model, NumProcesses, TrustRemoteCod
 
 if TYPE_CHECKING:
     from groupwise.chat import Speaker
+    from groupwise.config import Config
 
 __all__ = ["converse", "generate", "merge"]
 
@@ -159,7 +160,7 @@ def _adapter_in(path: Path) -> Path:
     )
 
 
-def _settings(folder: Path, base: str | None) -> Any:
+def _settings(folder: Path, base: str | None) -> Config:
     """How the base is loaded: as the run did that made the adapter, else by the name that the adapter gives."""
     from groupwise.config import load_config
     from groupwise.config.load import load_run_config

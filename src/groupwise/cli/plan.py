@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -133,7 +133,7 @@ def show_plan(made: Plan, out: Console, formulas: bool) -> None:
         out.print(table(["time", "", "="], cost_formulas(setup, made.hardware)))
 
 
-def _formulas_json(made: Plan) -> dict[str, Any]:
+def _formulas_json(made: Plan) -> dict[str, object]:
     from groupwise.planner.cost import cost_formulas
 
     of_time = {name: {"value": value, "formula": formula} for name, value, formula in cost_formulas(made.setup, made.hardware)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,7 +18,7 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=quiet)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """``value`` on standard output as indented JSON, and nothing else; what a terminal would obey is escaped."""
     print("".join(c if visible_character(c) == c else _in_json(c) for c in json_text(value, indent=2)))
 
@@ -34,7 +33,7 @@ def print_notes(notes: Iterable[str], to: Console) -> None:
         to.print(harmless(f"note: {note}", "yellow"), soft_wrap=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
     """A plain table. Cells are shown letter by letter: nothing that a data set wrote is taken for markup."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title=title or None, title_justify="left")
     for column in columns:
@@ -44,7 +43,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = ""
     return made
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -112,7 +112,7 @@ class FieldDoc:
     """Dotted, such as ``rollout.completions_per_prompt``."""
     type: str
     """What may stand there, in words a YAML author knows: ``whole number >= 2``."""
-    default: Any
+    default: object
     """Plain YAML-like value; for a setting inside a list entry that must be given, the text ``(required)``."""
     description: str
     """The docstring under the field, on one line."""
@@ -265,11 +265,11 @@ def _docs(path: str, infos: Mapping[type[BaseModel], FieldInfo], types: int) -> 
         yield FieldDoc(path, kind, _plain_default(infos[models[0]]), words, () if len(models) == types else tuple(of))
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _section_classes(annotation: Any) -> tuple[type[BaseModel], ...]:
+def _section_classes(annotation: object) -> tuple[type[BaseModel], ...]:
     """The classes of a section that stands at a place: one, ``X`` or ``X | None``; several where it comes in several types; none for a
     value."""
     if _is_section(annotation):
@@ -283,23 +283,23 @@ def _section_classes(annotation: Any) -> tuple[type[BaseModel], ...]:
     return tuple(model for models in inner for model in models) if all(inner) else ()
 
 
-def _item_classes(annotation: Any) -> tuple[type[BaseModel], ...]:
+def _item_classes(annotation: object) -> tuple[type[BaseModel], ...]:
     """The classes of a list's entries, where they are sections."""
     return _section_classes(get_args(annotation)[0]) if get_origin(annotation) is list else ()
 
 
-def _classes_inside(annotation: Any, item: bool) -> tuple[type[BaseModel], ...]:
+def _classes_inside(annotation: object, item: bool) -> tuple[type[BaseModel], ...]:
     return _item_classes(annotation) if item else _section_classes(annotation)
 
 
-def _plain_default(info: FieldInfo) -> Any:
+def _plain_default(info: FieldInfo) -> object:
     default = info.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return "(required)"
     return _plain(default)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, list | tuple):

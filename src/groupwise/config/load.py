@@ -193,7 +193,7 @@ def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text_node)
 
 
-def yaml_text(value: Any) -> str:
+def yaml_text(value: object) -> str:
     """Plain values as YAML, in their order; ``yaml.safe_load`` reads them back to equal ones."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -420,7 +420,7 @@ def _spell_out_rewards(settings: dict[str, Any]) -> None:
                 entry["model"] = {"name": entry["model"]}
 
 
-def _check_values(value: Any, path: str, source: str) -> None:
+def _check_values(value: object, path: str, source: str) -> None:
     """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run; and trust that the
     file ``source`` grants itself."""
     if isinstance(value, float) and not math.isfinite(value):

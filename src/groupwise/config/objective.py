@@ -123,7 +123,7 @@ ADVANTAGE_TYPES: dict[str, type[AdvantageSection]] = {
 }  # fmt: skip
 
 
-def _tag(given: Any, types: Mapping[str, type[Section]]) -> str:
+def _tag(given: object, types: Mapping[str, type[Section]]) -> str:
     """The type of a section as pydantic's tag: its name among ``types``, or ``OWN``."""
     kind = type_of(given)
     return kind if kind in types else OWN

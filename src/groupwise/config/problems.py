@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -91,7 +90,7 @@ def _built_in(section: str) -> list[str]:
     return [kind for model in sections().get(section, ()) for kind in kinds_of(model)]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as its author would recognise it in the YAML, cut when long."""
     if value is None:
         return "null"

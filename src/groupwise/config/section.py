@@ -43,7 +43,7 @@ class Section(BaseModel):
         super().__setattr__(name, value)
 
 
-def type_of(section: Any) -> str | None:
+def type_of(section: object) -> str | None:
     """The ``type`` of a section, or of the mapping that one is made of; None where it names none."""
     kind = section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
     return kind if isinstance(kind, str) else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data.answers import AnswerStyle
 from groupwise.data.arithmetic import generate
 from groupwise.data.named import is_prepared, load_prepared, named_folder
 from groupwise.data.prompts import render, resolve_system, worked_completion
@@ -47,7 +48,7 @@ def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None
     }
 
 
-def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dict[str, Any], int]:
+def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dict[str, object], int]:
     if data.source == "arithmetic":
         problems = generate(data.arithmetic, data.limit or min(MEASURED, data.arithmetic.problems), data.split_seed, "train")
         return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
@@ -67,7 +68,9 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
     return problems, bad, columns, len(problems) + len(bad)
 
 
-def _example(problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: Any) -> dict[str, Any]:
+def _example(
+    problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: AnswerStyle
+) -> dict[str, object]:
     question = problem.question if isinstance(problem.question, str) else [dict(m) for m in problem.question]
     shown = {
         "id": problem.id,

@@ -163,7 +163,7 @@ def _problem(row: Mapping[str, Any]) -> Problem:
     return Problem(row["id"], question, row["answer"], row["columns"], tuple(row.get("also", ())))
 
 
-def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: Mapping[str, Any]) -> None:
+def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: Mapping[str, object]) -> None:
     """Write beside ``folder`` and rename into place. An older prepared set there is replaced; anything else is left alone."""
     target = Path(folder).expanduser()
     if target.exists() and not (target.is_dir() and (is_prepared(str(target)) or not any(target.iterdir()))):
@@ -189,7 +189,7 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
         ) from error
 
 
-def _row(problem: Problem) -> dict[str, Any]:
+def _row(problem: Problem) -> dict[str, object]:
     question = problem.question if isinstance(problem.question, str) else list(problem.question)
     row = {"id": problem.id, "question": question, "answer": problem.answer, "columns": dict(problem.columns)}
     return {**row, "also": list(problem.also)} if problem.also else row

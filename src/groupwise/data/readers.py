@@ -24,7 +24,7 @@ SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval"
 class Row:
     name: str
     """``train.jsonl line 17``: what an error message calls it."""
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield _row(name, values)
 
 
-def _row(name: str, values: Any) -> Row:
+def _row(name: str, values: object) -> Row:
     if not isinstance(values, dict):
         raise DataError(f"{name} holds a {type(values).__name__}, not an object with named columns: fix the file")
     return Row(name, values)

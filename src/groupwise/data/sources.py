@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from groupwise.config.schema import DataConfig
 from groupwise.data.answers import AnswerFormat, AnswerStyle, extract_reference
@@ -255,7 +255,7 @@ def find_columns(table: Table, data: DataConfig) -> ColumnMap:
     return ColumnMap((prompt,), answer)
 
 
-def _named(name: str | None, key: str, columns: Sequence[str], first: Mapping[str, Any]) -> str | None:
+def _named(name: str | None, key: str, columns: Sequence[str], first: Mapping[str, object]) -> str | None:
     if name is None or name in columns or _reach(first, name) is not None:
         return name
     raise DataError(f"data.{key} is {name!r}, but the columns are {_listed(columns)}: set data.{key} to one of them")
@@ -272,7 +272,7 @@ def _found(names: Sequence[str], what: str, columns: Sequence[str]) -> str:
     )
 
 
-def _found_answer(columns: Sequence[str], first: Mapping[str, Any], prompt: str) -> str:
+def _found_answer(columns: Sequence[str], first: Mapping[str, object], prompt: str) -> str:
     nested = [name for name in SURE_ANSWER_NAMES if "." in name and _reach(first, name) is not None]
     sure = [name for name in _candidates(SURE_ANSWER_NAMES, columns) if name != prompt] + nested
     if sure:
@@ -290,10 +290,10 @@ def _listed(columns: Sequence[str]) -> str:
     return ", ".join(map(repr, columns)) or "none at all"
 
 
-def _reach(values: Mapping[str, Any], name: str) -> Any:
+def _reach(values: Mapping[str, object], name: str) -> object:
     if name in values:
         return values[name]
-    value: Any = values
+    value: object = values
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             return None
@@ -319,7 +319,7 @@ def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, proble
     return Problem(problem_id, question, answer, rest, tuple(also))
 
 
-def _answer_texts(value: Any) -> list[str]:
+def _answer_texts(value: object) -> list[str]:
     """One text, or of a list every one: each is an answer that counts as right."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -330,7 +330,7 @@ def _answer_texts(value: Any) -> list[str]:
     return [_answer_text(one) for one in value]
 
 
-def _answer_text(value: Any) -> str:
+def _answer_text(value: object) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise AnswerError("the answer is missing: correct the row")
     if isinstance(value, float):
@@ -355,7 +355,7 @@ def _question(row: Row, names: Sequence[str]) -> str | tuple[Message, ...]:
     return " ".join(part if part[-1] in ".?!,:" or part is parts[-1] else part + "." for part in parts)
 
 
-def _messages(row: Row, turns: Sequence[Any], name: str) -> tuple[Message, ...]:
+def _messages(row: Row, turns: Sequence[object], name: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for turn in turns:
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):

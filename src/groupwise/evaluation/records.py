@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def is_well_formed(text: str, style: AnswerStyle) -> bool:
     return bool(mark and answer.strip()) and "####" not in answer
 
 
-def vote(record: Mapping[str, Any]) -> Any:
+def vote(record: Mapping[str, Any]) -> Hashable | None:
     """What a sample votes for in majority@k: right answers are one class, numbers vote by value, other answers by text; a sample
     without an answer in its place does not vote."""
     if record["strict"]:
@@ -156,7 +156,7 @@ def _parsed(line: str, name: str) -> dict[str, Any]:
     return dict(record)
 
 
-def _missing(record: Any) -> Iterable[str]:
+def _missing(record: object) -> Iterable[str]:
     if not isinstance(record, dict):
         return NEEDED
     texts = ("problem", "expected", "response")

@@ -38,7 +38,7 @@ def pack(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, LEVEL)).decode("ascii")
 
 
-def pack_json(value: Any) -> str:
+def pack_json(value: object) -> str:
     """``value`` must hold finite numbers and strings without lone surrogates only."""
     return pack(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8"))
 
@@ -58,7 +58,7 @@ def as_little_endian(column: array[Any]) -> bytes:
     return column.tobytes()
 
 
-def script_json(value: Any) -> str:
+def script_json(value: object) -> str:
     """JSON for a ``<script type="application/json">``: with no ``<``, ``>`` or ``&`` nothing in it can end the block, open a comment
     or look like markup. Values that are not finite become null."""
     text = json.dumps(finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -97,7 +97,7 @@ def digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
-def render_page(payload: Mapping[str, Any], blocks: Mapping[str, str], title: str) -> str:
+def render_page(payload: Mapping[str, object], blocks: Mapping[str, str], title: str) -> str:
     """The whole file. ``blocks`` are packed texts by id; base64 needs no escaping, and everything else is escaped here."""
     code, look = script(), style()
     held = "\n".join(f'<script type="text/plain" id="{escape(name)}">{text}</script>' for name, text in blocks.items())

@@ -150,7 +150,7 @@ LONGEST = 2000
 DEEPEST = 8
 
 
-def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
+def flat(value: object, path: str = "", depth: int = 0) -> dict[str, str]:
     """Nested mappings as dotted paths -> values as text; lists stay whole, but those of mappings (such as reward functions).
 
     >>> flat({"a": {"b": 1, "c": [1, 2]}, "d": None})
@@ -168,7 +168,7 @@ def flat(value: Any, path: str = "", depth: int = 0) -> dict[str, str]:
     return {path: words(value)}
 
 
-def words(value: Any) -> str:
+def words(value: object) -> str:
     if isinstance(value, str):
         return clean(value[:LONGEST])
     try:

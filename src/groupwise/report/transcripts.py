@@ -28,7 +28,7 @@ RIGHT, WRONG, LENIENT, TRUNCATED = 1, 2, 4, 8
 Portions = list[str]
 
 
-def transcripts(run: RunRecord) -> tuple[dict[str, Any], Portions]:
+def transcripts(run: RunRecord) -> tuple[dict[str, object], Portions]:
     """The table (as JSON, columns packed) and the packed portions of text.
 
     A portion is a list of groups; a group is ``{prompt, expected, problem, step, rows}`` with one row ``{t, c}`` per completion:
@@ -109,7 +109,7 @@ def fill_portions(
     """The number of each portion's first group, and the portions."""
     starts: list[int] = []
     portions: Portions = []
-    waiting: list[dict[str, Any]] = []
+    waiting: list[dict[str, object]] = []
     size = 0
     for number, group in enumerate(groups):
         if not waiting:
@@ -124,7 +124,7 @@ def fill_portions(
     return starts, portions
 
 
-def as_group(group: Sequence[CompletionRecord], names: Sequence[str], pieces: TokenPieces) -> dict[str, Any]:
+def as_group(group: Sequence[CompletionRecord], names: Sequence[str], pieces: TokenPieces) -> dict[str, object]:
     first = group[0]
     return {
         "prompt": first.prompt,
@@ -135,8 +135,8 @@ def as_group(group: Sequence[CompletionRecord], names: Sequence[str], pieces: To
     }
 
 
-def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) -> dict[str, Any]:
-    row: dict[str, Any] = {"t": record.text, "c": [rounded(record.components.get(name)) for name in names]}
+def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) -> dict[str, object]:
+    row: dict[str, object] = {"t": record.text, "c": [rounded(record.components.get(name)) for name in names]}
     texts = pieces.of(record)
     whole = "".join(texts)
     if texts and whole.startswith(record.text):

@@ -23,7 +23,7 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.importing import in_one_line
-from groupwise.rewards.load import LoadedReward
+from groupwise.rewards.load import LoadedReward, RewardFunction
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import BadResult, CallRaised, CallTimedOut, Decode, Score, StepRewards, read_scores, to_token_steps
 from groupwise.types import Completion, Problem, Prompt
@@ -92,7 +92,7 @@ class RewardArguments:
         """The keywords that a function may ask for on this problem."""
         return list(self._keywords([], list(problem.columns)))
 
-    def keywords(self, call: Call, batch: Batch) -> dict[str, Any]:
+    def keywords(self, call: Call, batch: Batch) -> dict[str, object]:
         """The call's keywords, as fresh lists with one entry per completion: a function that changes them disturbs no other.
 
         Our own keywords win over columns of the same name; so ``answer`` is the extracted reference, whatever the row calls so.
@@ -103,8 +103,8 @@ class RewardArguments:
         offered = self._keywords([(g, batch[g][0], batch[g][1][m]) for g, m in call.targets], list(columns))
         return call.reward.select(offered)
 
-    def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, Any]:
-        offered: dict[str, Any] = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
+    def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, object]:
+        offered: dict[str, object] = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
         offered |= {
             "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
             "completions": [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for _, p, c in chosen],
@@ -228,12 +228,12 @@ class Background:
     def __init__(self, workers: int, name: str) -> None:
         self._workers, self._name = workers, name
         self._threads = 0
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._waiting: list[Future[Any]] = []
+        self._work: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._waiting: list[Future[object]] = []
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, work: Callable[[], object]) -> Future[object]:
         """Queue a call. The future gives its result, or what it raised."""
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         self._waiting.append(future)
         self._work.put((future, work))
         if self._threads < self._workers:
@@ -262,7 +262,7 @@ class Background:
             self._work.put(None)
 
 
-def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
+def call_with_limit(function: RewardFunction, keywords: Mapping[str, object], timeout_s: float | None) -> Any:
     """``function(**keywords)``, or ``CallRaised`` / ``CallTimedOut``.
 
     Without a limit a plain function runs in the caller's thread, where code that needs the main thread (signals) works too.
@@ -277,13 +277,13 @@ def call_with_limit(function: Callable[..., Any], keywords: Mapping[str, Any], t
     return _call_in_thread(function, keywords, timeout_s)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: RewardFunction) -> bool:
     """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _call_in_thread(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float) -> Any:
-    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+def _call_in_thread(function: RewardFunction, keywords: Mapping[str, object], timeout_s: float) -> object:
+    outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def work() -> None:
         try:
@@ -295,8 +295,8 @@ def _call_in_thread(function: Callable[..., Any], keywords: Mapping[str, Any], t
     return _await(outcome, timeout_s)
 
 
-def _call_async(function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
-    async def work() -> Any:
+def _call_async(function: RewardFunction, keywords: Mapping[str, object], timeout_s: float | None) -> object:
+    async def work() -> object:
         try:
             return await function(**keywords)
         except (Exception, SystemExit) as error:
@@ -314,7 +314,7 @@ def _call_async(function: Callable[..., Any], keywords: Mapping[str, Any], timeo
         raise
 
 
-def _await(outcome: concurrent.futures.Future[Any], timeout_s: float | None) -> Any:
+def _await(outcome: concurrent.futures.Future[object], timeout_s: float | None) -> object:
     # wait() and not result(): a function's own TimeoutError (a socket's, say) must not pass for ours.
     done, _ = concurrent.futures.wait([outcome], timeout=timeout_s)
     if not done:

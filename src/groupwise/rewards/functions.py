@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from groupwise.data.answers import PLACEHOLDERS, AnswerStyle, Grade, extract_answer, grade
 from groupwise.errors import RewardError, UncheckedAnswerError
@@ -32,7 +32,7 @@ __all__ = [
     "xml_count",
 ]
 
-CompletionText = str | Sequence[Message] | Sequence[Mapping[str, Any]]
+CompletionText = str | Sequence[Message] | Sequence[Mapping[str, object]]
 """A completion as reward functions receive it: a string for plain prompts, a list of messages for chat prompts."""
 
 
@@ -54,7 +54,7 @@ def length(
     unit: Literal["characters", "words", "tokens"] = "characters",
     bounded: bool = True,
     penalise_longer: bool = True,
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     """How near a completion's length is to `target`: 0 on the spot, falling linearly to -1 for an empty one or twice the target.
 
@@ -89,7 +89,7 @@ def overlong(
     completion_ids: Sequence[Sequence[int]],
     max_completion_tokens: int | Sequence[int],
     cache_tokens: int | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     """0 up to `cache_tokens` before the token limit, then falling linearly to -1 at the limit: DAPO's soft overlong punishment.
 
@@ -114,7 +114,7 @@ def keyword(
     words: Sequence[str] = (),
     case_sensitive: bool = False,
     avoid: Sequence[str] = (),
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     """The share of `words` that stand in a completion as whole words, less the share of those to `avoid`: -1 to 1.
 
@@ -142,7 +142,7 @@ def _share_found(patterns: Sequence[re.Pattern[str]], text: str) -> float:
     return sum(bool(pattern.search(text)) for pattern in patterns) / len(patterns) if patterns else 0.0
 
 
-def repetition_penalty(completions: Sequence[CompletionText], ngram: int = 3, strength: float = 1.0, **_: Any) -> list[float]:
+def repetition_penalty(completions: Sequence[CompletionText], ngram: int = 3, strength: float = 1.0, **_: object) -> list[float]:
     """`-strength` times the share of word n-grams that occurred before in the same completion: 0 to `-strength`.
 
     `-strength * (1 - distinct / all)` n-grams, over lower-cased words between blanks. Completions shorter than `ngram` words cannot
@@ -164,7 +164,7 @@ def _repeated_share(words: Sequence[str], ngram: int) -> float:
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
-def format(completions: Sequence[CompletionText], **_: Any) -> list[float]:
+def format(completions: Sequence[CompletionText], **_: object) -> list[float]:
     """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once, and not inside the other block:
     0 to 0.8.
 
@@ -176,18 +176,18 @@ def format(completions: Sequence[CompletionText], **_: Any) -> list[float]:
     return [_tags_once(text_of(completion)) / 5 for completion in completions]
 
 
-def strict_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: Any) -> list[float]:
+def strict_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     """`score` where the completion is one reasoning block, then one answer block, both filled in, and nothing else; else 0."""
     return [score if _blocks_in_order(text_of(completion), nothing_else=True) else 0.0 for completion in completions]
 
 
-def soft_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: Any) -> list[float]:
+def soft_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     """`score` where one filled reasoning block is followed by one filled answer block, whatever stands around them; else 0."""
     return [score if _blocks_in_order(text_of(completion), nothing_else=False) else 0.0 for completion in completions]
 
 
 def xml_count(
-    completions: Sequence[CompletionText], tag_score: float = 0.125, trailing_penalty: float = 0.001, **_: Any
+    completions: Sequence[CompletionText], tag_score: float = 0.125, trailing_penalty: float = 0.001, **_: object
 ) -> list[float]:
     """`tag_score` for each of the four tags that stands exactly once, on a line of its own, less `trailing_penalty` for every
     character after `</answer>`; never below 0. With the defaults 0 to 0.5.
@@ -207,7 +207,7 @@ def xml_count(
     ]
 
 
-def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_: Any) -> list[float]:
+def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     r"""`score` where exactly one `\boxed{}` stands in the completion, closed and filled in; else 0."""
     return [score if _one_filled_box(text_of(completion)) else 0.0 for completion in completions]
 
@@ -262,7 +262,7 @@ def correctness(
     answer: Sequence[str],
     answer_style: Sequence[str] | None = None,
     accepted_answers: Sequence[Sequence[str]] | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     r"""2.0 where the answer is exactly the reference, 1.5 where it is equal to it as a number or as LaTeX, else 0.
 
@@ -282,7 +282,7 @@ def accuracy(
     answer_style: Sequence[str] | None = None,
     lenient: bool = False,
     accepted_answers: Sequence[Sequence[str]] | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     """1 where the answer is right, else 0. `lenient` also takes the last number of a completion that ignores the format."""
     graded = _grades(completions, accepted_answers or answer, answer_style)
@@ -294,7 +294,7 @@ def correctness_and_format(
     answer: Sequence[str],
     answer_style: Sequence[str] | None = None,
     accepted_answers: Sequence[Sequence[str]] | None = None,
-    **_: Any,
+    **_: object,
 ) -> list[float]:
     """The sum of `correctness` and `format`: 0 to 2.8."""
     right = correctness(completions, answer, answer_style, accepted_answers)

@@ -84,7 +84,7 @@ class LoadedReward:
     weight: float
     source: str
     """Where it came from: ``built-in``, ``reward model``, ``python``, a file's path, or a module's name."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     accepted: frozenset[str] | None = None
     """Keywords that the function takes; ``None`` where it has ``**kwargs`` and takes all."""
     required: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class LoadedReward:
     """Seconds that one call may take; None leaves it to the suite."""
     isolate: Isolation = False
     """Whether it is called in a process of its own, and behind walls."""
-    entry: Mapping[str, Any] = field(default_factory=dict)
+    entry: Mapping[str, object] = field(default_factory=dict)
     """What another process needs to find it again: fields of ``RewardFunctionConfig``."""
     shaper: Shaper = field(default_factory=Shaper)
     """What its scores go through before they are weighted; holds running statistics."""
@@ -118,7 +118,7 @@ class LoadedReward:
         """Required keywords that the data does not supply."""
         return [name for name in self.required if name not in set(available)]
 
-    def select(self, available: Mapping[str, Any]) -> dict[str, Any]:
+    def select(self, available: Mapping[str, object]) -> dict[str, object]:
         """What to call the function with: of ``available`` only what it accepts, and ``arguments``, which win over columns."""
         taken = {name: value for name, value in available.items() if self.accepted is None or name in self.accepted}
         return {**taken, **self.arguments}
@@ -231,7 +231,7 @@ def _scope(spec: str, function: RewardFunction, wanted: Scope | None) -> Scope:
     return wanted or declared
 
 
-def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """How a new process finds the function. One from Python must be a module's own, and that module none that is being run."""
     if source != "python":
         place, _, member = spec.rpartition(":")
@@ -248,7 +248,7 @@ def _entry(spec: str, function: RewardFunction, source: str, arguments: Mapping[
 
 
 def _read_signature(
-    spec: str, function: RewardFunction, arguments: Mapping[str, Any], built_in: bool
+    spec: str, function: RewardFunction, arguments: Mapping[str, object], built_in: bool
 ) -> tuple[frozenset[str] | None, tuple[str, ...]]:
     """The keywords that a function accepts (``None`` for all of them) and those it cannot do without."""
     try:
@@ -282,7 +282,7 @@ def _read_signature(
     return None if takes_all else accepted, required
 
 
-def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, Any], limit: int) -> None:
+def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, object], limit: int) -> None:
     """Call one of ours on a toy completion, so that a bad argument is refused now and not after the first rollout."""
     sample = {"prompts": ["?"], "completions": ["1 2"], "completion_ids": [[1, 2]], "answer": ["1"], "answer_style": ["xml"]}
     sample |= {"finish_reason": ["stop"], "max_completion_tokens": [limit], "group_index": [0]}

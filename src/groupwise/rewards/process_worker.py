@@ -65,7 +65,7 @@ def write_reply(descriptor: int, number: int, body: bytes) -> None:
     write_all(descriptor, struct.pack("!QQ", number, len(body)) + body)
 
 
-def written(kind: str, value: Any = None) -> bytes:
+def written(kind: str, value: object = None) -> bytes:
     return json.dumps([kind, value], default=_plain).encode()
 
 
@@ -95,7 +95,7 @@ def load(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[..., An
     return {name: load_reward(RewardFunctionConfig(**entry)).function for name, entry in entries.items()}
 
 
-def answer(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bytes:
+def answer(function: Callable[..., Any], keywords: Mapping[str, object]) -> bytes:
     from groupwise.importing import in_one_line
     from groupwise.rewards.calling import CallRaised, call_with_limit
 
@@ -108,7 +108,7 @@ def answer(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bytes:
 
 
 def answer_in_walls(
-    walls: ModuleType, function: Callable[..., Any], keywords: Mapping[str, Any], timeout_s: float | None, most: int
+    walls: ModuleType, function: Callable[..., Any], keywords: Mapping[str, object], timeout_s: float | None, most: int
 ) -> bytes:
     try:
         return bytes(walls.contained(lambda: answer(function, keywords), timeout_s, most))

@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from groupwise.errors import printable
 from groupwise.rewards.process_worker import GRACE_S, most_bytes
@@ -56,7 +55,7 @@ class _Ended(CallRaised):
 class _Worker:
     """One process running ``process_worker.py``, with a second one in it."""
 
-    def __init__(self, entries: Mapping[str, Mapping[str, Any]], sandbox: bool) -> None:
+    def __init__(self, entries: Mapping[str, Mapping[str, object]], sandbox: bool) -> None:
         steps, environment = _walls() if sandbox else (None, None)
         script = Path(__file__).with_name("process_worker.py")
         ours, self._lifeline = os.pipe()
@@ -69,7 +68,7 @@ class _Worker:
         self.owner, self.sandbox, self.settled = os.getpid(), sandbox, True
         self._number, self._most = 0, most_bytes(0)
         self._asked = threading.Semaphore()
-        self._replies: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[str, object] | None] = queue.SimpleQueue()
         # A thread that blocks on the pipe, because no portable call reads a message with a time limit.
         threading.Thread(target=self._read, name="reward process", daemon=True).start()
         try:
@@ -107,7 +106,7 @@ class _Worker:
         except OSError as error:
             raise _Gone from error
 
-    def _receive(self, timeout_s: float | None) -> tuple[str, Any]:
+    def _receive(self, timeout_s: float | None) -> tuple[str, object]:
         self.settled = False
         try:
             reply = self._replies.get(timeout=timeout_s)
@@ -118,7 +117,7 @@ class _Worker:
         self.settled = True
         return reply
 
-    def ask(self, name: str, keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
+    def ask(self, name: str, keywords: Mapping[str, object], timeout_s: float | None) -> object:
         """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``settled`` says whether the process can be used on."""
         self._number += 1
         request = pickle.dumps((self._number, name, dict(keywords), timeout_s))
@@ -159,7 +158,7 @@ class ProcessPool:
     called in a sandbox.
     """
 
-    def __init__(self, entries: Mapping[str, Mapping[str, Any]], size: int, sandboxed: Collection[str] = ()) -> None:
+    def __init__(self, entries: Mapping[str, Mapping[str, object]], size: int, sandboxed: Collection[str] = ()) -> None:
         self.size = size
         self.killed: Counter[str] = Counter()
         """Processes that were killed because a call was late, or that ended under it, by component."""
@@ -171,7 +170,7 @@ class ProcessPool:
         self._alive: set[_Worker] = set()
         self._finalizer = weakref.finalize(self, _kill_all, self._alive)  # at exit too
 
-    def call(self, name: str, keywords: Mapping[str, Any], timeout_s: float | None) -> Any:
+    def call(self, name: str, keywords: Mapping[str, object], timeout_s: float | None) -> object:
         """What the function returned. Waits for a free process first; that and its start do not count to the limit.
 
         Raises ``CallTimedOut``, or ``CallRaised`` where the function raised, ended its process, or could not be sent its keywords.
@@ -247,7 +246,7 @@ def _exactly(read: Callable[[int], bytes], length: int) -> bytes:
     return content
 
 
-def _parsed(body: bytes) -> tuple[str, Any]:
+def _parsed(body: bytes) -> tuple[str, object]:
     """Raises ValueError or RecursionError where it is no reply. Its value may be anything that JSON can say."""
     kind, value = json.loads(body)
     if not isinstance(kind, str):
@@ -255,11 +254,11 @@ def _parsed(body: bytes) -> tuple[str, Any]:
     return kind, value
 
 
-def _scores(value: Any) -> Any:
+def _scores(value: object) -> object:
     return [_steps(score) for score in value] if isinstance(value, list) else value
 
 
-def _steps(score: Any) -> Any:
+def _steps(score: object) -> object:
     """Steps as the process wrote them; whatever else it is, ``read_scores`` refuses what is no score."""
     match score:
         case {"StepRewards": [[*rewards], [*ends], str(unit)]}:

@@ -46,7 +46,7 @@ class RewardDescription:
     weight: float
     source: str
     summary: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     called: str
     """What one call sees, and where it is made."""
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 
@@ -19,10 +19,19 @@ from groupwise.tracking.text import hide_secrets_in_command
 
 __all__ = ["code_revision", "describe_environment", "installed_version"]
 
+
+class Revision(TypedDict):
+    """The commit that groupwise runs from."""
+
+    revision: str
+    dirty: bool
+    """Whether the package differs from it."""
+
+
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "pydantic", "accelerate", "peft", "vllm")
 
 
-def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+def describe_environment(command: Sequence[str] | None = None) -> dict[str, object]:
     """Versions, machine and code revision as plain values; imports neither torch nor transformers."""
     return {
         "groupwise": installed_version("groupwise"),
@@ -63,7 +72,7 @@ def accelerators() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def code_revision(folder: Path | None = None) -> dict[str, Any] | None:
+def code_revision(folder: Path | None = None) -> Revision | None:
     """Commit of the checkout that groupwise runs from and whether its package differs from it; ``None`` outside one.
 
     The package's own ``__init__.py`` must be tracked there: an installed copy inside somebody's project is not that project.
@@ -72,12 +81,12 @@ def code_revision(folder: Path | None = None) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _own_revision() -> dict[str, Any] | None:
+def _own_revision() -> Revision | None:
     """The revision that this process has imported, asked for once: later changes of the files are not what runs."""
     return _revision(Path(__file__).resolve().parents[1])
 
 
-def _revision(package: Path) -> dict[str, Any] | None:
+def _revision(package: Path) -> Revision | None:
     if git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     revision = git(package, "rev-parse", "HEAD")

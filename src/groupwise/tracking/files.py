@@ -7,18 +7,19 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from groupwise.durable import write_bytes
 from groupwise.tracking.text import hide_environment_secrets, hide_shaped_secrets
 
 __all__ = ["LineFile", "json_line", "write_json", "write_json_lines", "write_text"]
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""A value that JSON has a word for."""
 LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Json:
     """``value`` without secrets, and with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -34,12 +35,12 @@ def finite(value: Any) -> Any:
     return finite(number()) if callable(number) and getattr(value, "ndim", 1) == 0 else str(value)
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def json_text(value: object, indent: int | None = None) -> str:
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return hide_environment_secrets(text, lambda secret: json.dumps(secret, ensure_ascii=False)[1:-1]).translate(LINE_BREAKS)
 
 
-def json_line(value: Any) -> bytes:
+def json_line(value: object) -> bytes:
     """One line of a JSONL file, newline included. A lone surrogate becomes its ``\\udXXX`` escape, which is valid JSON."""
     return (json_text(value) + "\n").encode("utf-8", errors="backslashreplace")
 
@@ -73,9 +74,9 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     write_text(path, json_text(value, indent=2) + "\n")
 
 
-def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+def write_json_lines(path: Path, rows: Iterable[object]) -> None:
     write_bytes(path, b"".join(json_line(row) for row in rows))

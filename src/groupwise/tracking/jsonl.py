@@ -80,7 +80,7 @@ class JsonlTracker:
         if lost is not None:
             raise lost
 
-    def append(self, path: Path, row: Mapping[str, Any]) -> None:
+    def append(self, path: Path, row: Mapping[str, object]) -> None:
         file = self.files.setdefault(path, LineFile(path))
         file.waiting += json_line(row)
         self.catch_up()

@@ -221,7 +221,7 @@ def json_lines(path: Path, bad: Counter[str]) -> Iterator[dict[str, Any]]:
         bad[path.name] += 1
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite float, else ``None``; ``True`` is 1."""
     if not isinstance(value, (int, float)):
         return None
@@ -232,16 +232,16 @@ def number(value: Any) -> float | None:
     return made if math.isfinite(made) else None
 
 
-def whole(value: Any, default: int = 0) -> int:
+def whole(value: object, default: int = 0) -> int:
     made = number(value)
     return default if made is None or abs(made) > LARGEST else int(made)
 
 
-def truth(value: Any) -> bool | None:
+def truth(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A string that can be written as UTF-8: a lone surrogate becomes a replacement character."""
     return "" if value is None else str(value).encode("utf-8", errors="replace").decode("utf-8")
 
@@ -305,7 +305,7 @@ def completion_record(
     )
 
 
-def numbers(values: Any) -> tuple[float, ...]:
+def numbers(values: object) -> tuple[float, ...]:
     """NaN for what is none, such as the null that stands for a NaN in JSON."""
     if not isinstance(values, list):
         return ()

@@ -225,7 +225,7 @@ class RunFolder:
     def evaluation_file(self, stage: str, mode: str) -> Path:
         return self.evaluations / f"{slug(stage)}-{slug(mode)}.jsonl"
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, object]) -> None:
         """Raises:
         TrainingError: the disk does not take it.
         """
@@ -234,7 +234,7 @@ class RunFolder:
         except OSError as error:
             raise self.lost(self.summary, error) from error
 
-    def write_records(self, stage: str, mode: str, records: Iterable[Mapping[str, Any]]) -> Path:
+    def write_records(self, stage: str, mode: str, records: Iterable[Mapping[str, object]]) -> Path:
         """Write one line per problem to ``evaluations/<stage>-<mode>.jsonl``; returns that path.
 
         Raises:
