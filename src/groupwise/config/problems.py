@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from groupwise.config.fields import REMARKS, field_paths, find_field, kinds_of, schema_path, sections, suggest
 from groupwise.config.former import FORMER, former_key
 
-__all__ = ["UNKNOWN", "explain_failure", "shown", "unknown_key"]
+__all__ = ["UNKNOWN", "explain_failure", "place", "shown", "unknown_key"]
 
 _WHOLE, _NUMBER, _TRUTH, _TEXT = "a whole number", "a number", "true or false", "text"
 _RULES = {
@@ -53,6 +53,12 @@ def explain_failure(failure: ValidationError, place: str = "", kind: str | None 
     sentence = unknown_key(path, kind) if errors[0]["type"] in UNKNOWN else _bad_value(path, kind, errors)
     more = len(ordered) - 1
     return f"{sentence} ({more} more setting{'s are' if more > 1 else ' is'} wrong too)" if more else sentence
+
+
+def place(section: type[BaseModel]) -> str:
+    """Where a section stands in a config, such as ``training``; empty for the whole, and for one that stands in several places."""
+    paths = [path for path, kinds in sections().items() if section in kinds]
+    return paths[0] if len(paths) == 1 else ""
 
 
 def unknown_key(path: str, kind: str | None = None) -> str:

@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from groupwise.config.algorithm import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig
 from groupwise.config.objective import ValueConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
-from groupwise.config.section import Section
-from groupwise.errors import ConfigError
+from groupwise.config.section import Section, explained
 from groupwise.importing import nearest
 
 __all__ = [
@@ -367,9 +366,7 @@ class Config(Section):
         try:
             super().__init__(**sections)
         except ValidationError as failure:
-            from groupwise.config.problems import explain_failure
-
-            raise ConfigError(explain_failure(failure)) from failure
+            raise explained(failure) from failure
 
     @model_validator(mode="after")
     def check_combinations(self) -> Config:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from groupwise.errors import ConfigError
 
-__all__ = ["OWN", "REGISTERED", "Section", "check_own", "type_of"]
+__all__ = ["OWN", "REGISTERED", "SENTENCES", "Section", "check_own", "explained", "type_of"]
 
 OWN = "own"
 """Tag of a type that is not built in: a registered name, or a function by its file or import path."""
 REGISTERED: dict[str, set[str]] = {"advantage": set(), "loss": set()}
 """Names that a program has registered for functions of its own, which a config may use like built-in ones."""
+
+
+class Sentences(Protocol):
+    """How a mistake in a section is told, by what knows the whole schema."""
+
+    def place(self, section: type[BaseModel]) -> str: ...
+
+    def unknown_key(self, path: str, kind: str | None) -> str: ...
+
+    def explain_failure(self, failure: ValidationError, place: str = "", kind: str | None = None) -> str: ...
+
+
+SENTENCES = cast(Sentences, None)
+"""Set to ``config.problems`` when the package is imported, which knows the schema that is made of sections."""
 
 
 class Section(BaseModel):
@@ -25,22 +39,28 @@ class Section(BaseModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises ConfigError for a setting that does not exist, or a value that it cannot have."""
-        from groupwise.config.problems import explain_failure, unknown_key
-
         if name not in type(self).model_fields:
-            raise ConfigError(unknown_key(f"{_place(type(self))}.{name}".lstrip("."), type_of(self)))
+            raise ConfigError(SENTENCES.unknown_key(f"{SENTENCES.place(type(self))}.{name}".lstrip("."), type_of(self)))
         if name == "type":
+            place = SENTENCES.place(type(self))
             raise ConfigError(
-                f"{_place(type(self))}.type decides which settings the section has: assign a whole section, such as "
-                f"config.{_place(type(self))} = {{'type': {value!r}}}"
+                f"{place}.type decides which settings the section has: assign a whole section, such as "
+                f"config.{place} = {{'type': {value!r}}}"
             )
         try:
             self._assign(name, value)
         except ValidationError as failure:
-            raise ConfigError(explain_failure(failure, _place(type(self)), type_of(self))) from failure
+            raise explained(failure, self) from failure
 
     def _assign(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+
+
+def explained(failure: ValidationError, section: Section | None = None) -> ConfigError:
+    """pydantic's failure as a ConfigError in one sentence. ``section``: what it was about, where it was not a whole config."""
+    if section is None:
+        return ConfigError(SENTENCES.explain_failure(failure))
+    return ConfigError(SENTENCES.explain_failure(failure, SENTENCES.place(type(section)), type_of(section)))
 
 
 def type_of(section: object) -> str | None:
@@ -65,11 +85,3 @@ def check_own(section: str, given: Any, known: Iterable[str]) -> Any:
         f"algorithm.{section}.type is {given.get('type')!r}, but must be one of {', '.join(names)}{meant}, or a function of your own, such "
         f"as my_{section}.py:{section}"
     )
-
-
-def _place(section: type[Section]) -> str:
-    """Where a section stands in a config, such as ``training``; empty for the whole, and for one that stands in several places."""
-    from groupwise.config.fields import sections
-
-    paths = [path for path, kinds in sections().items() if section in kinds]
-    return paths[0] if len(paths) == 1 else ""

@@ -26,15 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-GRACE_S = 10.0
-"""How long past its limit a call may outlive a parent that does not kill it."""
-_LEAST_BYTES, _BYTES_PER_BYTE = 1 << 20, 64
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
-
-
-def most_bytes(request: int) -> int:
-    """The longest reply to a request of so many bytes: more than a reward and a place for each of its tokens take."""
-    return _LEAST_BYTES + _BYTES_PER_BYTE * request
 
 
 def read_exactly(descriptor: int, length: int) -> bytes:
@@ -123,7 +115,7 @@ def answer_in_walls(
 def serve(requests: int, replies: int, path: Sequence[str], walls: ModuleType | None) -> None:
     sys.path[:] = path
     try:
-        entries, _ = read_message(requests)
+        (entries, (grace_s, least_bytes, bytes_per_byte)), _ = read_message(requests)
         functions = load(entries)
     except Exception as error:
         write_reply(replies, 0, written("failed", f"{type(error).__name__}: {error}"))
@@ -135,9 +127,9 @@ def serve(requests: int, replies: int, path: Sequence[str], walls: ModuleType | 
         except EOFError:
             return
         if walls is not None:
-            body = answer_in_walls(walls, functions[name], keywords, timeout_s, most_bytes(length))
+            body = answer_in_walls(walls, functions[name], keywords, timeout_s, least_bytes + bytes_per_byte * length)
         else:
-            die_after(None if timeout_s is None else timeout_s + GRACE_S)
+            die_after(None if timeout_s is None else timeout_s + grace_s)
             body = answer(functions[name], keywords)
             die_after(None)
         write_reply(replies, number, body)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from groupwise.errors import printable
-from groupwise.rewards.process_worker import GRACE_S, most_bytes
 from groupwise.rewards.scores import CallRaised, CallTimedOut, StepRewards
 
 __all__ = ["ProcessPool", "refusal"]
@@ -29,6 +28,10 @@ START_LIMIT_S = 300.0
 """Time limit for starting Python and importing the reward files, which may import much."""
 END_LIMIT_S = 30.0
 """Time limit for killing what a process has left behind."""
+GRACE_S = 10.0
+"""How long past its limit a call may outlive a parent that does not kill it."""
+LEAST_BYTES, BYTES_PER_BYTE = 1 << 20, 64
+"""The longest reply, whatever the request, and for each byte of the request: more than a reward and a place for each of its tokens take."""
 _LONGEST_TOLD = 1000
 """Characters of what a process says went wrong."""
 
@@ -66,14 +69,15 @@ class _Worker:
         )  # fmt: skip
         os.close(ours)
         self.owner, self.sandbox, self.settled = os.getpid(), sandbox, True
-        self._number, self._most = 0, most_bytes(0)
+        self._number, self._most = 0, LEAST_BYTES
         self._asked = threading.Semaphore()
         self._replies: queue.SimpleQueue[tuple[str, object] | None] = queue.SimpleQueue()
         # A thread that blocks on the pipe, because no portable call reads a message with a time limit.
         threading.Thread(target=self._read, name="reward process", daemon=True).start()
         try:
             self._send(pickle.dumps(([os.path.abspath(place) for place in sys.path], steps)))
-            self._send(pickle.dumps({name: dict(entry) for name, entry in entries.items()}))
+            loaded = {name: dict(entry) for name, entry in entries.items()}
+            self._send(pickle.dumps((loaded, (GRACE_S, LEAST_BYTES, BYTES_PER_BYTE))))
             kind, said = self._receive(START_LIMIT_S)
         except (_Gone, CallTimedOut):
             kind, said = "failed", f"it ended, or was not ready after {START_LIMIT_S:g} seconds"
@@ -121,7 +125,7 @@ class _Worker:
         """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``settled`` says whether the process can be used on."""
         self._number += 1
         request = pickle.dumps((self._number, name, dict(keywords), timeout_s))
-        self._most = most_bytes(len(request))
+        self._most = LEAST_BYTES + BYTES_PER_BYTE * len(request)
         self._asked.release()
         self._send(request)
         # A sandbox kills the call by itself, and answers.
