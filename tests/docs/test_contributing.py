@@ -12,7 +12,7 @@ from groupwise.data.named import NAMED
 from groupwise.data.sources import load_problems
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.families import FAMILIES
-from groupwise.rewards.compose import RewardSuite
+from groupwise.rewards.suite import RewardSuite
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 
