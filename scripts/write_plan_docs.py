@@ -47,12 +47,10 @@ SETUPS = (
         "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters optimizer.offload=true",
     ),
     SetUp("0.5B and a length reward on two RTX 4090", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2"),
-    SetUp("The same divided by ZeRO-3", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2 training.sharding=zero3"),
     SetUp("1.5B on eight GPUs of 80 GB", "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8"),
     SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8"),
     SetUp("3B on POLARIS-53K, trained whole on one GPU of 80 GB", "polaris-3b --hardware a100-80gb --completion-tokens 800"),
     SetUp("3B QLoRA on POLARIS-53K on a card of 24 GB", "polaris-3b-qlora --hardware rtx-4090 --completion-tokens 800"),
-    SetUp("3B QLoRA on POLARIS-53K on a card of 40 GB", "polaris-3b-qlora --hardware a100-40gb --completion-tokens 800"),
 )
 PUBLISHED = (
     (

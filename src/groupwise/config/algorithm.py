@@ -32,12 +32,12 @@ PresetName = Literal[
 
 
 class KLConfig(Section):
-    """The KL to a reference, which ties the policy to where it started. Without this section there is no reference."""
+    """The KL to a reference, which ties the policy to where it started. Null keeps none."""
 
     beta: float = Field(default=0.04, gt=0)
-    """Weight of the KL. `algorithm.kl: null` keeps no reference at all, which saves its memory and time."""
+    """Weight of the KL. `algorithm.kl: null` keeps no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate from one sample. In the loss use `k3` (low variance) or `k2` (exact gradient on-policy), not `k1`, whose
+    """Estimate of the KL from one sample. In the loss use `k3` (low variance) or `k2` (exact gradient on-policy), not `k1`, whose
     gradient averages to 0; in the reward `k1` (unbiased)."""
     placement: Literal["loss", "reward", "token_reward"] = "loss"
     """Where `beta` x KL acts: added to the loss, taken off a completion's reward, or taken off each token's own."""
@@ -131,7 +131,7 @@ class AlgorithmConfig(Section):
     """mu: optimiser steps on each batch. Above 1 the later ones are off-policy, and clipping begins to act."""
     mask_truncated: bool = False
     """Leave completions that were cut at the token limit out of the loss (DAPO's overlong filtering). They still count in the
-    mean of their group or batch; a learned value leaves them out altogether. If most are cut, raise the limit instead."""
+    mean of their group or batch; a learned value leaves them out altogether."""
     stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
     """With `rollout.ahead`, what corrects for age. `decoupled`: ratio and clip are against the weights before the batch's first
     update, and each token is weighted as by `algorithm.correction` (arXiv 2110.00641). `behaviour`: they are against the

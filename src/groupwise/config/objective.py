@@ -48,9 +48,8 @@ class GroupAdvantage(AdvantageSection):
     """What a reward is compared with: its group's mean, the mean of the others in its group (unbiased), the batch's mean, or
     nothing."""
     scale: Literal["group_std", "batch_std", "centred_std", "none"] = "group_std"
-    """What the difference is divided by. `group_std` lets an almost solved problem weigh as much as a hard one; `none` keeps
-    the reward's units. Steadier with few completions per prompt is one standard deviation for the batch: of the rewards
-    (`batch_std`), or of the differences (`centred_std`)."""
+    """What the difference is divided by: the group's standard deviation, nothing, or, steadier with few completions per prompt,
+    the batch's: of the rewards (`batch_std`), or of the differences (`centred_std`)."""
     epsilon: float = Field(default=1e-4, gt=0)
     """Added to the divisor."""
 
@@ -140,9 +139,8 @@ class ValueConfig(Section):
     """The learned value of `algorithm.advantage.type: gae`, and who learns it."""
 
     critic: str = Field(default="shared", min_length=1)
-    """Whose states the value's head reads. `shared`: the policy's. `copy`: those of a second model that starts as the policy
-    and learns only the value; or a model folder or Hub name with the same tokenizer. A second model doubles weights, optimiser
-    state and passes."""
+    """Whose states the value's head reads. `shared`: the policy's. `copy`: those of a second model, which starts as the policy;
+    or a model folder or Hub name with the same tokenizer. A second model doubles weights, optimiser state and passes."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of the value's head, a linear layer."""
     critic_learning_rate: float = Field(default=1e-5, gt=0)
@@ -189,11 +187,11 @@ class ClipLoss(LossSection):
     type: Literal["clip"] = "clip"
     """PPO's minimum."""
     ratio: Literal["token", "sequence"] = "token"
-    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
+    """Ratio of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
     epsilon: float = Field(default=0.2, gt=0)
     """Clip range of the ratio: 1 - epsilon to 1 + epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """Its upper side: 1 + epsilon_high. A little more (0.28) keeps exploration alive. Null takes `epsilon`."""
+    """Upper side of the clip range: 1 + epsilon_high. A little more (0.28) keeps exploration alive. Null takes `epsilon`."""
     dual_clip: float | None = Field(default=None, gt=1)
     """For negative advantages the loss stops growing where the ratio passes this (3 is usual)."""
 
@@ -218,7 +216,7 @@ class CispoLoss(LossSection):
     type: Literal["cispo"] = "cispo"
     """A clipped weight."""
     ratio: Literal["token", "sequence"] = "token"
-    """Of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
+    """Ratio of new to old probability: for each token, or one for a completion (GSPO; it wants an epsilon a thousand times smaller)."""
     epsilon: float = Field(default=1.0, gt=0)
     """The weight is at least 1 - epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=4.0, gt=0)
@@ -238,14 +236,14 @@ class ReinforceLoss(LossSection):
 
 
 class SapoLoss(LossSection):
-    """A sigmoid gate in place of the clip: each token's weight fades smoothly as its ratio leaves 1 (SAPO, arXiv 2511.20347)."""
+    """A sigmoid gate in place of the clip (SAPO, arXiv 2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
     """A soft gate."""
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate where the advantage is positive: larger fades faster."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """The same where it is negative. A little larger is steadier: such updates spread to many tokens that were not sampled."""
+    """Temperature of the gate where it is negative."""
 
 
 class VespoLoss(LossSection):
@@ -254,9 +252,9 @@ class VespoLoss(LossSection):
     type: Literal["vespo"] = "vespo"
     """A soft weight of the completion."""
     k_positive: float = Field(default=2.0, ge=0)
-    """k where the advantage is positive: how fast the weight fades as the completion becomes less likely."""
+    """k where the advantage is positive: how fast unlikelier completions fade."""
     lambda_positive: float = Field(default=3.0, ge=0)
-    """lambda where the advantage is positive: how fast the weight fades as the completion becomes likelier."""
+    """lambda where the advantage is positive: how fast likelier completions fade."""
     k_negative: float = Field(default=3.0, ge=0)
     """k where the advantage is negative."""
     lambda_negative: float = Field(default=2.0, ge=0)
@@ -273,8 +271,7 @@ class GmpoLoss(LossSection):
 
 
 class DppoLoss(LossSection):
-    """The plain ratio, without a gradient for tokens whose divergence from the old policy is above a threshold and would grow
-    (DPPO, arXiv 2602.04879)."""
+    """The plain ratio, but no gradient for tokens that diverged too far (DPPO, arXiv 2602.04879)."""
 
     type: Literal["dppo"] = "dppo"
     """A divergence mask."""

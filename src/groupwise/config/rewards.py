@@ -129,7 +129,7 @@ class RewardsConfig(_Shaped):
     )
     """Their weighted scores are added."""
     normalise: Normalising = "none"
-    """The same of the summed reward."""
+    """Normalise the summed reward."""
     clip: tuple[float, float] | None = None
     """After `normalise`: hold the summed reward between these two."""
     on_error: Literal["stop", "skip"] = "stop"

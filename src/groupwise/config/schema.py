@@ -181,7 +181,7 @@ class RolloutConfig(Section):
     max_completion_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens; one that reaches it is cut."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of sampling, and of the log-probabilities that are trained."""
+    """Temperature of sampling, and of the log-probabilities that are trained."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample among the k likeliest tokens only. Null samples the distribution that is scored."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -264,9 +264,9 @@ class WarmStartConfig(Section):
     steps: int = Field(default=0, ge=0)
     """Supervised steps."""
     examples_per_step: int = Field(default=16, ge=1)
-    """Worked examples in each."""
+    """Worked examples in each step."""
     learning_rate: float = Field(default=2e-5, gt=0)
-    """Its learning rate, with an optimiser state of its own."""
+    """Learning rate of the warm start."""
 
 
 class TrainingConfig(Section):
@@ -290,8 +290,8 @@ class TrainingConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Null takes the cores that other programs leave free."""
     deterministic: bool = False
-    """The same bits in each run on the same machine: PyTorch's deterministic kernels on GPUs, slower, and a fixed number of threads on
-    CPUs. An operation that has no such kernel ends the run with its name."""
+    """The same bits in each run on the same machine: PyTorch's deterministic kernels on GPUs, slower, and a fixed number of
+    threads on CPUs."""
 
 
 class EvaluationConfig(Section):
@@ -302,7 +302,7 @@ class EvaluationConfig(Section):
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     """`sampled` draws, `greedy` takes the likeliest token; the first is the headline figure."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the `sampled` mode."""
+    """Temperature of the `sampled` mode."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Token limit; null takes the rollout's."""
     every: int = Field(default=0, ge=0)
