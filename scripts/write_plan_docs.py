@@ -4,23 +4,19 @@ A test says when that is due."""
 
 from __future__ import annotations
 
-import io
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from groupwise.cli import app
-from groupwise.cli.plan import plan_of, show_plan
+from groupwise.cli.plan import plan_of
 from groupwise.planner import Plan
 
 __all__ = ["PAGE", "SETUPS", "SetUp", "made", "render"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "plans.md"
-WIDTH = 118
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +26,12 @@ class SetUp:
     title: str
     words: str
     """After ``groupwise plan``."""
-    whole: bool = False
-    """Whether the page has all that the command prints, and not its row of the table alone."""
 
 
 SETUPS = (
     SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70"),
     SetUp("0.5B on a card of 16 GB", "gsm8k-0.5b --gpu-memory 16GiB"),
-    SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090", whole=True),
+    SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090"),
     SetUp(
         "The same with fp32 masters and 8-bit moments",
         "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters-8bit training.offload_reference=true",
@@ -83,10 +77,7 @@ def made(words: str) -> Plan:
 
 def render() -> str:
     """The page as Markdown."""
-    return (
-        "\n".join([INTRODUCTION, _overview(), _published(), *(_section(setup) for setup in SETUPS if setup.whole)]).rstrip()
-        + "\n"
-    )
+    return "\n".join([INTRODUCTION, _overview(), _published()])
 
 
 def _published() -> str:
@@ -116,28 +107,12 @@ def _overview() -> str:
     ]
     for setup in SETUPS:
         plan = made(setup.words)
-        name = f"[{setup.title}](#{_anchor(setup.title)})" if setup.whole else setup.title
         epoch = "-" if plan.epoch_hours is None else f"{plan.epoch_hours:,.1f}"
         rows.append(
-            f"| {name} | `{setup.words}` | {plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f}"
+            f"| {setup.title} | `{setup.words}` | {plan.peak.bytes / 2**30:.1f} of {plan.limit_bytes / 2**30:.0f}"
             f"{'' if plan.fits else ' (**does not fit**)'} | {plan.cost.step_s:.1f} | {epoch} |"
         )
     return "\n".join([*rows, ""])
-
-
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def _section(setup: SetUp) -> str:
-    return "\n".join([f"## {setup.title}", "", f"`groupwise plan {setup.words}`", "", "```text", _shown(setup.words), "```", ""])
-
-
-def _shown(words: str) -> str:
-    text = io.StringIO()
-    show_plan(made(words), Console(file=text, width=WIDTH, highlight=False, soft_wrap=False), formulas=False)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    return "\n".join(line for line in lines if line)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def train(
       groupwise train mine.yaml --run-folder runs/first-try --resume
       groupwise train gsm8k-0.5b --num-processes 8
 
-    Exit code 2 means a mistake in the settings or the data; 1 that training could not continue; 130, 143 and 129 that Ctrl-C, SIGTERM or
-    a closed terminal (SIGHUP) stopped it, after it saved. A second Ctrl-C ends it at once.
+    Exit code 1 means that training could not continue; 130, 143 and 129 that Ctrl-C, SIGTERM or a closed terminal stopped it, after it
+    saved.
     """
     from groupwise.config import load_config
     from groupwise.config.load import find_source

@@ -282,7 +282,7 @@ ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, Fa
 _NOTED = {
     "per_device_train_batch_size", "max_steps", "lr_scheduler_type", "optim", "bf16", "gradient_checkpointing",
     "save_strategy", "metric_for_best_model", "model_init_kwargs", "router_aux_loss_coef", "disable_dropout",
-    "max_completion_length", "generation_kwargs", "repetition_penalty", "use_vllm", "vllm_mode", "epsilon_high", "loss_type",
+    "generation_kwargs", "repetition_penalty", "use_vllm", "epsilon_high", "loss_type",
     "log_completions",
 }  # fmt: skip
 """Honoured arguments whose text says more than their documentation in TRL."""
