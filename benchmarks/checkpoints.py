@@ -21,9 +21,8 @@ from groupwise.config.schema import ModelConfig, OptimizerConfig
 from groupwise.memory import keep_freed_memory
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
-from groupwise.training.checkpoint import take_snapshot
+from groupwise.training.checkpoint import CheckpointWriter, take_snapshot
 from groupwise.training.optimizer import MasterAdamW
-from groupwise.training.writer import CheckpointWriter
 
 __all__ = ["main", "measure"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from groupwise.engines.builtin.decode import rearranged_product, rearranging_helps
 from groupwise.models.decoder import Decoder
-from groupwise.models.projections import rearranged_product, rearranging_helps
 
 __all__ = ["floor_seconds"]
 

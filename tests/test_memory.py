@@ -8,7 +8,7 @@ import pytest
 
 from groupwise import memory
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
-from groupwise.models.projections import computes_bf16
+from groupwise.models.devices import computes_bf16
 
 MIB = 2**20
 FREE_AND_LOOK = """

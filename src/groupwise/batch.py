@@ -49,7 +49,7 @@ class Batch:
     sampler_logprobs_T: Tensor
     """Log-probabilities under the distribution that each token was drawn from, in nats."""
     weights_T: Tensor
-    """Of each token in the policy's loss, see ``algorithm.aggregate``."""
+    """Weight of each token in the policy's loss, see ``algorithm.aggregate``."""
     advantages_T: Tensor | None = None
     reference_T: Tensor | None = None
     """Log-probabilities under the reference."""

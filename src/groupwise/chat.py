@@ -153,11 +153,11 @@ def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:
 def answer_lines_together(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:
     """Answer lines as ``answer_lines`` does, divided among the processes of ``world``: the first writes all answers, in order."""
     answers: dict[int, str] = {}
-    for index in world.mine([len(line) for line in lines]):
+    for index in world.assigned([len(line) for line in lines]):
         answer = io.StringIO()
         answer_lines(speaker, [lines[index]], answer)
         answers[index] = answer.getvalue()
-    everywhere = {index: answer for part in world.gather(answers) for index, answer in part.items()}
+    everywhere = {index: answer for part in world.all_gather_object(answers) for index, answer in part.items()}
     if world.is_first:
         clean: Callable[[str], str] = visible if out.isatty() else str
         out.write("".join(clean(everywhere[index]) for index in range(len(lines))))

@@ -1,15 +1,17 @@
-"""Sizes by which the engine and the passes cut their work, and by which a plan counts their memory. No torch."""
+"""Sizes by which sampling, passes and messages are cut, and by which a plan counts their memory. No torch."""
 
 from __future__ import annotations
 
 __all__ = [
     "CACHE_ROOM",
+    "GRADIENT_BUCKET",
     "LOGIT_COLUMNS",
     "LOGIT_GRADIENT_ELEMENTS",
     "LOGIT_ROWS",
     "MIN_LOGIT_COLUMNS",
     "PREFILL_TOKENS",
     "QUERY_BLOCK",
+    "ZERO_BUCKET",
 ]
 
 PREFILL_TOKENS = 4096
@@ -26,3 +28,7 @@ LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
 """rows at a time: on CPUs so that the fp32 copy of a tile (8 MiB) stays in the cache;"""
 LOGIT_GRADIENT_ELEMENTS = 2**25
 """most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
+GRADIENT_BUCKET = 16 * 2**20
+"""Numbers of gradients that processes with whole weights add up in one message: 64 MiB in fp32."""
+ZERO_BUCKET = 50_000_000
+"""The same for DeepSpeed's ZeRO: 200 MB in fp32."""

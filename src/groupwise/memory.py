@@ -243,9 +243,9 @@ class PeakByPhase:
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
         self.found: list[tuple[str, int]] = []
-        """Of each phase in turn; empty where peaks cannot be reset."""
+        """Name and peak of each phase in turn; empty where peaks cannot be reset."""
         self.highest = 0
-        """Of everything so far, what lay between phases included."""
+        """The peak of everything so far, between phases included."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

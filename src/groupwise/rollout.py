@@ -11,7 +11,7 @@ from groupwise.config.schema import RolloutConfig
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.engines.dealt import sampling_costs
+from groupwise.engines.wrappers import sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.functions import strict_xml
 from groupwise.rewards.suite import RewardFailure, RewardSuite
@@ -129,8 +129,8 @@ def collect(
 
 
 def deal_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
-    """Indices of the prompts that fall to this process."""
-    return world.mine(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
+    """Indices of the prompts assigned to this process."""
+    return world.assigned(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
 
 
 def rollout_scope(step: int, refill: int = 0) -> str:
@@ -166,14 +166,14 @@ def _exchange(
     """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
     started = time.perf_counter()
     if rewards.sees_batches or rewards.has_state:
-        everything = sorted((pair for part in world.gather(pairs) for pair in part), key=lambda pair: pair[0])
-        scored = world.first_does(lambda: (_score(prompts, everything, rewards, refill), rewards.state_dict()))
+        everything = sorted((pair for part in world.all_gather_object(pairs) for pair in part), key=lambda pair: pair[0])
+        scored = world.on_rank0(lambda: (_score(prompts, everything, rewards, refill), rewards.state_dict()))
         if not world.is_first:  # whose own statistics also know what this step is divided by
             rewards.load_state_dict(scored[1])
         parts = [scored[0]]
     else:
-        parts = world.gather(_score(prompts, pairs, rewards, refill))
-    times = world.gather((sampling_s, time.perf_counter() - started))
+        parts = world.all_gather_object(_score(prompts, pairs, rewards, refill))
+    times = world.all_gather_object((sampling_s, time.perf_counter() - started))
     rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
     return Rollout(
         [replace(group, prompt=prompts[index]) for index, group in rows],

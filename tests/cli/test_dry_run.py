@@ -253,7 +253,7 @@ def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwi
 
 
 def test_a_dry_run_for_several_processes_asks_for_deepspeed(groupwise, small, no_weights, monkeypatch):
-    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: None)
     assert "groupwise[deepspeed]" in refusal(groupwise, *small, "training.sharding=zero2", "--num-processes", "2")
 
 

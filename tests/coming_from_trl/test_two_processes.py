@@ -205,7 +205,7 @@ def test_what_the_launcher_asks_for_and_is_not_honoured_is_said(monkeypatch):
         check_launch(args, 2)
     assert check_launch(GRPOConfig("out"), 2) is False
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: name)
+    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"zero2, which groupwise\.trl does not honour: use FSDP"):
         check_launch(args, 2)
 

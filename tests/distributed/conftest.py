@@ -26,18 +26,18 @@ class ThreadWorld(World):
         super().__init__(rank, size)
         self.slots, self.barrier = slots, barrier
 
-    def gather(self, value):
+    def all_gather_object(self, value):
         self.slots[self.rank] = pickle.dumps(value)
         self.barrier.wait()
         everywhere = [pickle.loads(slot) for slot in self.slots]
         self.barrier.wait()
         return everywhere
 
-    def spread(self, tensor):
-        tensor.copy_(self.gather(tensor)[0])
+    def broadcast(self, tensor):
+        tensor.copy_(self.all_gather_object(tensor)[0])
 
-    def _add_up(self, tensor, group=None):
-        total = sum(self.gather(tensor))
+    def _all_reduce(self, tensor, group=None):
+        total = sum(self.all_gather_object(tensor))
         tensor.copy_(total)
 
 

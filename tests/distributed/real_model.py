@@ -68,7 +68,7 @@ def run(config_file: Path, folder: Path) -> None:
 
 def note_gradient_of_zero(file: Path) -> None:
     """DeepSpeed's first gradient, from the first moment that it left, which is a tenth of it, clipped."""
-    from groupwise.training.sharding.zero_optimizer import ZeroAdamW
+    from groupwise.training.sharding.zero import ZeroAdamW
 
     step = ZeroAdamW.step
 

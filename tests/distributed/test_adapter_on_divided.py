@@ -117,7 +117,7 @@ def test_a_base_in_blocks_computes_what_it_did_in_the_model(decoder):
     batch = decoder.prepare([([5, 6, 7], [[8, 9], [10, 11, 12]])])
     logprobs, wanted = decoder.logprobs(batch), gradients(decoder, batch)
     merged = [layer.dense().tensors() for layer in decoder.layers]
-    blocks = decoder.as_blocks()
+    blocks = decoder.to_modules()
     assert not any(p.requires_grad for p in blocks.parameters())
     assert torch.equal(decoder.logprobs(batch), logprobs)
     assert all(map(torch.equal, gradients(decoder, batch), wanted))
@@ -127,7 +127,7 @@ def test_a_base_in_blocks_computes_what_it_did_in_the_model(decoder):
 
 
 def test_what_is_taken_out_of_a_block_stays_when_the_block_is_emptied(decoder):
-    decoder.as_blocks()
+    decoder.to_modules()
     layer = decoder.layers[0]
     wanted = [None if t is None else t.clone() for t in layer.dense().tensors()]
     taken = layer.taken_out()

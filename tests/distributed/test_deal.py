@@ -34,6 +34,6 @@ def test_equal_pieces_make_equal_hands():
 
 def test_a_world_of_one_takes_everything_in_order_whatever_it_costs():
     world = World()
-    assert world.mine([3, 9, 1]) == [0, 1, 2]
-    assert world.gather("x") == ["x"]
-    assert world.first_does(lambda: 5) == 5
+    assert world.assigned([3, 9, 1]) == [0, 1, 2]
+    assert world.all_gather_object("x") == ["x"]
+    assert world.on_rank0(lambda: 5) == 5

@@ -104,7 +104,7 @@ def test_every_precision_carries_on_and_is_read_by_one_process(tiny_folder, sums
 
 
 def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone():
-    from groupwise.training.budget import PassBudget
+    from groupwise.training.microbatches import PassBudget
 
     def fails():
         raise torch.OutOfMemoryError

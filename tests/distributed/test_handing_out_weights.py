@@ -11,7 +11,7 @@ from groupwise.models import load
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.training.sharding import loading_device
-from groupwise.training.sharding.handing import place, read_by_one
+from groupwise.training.sharding.divided import materialize, read_by_one
 from tests.distributed.two_processes import launch_two
 from tests.tiny import write_tiny_llama, write_tiny_qwen2
 
@@ -35,7 +35,7 @@ def without_reading(config, monkeypatch):
         )
         policy = load_policy(config, "meta")
     decoder = Decoder(policy.model, device=CPU)
-    return policy, decoder, decoder.as_blocks()
+    return policy, decoder, decoder.to_modules()
 
 
 def modules(blocks):
@@ -46,7 +46,7 @@ def test_a_process_that_reads_nothing_has_the_same_model_in_shape_and_takes_no_m
     read = Decoder(load_policy(config).model)
     policy, decoder, blocks = without_reading(config, monkeypatch)
     assert all(p.is_meta for p in blocks.parameters())
-    shapes = [(name, p.shape, p.dtype) for name, p in read.as_blocks().named_parameters()]
+    shapes = [(name, p.shape, p.dtype) for name, p in read.to_modules().named_parameters()]
     assert [(name, p.shape, p.dtype) for name, p in blocks.named_parameters()] == shapes
     assert policy.device == policy.model.device == CPU
     assert all(p.untyped_storage().nbytes() <= 4 for p in policy.model.parameters())
@@ -57,14 +57,14 @@ def test_a_process_that_reads_nothing_has_the_same_model_in_shape_and_takes_no_m
 
 
 def test_each_gets_the_first_ones_weights_bit_for_bit(config, monkeypatch, in_threads):
-    read, others = Decoder(load_policy(config).model).as_blocks(), without_reading(config, monkeypatch)[2]
+    read, others = Decoder(load_policy(config).model).to_modules(), without_reading(config, monkeypatch)[2]
     expected = [p.detach().float() for p in read.parameters()]
 
     def hand_out(world):
         blocks = read if world.is_first else others
         assert read_by_one(blocks, world)
         for module in modules(blocks):
-            place(module, CPU, torch.float32, world, True)
+            materialize(module, CPU, torch.float32, world, True)
         return list(blocks.parameters())
 
     for parameters in in_threads(2, hand_out):
@@ -75,7 +75,7 @@ def test_each_gets_the_first_ones_weights_bit_for_bit(config, monkeypatch, in_th
 
 def test_other_shapes_and_other_numbers_are_found(small_config, tmp_path, monkeypatch, in_threads):
     def blocks_of(folder):
-        return Decoder(load_policy(small_config(model={"name": str(folder)}).model).model).as_blocks()
+        return Decoder(load_policy(small_config(model={"name": str(folder)}).model).model).to_modules()
 
     one = write_tiny_llama(tmp_path / "one")
     models = [blocks_of(one), blocks_of(one), blocks_of(write_tiny_llama(tmp_path / "wide", intermediate_size=56))]

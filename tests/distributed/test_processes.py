@@ -86,9 +86,9 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
         "import os, signal, sys, time\n"
         "from groupwise.distributed import open_world\n"
         "with open_world(True, 600) as world:\n"
-        "    world.gather(world.rank)\n"
+        "    world.all_gather_object(world.rank)\n"
         "    if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    world.gather(world.rank)\n"
+        "    world.all_gather_object(world.rank)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = (

@@ -179,7 +179,7 @@ def test_replicas_that_drift_apart_are_found_and_errors_of_the_first_are_everybo
             raise RewardError("no")
 
         with pytest.raises(RewardError, match=r"^no$"):
-            world.first_does(action)
-        return world.first_does(lambda: world.rank)
+            world.on_rank0(action)
+        return world.on_rank0(lambda: world.rank)
 
     assert in_threads(3, failing) == [0, 0, 0]

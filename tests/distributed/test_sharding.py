@@ -6,11 +6,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, MistralConfig
 
 from groupwise.distributed.sharding import chosen_sharding, sharding_of_launcher
-from groupwise.distributed.shards import read_rows, rows_of
 from groupwise.errors import ConfigError
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.sharding import check_sharding
+from groupwise.training.sharding.divided import read_rows, rows_of
 from groupwise.training.sharding.fsdp2 import check_fsdp2
 from tests.distributed.conftest import small_config
 
@@ -111,7 +111,7 @@ def test_a_process_reads_its_rows_of_a_file_of_whole_tensors(tmp_path):
 
 def test_blocks_compute_what_the_decoder_did_and_a_filled_copy_is_the_module_it_came_from(small_config):
     """The module is hollow in between: it holds one number a tensor."""
-    from groupwise.models.blocks import copy_filled
+    from groupwise.models.layer import copy_filled
 
     policy = load_policy(small_config().model)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
@@ -119,7 +119,7 @@ def test_blocks_compute_what_the_decoder_did_and_a_filled_copy_is_the_module_it_
     batch = decoder.prepare([([5, 6, 7], [[8, 9], [10, 11, 12]])])
     wanted = decoder.logprobs(batch)
     names = [name for name, _ in decoder.named_parameters()]
-    decoder.as_blocks()
+    decoder.to_modules()
     assert [name for name, _ in decoder.named_parameters()] == names
     assert torch.equal(decoder.logprobs(batch), wanted)
     assert all(p.untyped_storage().nbytes() <= 4 for p in policy.model.parameters())

@@ -18,7 +18,7 @@ import os, sys
 from pathlib import Path
 from groupwise.distributed import open_world
 with open_world(True, 600) as world:
-    world.gather(b"x" * 1000 * (world.rank + 1))
+    world.all_gather_object(b"x" * 1000 * (world.rank + 1))
     if world.rank == 0:
         pids = os.getpid(), int(os.environ["LAUNCHED_BY"])
         inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for pid in pids for fd in os.listdir(f"/proc/{pid}/fd")
@@ -41,7 +41,7 @@ with open_world(True, 600) as world:
                 print("strangers come in")
             except ConnectionRefusedError:
                 pass
-    assert world.gather(world.rank) == [0, 1]
+    assert world.all_gather_object(world.rank) == [0, 1]
 """
 
 
@@ -136,5 +136,5 @@ def test_what_a_stranger_sends_in_place_of_a_value_is_not_opened(monkeypatch, tm
     world = World(0, 2, seal=Seal("secret", "run 1"))
     monkeypatch.setattr(World, "_gather_bytes", lambda self, mine: [mine, b"\0" * 32 + pickle.dumps(Opens())])
     with pytest.raises(RankError, match="a message of process 1 of 2 is not sealed with this run's secret"):
-        world.gather(1)
+        world.all_gather_object(1)
     assert not (tmp_path / "touched").exists()

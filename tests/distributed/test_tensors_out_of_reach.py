@@ -44,7 +44,7 @@ def gpu(monkeypatch):
 
 def test_the_group_that_is_played_here_refuses_tensors_on_the_cpu(gpu):
     with pytest.raises(LostTouch, match="device type cpu"):
-        World(0, 2, control=gpu.control).add_up(torch.ones(3))
+        World(0, 2, control=gpu.control).all_reduce(torch.ones(3))
 
 
 def test_gradients_on_the_cpu_travel_by_the_gpu_and_come_back(gpu):
@@ -59,5 +59,5 @@ def test_gradients_on_the_cpu_travel_by_the_gpu_and_come_back(gpu):
 
 def test_a_sum_of_a_tensor_on_the_cpu_is_made_in_place(gpu):
     norm = torch.tensor(3.0)
-    World(0, 2, control=gpu.control, device=torch.device("cuda:3")).add_up(norm)
+    World(0, 2, control=gpu.control, device=torch.device("cuda:3")).all_reduce(norm)
     assert norm.item() == 6

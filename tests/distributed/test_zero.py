@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig
 
 from groupwise.config.schema import Config
-from groupwise.distributed.zero_launch import zero_of_launcher
+from groupwise.distributed.sharding import zero_of_launcher
 from groupwise.errors import ConfigError
 from groupwise.training.loop import train
 from groupwise.training.sharding.zero import check_zero
@@ -132,7 +132,7 @@ def test_what_is_not_taken_from_the_launcher_is_refused(variable, value, said):
 
 
 def test_without_deepspeed_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
         zero_of_launcher(LAUNCHED)
     with pytest.raises(ConfigError, match=r"groupwise\[deepspeed\]"):
@@ -151,7 +151,7 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch):
     ],
 )
 def test_what_zero_does_not_go_with_is_refused(sections, said, monkeypatch):
-    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: object())
+    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=said):
         check_zero(Config(**sections), LlamaConfig(), "zero3")
     check_zero(Config(), LlamaConfig(), "zero3")

@@ -10,7 +10,6 @@ from groupwise.config.schema import ModelConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import engine as engine_module
-from groupwise.engines.builtin import runner as runner_module
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
 from groupwise.models.embedded import EMBEDDED_NAME
@@ -112,7 +111,7 @@ def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
     """What GPUs do: ended rows are carried along, and leave when they are many."""
     prompts = make_prompts(LENGTHS)
     single = make_engine(max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s")
-    monkeypatch.setitem(runner_module.BURSTS, "cpu", burst)
+    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
     progress = []
     engine = make_engine(max_rows=rows)
     bursts = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s", on_progress=lambda *now: progress.append(now))

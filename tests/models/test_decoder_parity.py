@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.config.schema import ModelConfig
-from groupwise.models import blocked_attention, layout, library_attention
+from groupwise.models import attention, blocked_attention, packing
+from groupwise.models.attention import attend_by_library, plan_rectangles
 from groupwise.models.blocked_attention import attend, plan_blocks
 from groupwise.models.decoder import Decoder, why_unsupported
-from groupwise.models.library_attention import attend_by_library, plan_rectangles
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_scorer
 from groupwise.training.reference import Reference
@@ -53,7 +53,7 @@ def tiny(request: pytest.FixtureRequest) -> Callable[..., Any]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 8 queries, few sequences each, so that these short texts are cut the way long ones are."""
-    for module in (blocked_attention, library_attention):
+    for module in (blocked_attention, attention):
         monkeypatch.setattr(module, "QUERY_BLOCK", 8)
         monkeypatch.setattr(module, "SCORE_BUDGET", 600)
 
@@ -275,7 +275,7 @@ def test_sliding_windows(family: str, config: dict[str, Any], attention: str, wi
 def test_scores_far_above_a_querys_own_keys_do_not_overflow() -> None:
     qkv = torch.randn(14, 4, 8, generator=torch.Generator().manual_seed(0))
     qkv[:10, 2] = 200 * qkv[:10, 2]  # the prompt's keys
-    packed, cos, sin = layout.pack([(list(range(10)), [[1, 2, 3, 4, 5]])]), torch.ones(14, 1, 4), torch.zeros(14, 1, 4)
+    packed, cos, sin = packing.pack([(list(range(10)), [[1, 2, 3, 4, 5]])]), torch.ones(14, 1, 4), torch.zeros(14, 1, 4)
     rectangles = plan_rectangles(packed.spans)
     sdpa, _ = attend_by_library(qkv, cos, sin, rectangles, 2, 1)
     blocked, _ = attend(torch.cat([qkv, torch.zeros(1, 4, 8)]), plan_blocks(packed.spans, 14), 2, 1)

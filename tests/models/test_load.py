@@ -9,15 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
-from groupwise.models import hub
+from groupwise.models.devices import computes_bf16
 from groupwise.models.embedded import EMBEDDED_NAME
-from groupwise.models.folder import make_readable_by_4
+from groupwise.models.folder import make_readable_by_4, only_from_cache
 from groupwise.models.load import (
     Policy,
     check_model,
@@ -29,7 +30,6 @@ from groupwise.models.load import (
     resolve_device,
     save_model,
 )
-from groupwise.models.projections import computes_bf16
 
 QWEN_ROWS = 151_936  # embedding rows of the real Qwen2.5 models
 IM_END, ENDOFTEXT = 151_645, 151_643
@@ -62,6 +62,17 @@ def model_config(name: str | Path, **settings: Any) -> ModelConfig:
 def logits(policy: Policy, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return policy.model(torch.tensor([ids])).logits[0].float()
+
+
+@pytest.mark.parametrize(("device", "copied"), [("cpu", 1), ("cuda", 0)])
+def test_only_weights_that_stay_in_the_machines_memory_are_copied_out_of_their_file(
+    qwen_folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, copied: int
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("groupwise.models.load.own_memory", calls.append)
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: model)  # there may be no GPU here
+    load_policy(model_config(qwen_folder), device)
+    assert len(calls) == copied
 
 
 # --- checks before weights -------------------------------------------------------------------------------------------------
@@ -141,12 +152,12 @@ def test_a_hub_name_without_network_is_refused_at_once(monkeypatch: pytest.Monke
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
-    hub.only_from_cache.cache_clear()
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    only_from_cache.cache_clear()
     with pytest.raises(ModelError, match=r"'nobody/nothing' is neither .* nor in the local Hub cache.*cannot be reached"):
         check_model(model_config("nobody/nothing"))
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_, **__: "somewhere/config.json")
-    assert hub.only_from_cache("nobody/nothing", None) is True
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "somewhere/config.json")
+    assert only_from_cache("nobody/nothing", None) is True
 
 
 def test_weights_that_do_not_cover_the_architecture_are_refused(qwen_folder: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from groupwise.config.schema import ModelConfig
-from groupwise.models import projections
+from groupwise.engines.builtin.decode import plain_product, rearranged_product, rearranging_helps
+from groupwise.models import devices
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
-from groupwise.models.projections import plain_product, rearranged_product, rearranging_helps
 
 EPSILON = 1e-3  # large, so that leaving it out shows
 
@@ -128,6 +128,6 @@ def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it():
     ],
 )
 def test_auto_takes_bf16_only_where_the_processor_computes_in_it(monkeypatch, computes, device, asked, taken):
-    monkeypatch.setattr(projections, "computes_bf16", lambda: computes)
+    monkeypatch.setattr(devices, "computes_bf16", lambda: computes)
     config = ModelConfig(device=device, dtype=asked)
-    assert projections.with_dtype(config).dtype == taken
+    assert devices.with_dtype(config).dtype == taken

@@ -13,8 +13,8 @@ from groupwise.config.schema import Config, LoraConfig, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, merged, peft_config_of
+from groupwise.models.decoder import MergedDecoder
 from groupwise.models.load import Policy, save_model
-from groupwise.models.merged_decoder import MergedDecoder
 from groupwise.models.merging import dithered, merged_weight
 from groupwise.models.quantised import dense_weight, quantisation_settings, quantised_layers, settle
 from groupwise.models.scorer import make_scorer

@@ -12,7 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import link_bytes_per_s, step_cost
 from groupwise.planner.plan import training_problems
-from groupwise.planner.sharding import exchange_bytes
+from groupwise.planner.state import exchange_bytes
 
 
 def test_operations_are_those_of_a_hand_count():

@@ -64,7 +64,7 @@ def test_a_model_that_the_run_cannot_divide_is_not_planned_divided(tmp_path, tin
 
 
 def test_what_only_lacks_a_package_here_is_planned(monkeypatch):
-    monkeypatch.setattr("groupwise.distributed.zero_launch.find_spec", lambda name: None)
+    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: None)
     monkeypatch.setattr("groupwise.training.sharding.fsdp2._torch_fits", lambda: False)
     for way in ("zero2", "zero3", "fsdp2"):
         assert "fits" in plan("quickstart", "--hardware", "rtx-4090", "--world-size", "2", f"training.sharding={way}")
@@ -80,7 +80,7 @@ def test_what_only_lacks_a_package_here_is_planned(monkeypatch):
 )
 def test_a_recipe_for_several_devices_that_is_planned_for_one_says_how_to_plan_it(recipe, options, monkeypatch):
     monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda: None)
-    monkeypatch.setattr("groupwise.models.projections.computes_bf16", lambda: True)  # without, this machine's plan is in float32
+    monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)  # without, this machine's plan is in float32
     size, card = options.split(" --hardware ")
     result = CliRunner().invoke(app, ["plan", recipe, "--json"])
     (hint,) = json.loads(result.stdout)["hints"]

@@ -16,10 +16,9 @@ from groupwise.models.adapters import AdapterScorer, attach, peft_config_of
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup, make_plan, parse_bytes, phases
-from groupwise.planner.activations import kept_bytes
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import find_hardware
-from groupwise.planner.memory import peak_phase
+from groupwise.planner.memory import kept_bytes, peak_phase
 from groupwise.planner.shape import shape_of_config
 from groupwise.training.optimizer import MasterAdamW
 

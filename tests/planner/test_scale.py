@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from groupwise.planner import HARDWARE, KNOWN_SHAPES
-from groupwise.planner.scale import Work, scaled
+from scripts.write_scale_docs import Work, scaled
 
 H100 = HARDWARE["h100"]
 SEVEN, LARGE = KNOWN_SHAPES["Qwen/Qwen2.5-7B"], KNOWN_SHAPES["Qwen/Qwen2.5-72B"]

@@ -9,11 +9,11 @@ from transformers import Qwen2Config
 
 from groupwise.config import load_config
 from groupwise.planner import HARDWARE, make_plan
-from groupwise.planner.hints import smaller_model, too_close
 from groupwise.planner.memory import peak_bytes
+from groupwise.planner.plan import smaller_model, too_close
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import KNOWN_SHAPES
-from groupwise.planner.sharding import refused
+from groupwise.planner.state import refused
 from groupwise.planner.suggest import suggest
 
 GIB = 2**30
@@ -178,12 +178,12 @@ def test_nothing_that_fits_is_said_so():
 @pytest.mark.parametrize(("recipe", "processes"), [("gsm8k-7b-8gpu", 8), ("gsm8k-1.5b-8gpu", 8), ("polaris-3b", 1)])
 def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkeypatch):
     """The trainer's own checks over every suggestion, for a small card."""
-    from groupwise.distributed import zero_launch
+    from groupwise.distributed import sharding as launched
     from groupwise.training import sharding
     from groupwise.training.sharding import zero
 
     monkeypatch.setattr(zero, "refuse_without_deepspeed", lambda reason: None)
-    monkeypatch.setattr(zero_launch, "refuse_without_deepspeed", lambda reason: None)
+    monkeypatch.setattr(launched, "refuse_without_deepspeed", lambda reason: None)
     made = make_plan(load_config(recipe), HARDWARE["rtx-4090"], world_size=processes)
     assert not made.fits
     assert made.suggestions

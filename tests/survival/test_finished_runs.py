@@ -16,7 +16,7 @@ from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
-from groupwise.training import ending, writer
+from groupwise.training import checkpoint, ending
 from groupwise.training.checkpoint import latest_checkpoint
 from groupwise.training.loop import train
 from groupwise.training.run import Run
@@ -238,7 +238,7 @@ def ends_in(monkeypatch, stage, what):
 
 def test_the_model_counts_as_trained_when_the_last_checkpoint_is_whole(small_config, letters, quiet, tmp_path, monkeypatch):
     """Whoever is killed while judging goes on with the judgement alone, and writes no checkpoint any more."""
-    write, note, found = writer.write_snapshot, ending.write_json, []
+    write, note, found = checkpoint.write_snapshot, ending.write_json, []
 
     def slowly(*given, **named):
         time.sleep(0.5)
@@ -248,7 +248,7 @@ def test_the_model_counts_as_trained_when_the_last_checkpoint_is_whole(small_con
         found.append(latest_checkpoint(path.parent / "checkpoints"))
         note(path, about)
 
-    monkeypatch.setattr(writer, "write_snapshot", slowly)
+    monkeypatch.setattr(checkpoint, "write_snapshot", slowly)
     monkeypatch.setattr(ending, "write_json", look)
     config = small_config(output={**CHECKPOINTS, "checkpoint_in_background": True})
     folder = go(config, letters, quiet, tmp_path / "run").folder

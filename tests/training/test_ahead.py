@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from groupwise import load_config
 from groupwise.engines import Engine, make_engine
-from groupwise.engines.beside import SamplingThread
 from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.engines.wrappers import SamplingThread
 from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError
-from groupwise.models.copies import PolicyCopy
 from groupwise.models.load import load_policy
 from groupwise.rollout import rollout_scope, rollout_settings
 from groupwise.training import ahead as ahead_module
 from groupwise.training import start as start_module
+from groupwise.training.ahead import PolicyCopy
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from tests.survival.kills import differences

@@ -7,12 +7,16 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.errors import CheckpointError
-from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, take_snapshot, write_snapshot
 from groupwise.training.loop import train
 from groupwise.training.start import start
 
 ALGORITHM = {"kl": {"beta": 0.1, "reference_updates": 2}, "updates_per_batch": 2, "loss": {"epsilon": 0.01}}
 TIMES = ("time", "speed", "memory")
+
+
+def save(folder, step, run, keep):
+    return write_snapshot(folder, take_snapshot(step, run.policy, run.learner), keep)
 
 
 def metrics_of(folder, first=0):
@@ -95,7 +99,7 @@ def begun(config, letters, quiet, folder, steps=1):
 def test_a_checkpoint_brings_back_optimiser_reference_and_counters(small_config, letters, quiet, tmp_path):
     config = small_config(algorithm=ALGORITHM)
     run = begun(config, letters, quiet, tmp_path / "a")
-    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    saved = save(tmp_path / "kept", 1, run, keep=1)
     fresh = begun(config, letters, quiet, tmp_path / "b", steps=0)
     assert load_checkpoint(saved, fresh.learner) == 1
     assert fresh.learner.updates == run.learner.updates == 2
@@ -110,7 +114,7 @@ def test_nothing_is_pickled_and_the_policy_is_a_model_folder(small_config, lette
     from transformers import AutoModelForCausalLM
 
     run = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "run")
-    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    saved = save(tmp_path / "kept", 1, run, keep=1)
     files = [path for path in saved.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".safetensors", ".jinja"}
     for path in files:
@@ -124,7 +128,7 @@ def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(small_config, l
     run = begun(small_config(), letters, quiet, tmp_path / "run")
     kept = tmp_path / "kept"
     for step in (2, 9, 10, 11):
-        save_checkpoint(kept, step, run.policy, run.learner, keep=2)
+        save(kept, step, run, keep=2)
     assert sorted(path.name for path in kept.iterdir()) == ["step-10", "step-11"], "by number, not by name"
     (kept / "step-12" / "model").mkdir(parents=True)
     (kept / ".step-13.partial").mkdir()
@@ -139,13 +143,13 @@ def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(small_config, l
 def test_a_save_that_was_killed_leaves_the_one_before_and_can_be_repeated(small_config, letters, quiet, tmp_path, monkeypatch):
     run = begun(small_config(), letters, quiet, tmp_path / "run")
     kept = tmp_path / "kept"
-    save_checkpoint(kept, 1, run.policy, run.learner, keep=1)
+    save(kept, 1, run, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr("groupwise.training.checkpoint.write_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(kept, 2, run.policy, run.learner, keep=1)
+            save(kept, 2, run, keep=1)
     assert latest_checkpoint(kept).name == "step-1"
-    assert save_checkpoint(kept, 2, run.policy, run.learner, keep=1) == latest_checkpoint(kept)
+    assert save(kept, 2, run, keep=1) == latest_checkpoint(kept)
     assert [path.name for path in kept.iterdir()] == ["step-2"]
 
 
@@ -166,7 +170,7 @@ def killed(*args):
 )
 def test_a_damaged_checkpoint_is_told_in_one_sentence(small_config, letters, quiet, tmp_path, harm):
     run = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "run")
-    saved = save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+    saved = save(tmp_path / "kept", 1, run, keep=1)
     harm(saved)
     with pytest.raises(CheckpointError, match=r"step-1 cannot be read .*use an earlier one"):
         load_checkpoint(saved, run.learner)
@@ -189,4 +193,4 @@ def test_a_disk_that_refuses_is_told(small_config, letters, quiet, tmp_path, mon
 
     monkeypatch.setattr("groupwise.training.checkpoint.write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        save_checkpoint(tmp_path / "kept", 1, run.policy, run.learner, keep=1)
+        save(tmp_path / "kept", 1, run, keep=1)

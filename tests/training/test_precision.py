@@ -10,11 +10,9 @@ from torch import nn
 from groupwise.config import build_config
 from groupwise.config.schema import OptimizerConfig
 from groupwise.errors import ConfigError
-from groupwise.training import eight_bit
+from groupwise.training import optimizer as optimizers
 from groupwise.training.loop import train
-from groupwise.training.loss_scale import LossScale
-from groupwise.training.optimizer import MasterAdamW
-from groupwise.training.rounding import round_stochastically_
+from groupwise.training.optimizer import LossScale, MasterAdamW, round_stochastically_
 from groupwise.training.seeds import seed_noise
 
 
@@ -206,12 +204,12 @@ def test_eight_bit_moments_follow_full_ones():
 def test_eight_bit_moments_in_pieces_are_those_of_one_call(monkeypatch):
     """A tensor of several pieces, the last one neither whole nor a multiple of the blocks that share a scale."""
     optim = pytest.importorskip("bitsandbytes.optim")
-    monkeypatch.setattr(eight_bit, "PIECE", 4096)
+    monkeypatch.setattr(optimizers, "PIECE", 4096)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(91, 101, generator=generator)
     whole, cut = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     settings = {"lr": 1e-2, "weight_decay": 0.1}
-    at_once, in_pieces = optim.AdamW8bit([whole], **settings), eight_bit.eight_bit_adamw([{"params": [cut]}], **settings)
+    at_once, in_pieces = optim.AdamW8bit([whole], **settings), optimizers.eight_bit_adamw([{"params": [cut]}], **settings)
     for _ in range(3):
         gradient = torch.randn(91, 101, generator=generator)
         whole.grad, cut.grad = gradient.clone(), gradient.clone()
@@ -232,11 +230,11 @@ def test_eight_bit_moments_are_updated_without_copies_of_the_tensor(monkeypatch)
     monkeypatch.setattr(
         functional, "optimizer_update_8bit_blockwise", lambda *a, **k: (seen.append(a[1].numel()), update(*a, **k))
     )
-    weight = nn.Parameter(torch.zeros(3, eight_bit.PIECE // 2, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.zeros(3, optimizers.PIECE // 2, dtype=torch.bfloat16))
     optimizer = optimizer_over(weight, precision="masters-8bit")
-    backward(weight, torch.ones(3, eight_bit.PIECE // 2))
+    backward(weight, torch.ones(3, optimizers.PIECE // 2))
     optimizer.step(1e-3)
-    assert seen == [eight_bit.PIECE, eight_bit.PIECE // 2]
+    assert seen == [optimizers.PIECE, optimizers.PIECE // 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,11 +10,10 @@ import torch
 from groupwise.errors import CheckpointError
 from groupwise.models.load import copy_to_cpu
 from groupwise.training import checkpoint as checkpoints
-from groupwise.training import writer as writers
+from groupwise.training.checkpoint import CheckpointWriter
 from groupwise.training.loop import train
 from groupwise.training.run import Run
 from groupwise.training.start import start
-from groupwise.training.writer import CheckpointWriter
 
 
 def manifests(folder):
@@ -103,7 +102,7 @@ def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypa
     def full(folder, snapshot, keep, keep_best):
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(writers, "write_snapshot", full)
+    monkeypatch.setattr(checkpoints, "write_snapshot", full)
     writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
     writer.begin(snapshot())
     writer.finish()
@@ -115,8 +114,8 @@ def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypa
 
 def test_without_memory_for_a_copy_the_run_waits_for_the_disk(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(writers, "write_snapshot", lambda folder, snapshot, keep, keep_best: written.append(snapshot))
-    monkeypatch.setattr(writers, "available_memory_bytes", lambda: 2 * 2**30)
+    monkeypatch.setattr(checkpoints, "write_snapshot", lambda folder, snapshot, keep, keep_best: written.append(snapshot))
+    monkeypatch.setattr(checkpoints, "available_memory_bytes", lambda: 2 * 2**30)
     writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
     for _ in range(2):
         writer.begin(snapshot(size_bytes=2 * 2**30))

@@ -14,13 +14,12 @@ from groupwise.algorithm.advantages import (
     to_go,
     token_advantages,
 )
-from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.aggregate import BatchCounts, lengths_of, token_weights
 from groupwise.algorithm.correction import sampler_correction
 from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
 from groupwise.algorithm.losses import LossInputs, LossOutputs
 from groupwise.algorithm.objective import KL, Objective, policy_loss
 from groupwise.algorithm.registry import needs, register_advantage, register_loss
-from groupwise.algorithm.sequences import lengths_of
 from groupwise.algorithm.values import explained_variance, gae, value_advantages, value_loss
 
 __all__ = [

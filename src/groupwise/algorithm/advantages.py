@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.sequences import segment_sum
+from groupwise.algorithm.aggregate import segment_sum
 from groupwise.algorithm.values import explained_variance, value_advantages
 from groupwise.errors import RewardError
 from groupwise.metrics import Mean, Metric
@@ -317,11 +317,11 @@ def group_advantage(
     return _with_steps(inputs, out, baseline, scale, epsilon)
 
 
-def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs:
+def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> AdvantageOutputs:
     """(r - mean) / (mean + epsilon) of the group: MaxRL (arXiv 2602.02710), for rewards from 0 to 1.
 
     A group that succeeds in a share p of its completions weighs as 1 / p, which makes the expected gradient approach that of the
-    log-likelihood of success. A group without any success gets 0.
+    log-likelihood of success. A group without any success gets 0; the paper's formula needs no ``epsilon``, which keeps it from 0 / 0.
     """
     groups = inputs.by_group(inputs.rewards_N)
     check_finite(groups)

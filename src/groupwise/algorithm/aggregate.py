@@ -1,8 +1,9 @@
-"""The one owner of the loss's denominator: every token's weight, from counts of the whole batch.
+"""Sums over completions of unequal length, and the one owner of the loss's denominator: each token's weight, from the batch's counts.
 
 loss = sum_t weight_t x loss_t over all tokens of the batch, whichever micro-batch or process they fall into. Weights are known
 before the first backward pass, so how the batch is cut cannot change the gradient. Nothing downstream divides again (where
-data-parallel wrappers average gradients, the step multiplies by the number of processes).
+data-parallel wrappers average gradients, the step multiplies by the number of processes). There is no padding: ``sequence_T`` says which
+completion each token belongs to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BatchCounts", "token_weights"]
+__all__ = ["BatchCounts", "at_least_fp32", "lengths_of", "segment_mean", "segment_sum", "token_weights"]
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """bf16 and fp16 become fp32; fp32 and fp64 stay: the objective is never computed in half precision."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def lengths_of(sequence_T: Tensor, completions: int) -> Tensor:
+    """``lengths_N`` (long): how many tokens each of the ``completions`` has here, 0 included."""
+    return torch.bincount(sequence_T, minlength=completions)
+
+
+def segment_sum(values_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
+    """``sums_N``: the sum of ``values_T`` over each completion's tokens."""
+    return values_T.new_zeros(completions).index_add(0, sequence_T, values_T)
+
+
+def segment_mean(values_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
+    """``means_N``: the mean over each completion's tokens; 0 for a completion without any."""
+    lengths_N = lengths_of(sequence_T, completions).clamp(min=1)
+    return segment_sum(values_T, sequence_T, completions) / lengths_N.to(values_T.dtype)
 
 
 @dataclass(frozen=True, slots=True)

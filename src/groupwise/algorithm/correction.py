@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from groupwise.algorithm.aggregate import at_least_fp32, segment_mean, segment_sum
 from groupwise.algorithm.losses import MAX_LOG_RATIO
-from groupwise.algorithm.sequences import at_least_fp32, segment_mean, segment_sum
 from groupwise.metrics import Mean, Metric
 
 __all__ = ["off_policy_mask", "sampler_correction"]

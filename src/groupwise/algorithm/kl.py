@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.sequences import at_least_fp32, segment_sum
+from groupwise.algorithm.aggregate import at_least_fp32, segment_sum
 
 __all__ = ["MAX_LOG_DIFFERENCE", "AdaptiveKL", "k1", "k2", "k3", "kl_in_reward", "kl_penalty", "kl_per_token"]
 

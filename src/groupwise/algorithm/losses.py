@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.sequences import segment_mean, segment_sum
+from groupwise.algorithm.aggregate import segment_mean, segment_sum
 from groupwise.metrics import Metric
 
 __all__ = [

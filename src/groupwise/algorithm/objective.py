@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithm.advantages import AdvantageInputs, AdvantageOutputs, group_advantage
-from groupwise.algorithm.aggregate import BatchCounts, token_weights
+from groupwise.algorithm.aggregate import BatchCounts, at_least_fp32, segment_mean, token_weights
 from groupwise.algorithm.correction import off_policy_mask
 from groupwise.algorithm.kl import k3, kl_per_token
 from groupwise.algorithm.losses import Loss, LossInputs, clip_loss, sequence_importance, token_ratio
 from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
-from groupwise.algorithm.sequences import at_least_fp32, segment_mean
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
@@ -96,7 +95,7 @@ class Objective:
         return self.beta > 0 and self.kl is not None and self.kl.placement == "token_reward"
 
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """Of whole groups of the whole batch, before anything is left out. Checks the shapes of what a user's function returns."""
+        """Advantages of all groups of the batch, before anything is left out. Checks the shapes of what a user's function returns."""
         found: AdvantageOutputs = self.advantage(inputs)
         for name, like in (
             ("advantages_N", inputs.rewards_N),
@@ -165,24 +164,11 @@ def policy_loss(
     advantages_T, weights_T = (x.detach().to(logprobs_T.dtype) for x in (given_T, weights_T))
     assert logprobs_T.shape == old_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, "one value per token"
 
-    found = objective.loss(
-        LossInputs(logprobs_T, old_T, advantages_T, sequence_T, completions, sampler_logprobs_T, reference_logprobs_T, entropy_T)
+    inputs = LossInputs(
+        logprobs_T, old_T, advantages_T, sequence_T, completions, sampler_logprobs_T, reference_logprobs_T, entropy_T
     )
-    if found.loss_T.shape != logprobs_T.shape:
-        raise ValueError(
-            f"the loss returned a tensor of shape {tuple(found.loss_T.shape)}, but it must return one number for each of the "
-            f"{len(logprobs_T)} tokens: leave sums and means to algorithm.loss.aggregation"
-        )
-    ratio_T = token_ratio(logprobs_T, old_T, sequence_T, completions) if found.ratio_T is None else found.ratio_T
-    clipped_T = torch.zeros_like(logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
-    loss_T = found.loss_T
-    if objective.off_policy_limit is not None:
-        kept_T = off_policy_mask(logprobs_T, old_T, advantages_T, sequence_T, completions, objective.off_policy_limit)
-        loss_T = loss_T * kept_T.to(loss_T.dtype)
-    if factor_T is not None:
-        loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
+    loss_T, ratio_T, clipped_T, more = _surrogate(objective, inputs, factor_T)
     loss = policy = (weights_T * loss_T).sum()
-    more = {f"loss/{name}": number for name, number in found.metrics.items()}
     if kl_weight:
         assert reference_logprobs_T is not None
         kl = objective.kl or KL(beta)
@@ -193,6 +179,28 @@ def policy_loss(
         loss = policy + kl_weight * (weights_T * kl_T).sum()
     metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
     return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
+
+
+def _surrogate(
+    objective: Objective, inputs: LossInputs, factor_T: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Metric]]:
+    """The objective's loss of each token, times ``factor_T`` and without what is too far off-policy; the ratio; which tokens the loss
+    clipped, all ``[T]``; and the loss function's own metrics."""
+    found, about = objective.loss(inputs), (inputs.sequence_T, inputs.completions)
+    if found.loss_T.shape != inputs.logprobs_T.shape:
+        raise ValueError(
+            f"the loss returned a tensor of shape {tuple(found.loss_T.shape)}, but it must return one number for each of the "
+            f"{len(inputs.logprobs_T)} tokens: leave sums and means to algorithm.loss.aggregation"
+        )
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_T, *about) if found.ratio_T is None else found.ratio_T
+    clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
+    loss_T = found.loss_T
+    if objective.off_policy_limit is not None:
+        kept_T = off_policy_mask(inputs.logprobs_T, inputs.old_T, inputs.advantages_T, *about, objective.off_policy_limit)
+        loss_T = loss_T * kept_T.to(loss_T.dtype)
+    if factor_T is not None:
+        loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
+    return loss_T, ratio_T, clipped_T, {f"loss/{name}": number for name, number in found.metrics.items()}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.sequences import at_least_fp32, lengths_of
+from groupwise.algorithm.aggregate import at_least_fp32, lengths_of
 from groupwise.errors import RewardError
 from groupwise.metrics import Mean, Metric, Sum
 

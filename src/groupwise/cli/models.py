@@ -70,7 +70,7 @@ def generate(
         from groupwise.models.load import resolve_device
 
         with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world, short:
-            lines = world.first_does(lambda: [line for line in sys.stdin if line.strip()])
+            lines = world.on_rank0(lambda: [line for line in sys.stdin if line.strip()])
             answer_lines_together(make_speaker(config, longest, temperature, greedy, seed), lines, sys.stdout, world)
         return
     with short:

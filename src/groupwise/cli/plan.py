@@ -83,7 +83,7 @@ def plan_of(
     from groupwise.config import load_config
     from groupwise.config.load import find_source
     from groupwise.planner import plan_run
-    from groupwise.planner.hints import hints
+    from groupwise.planner.plan import hints
 
     made = plan_run(
         load_config(source, overrides or ()),

@@ -1,8 +1,7 @@
 """Several processes that train as one: who does what, what they tell each other, and what happens when one of them fails."""
 
-from groupwise.distributed.deal import deal
 from groupwise.distributed.open import is_first_process, join_world, open_world, together, world_size
 from groupwise.distributed.sharding import Sharding
-from groupwise.distributed.world import World
+from groupwise.distributed.world import World, deal
 
 __all__ = ["Sharding", "World", "deal", "is_first_process", "join_world", "open_world", "together", "world_size"]

@@ -17,9 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from groupwise.distributed.signals import stop_signals
-
-__all__ = ["LAUNCHER", "SECRET", "cores_per_process", "launch"]
+__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "launch", "stop_signals"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it does."""
@@ -112,3 +110,13 @@ def _held_port() -> Iterator[int]:
         if not sys.platform.startswith("linux"):
             holder.close()
         yield port
+
+
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
+"""The terminal was closed: its window was closed, or the connection to the machine broke."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT, and SIGHUP unless whoever started this process had it ignored, as nohup does."""
+    heard = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([HANGUP] if heard and HANGUP is not None else [])]

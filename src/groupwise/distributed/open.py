@@ -74,7 +74,7 @@ def together(world: World) -> Iterator[None]:
         _joined.done = False
     with world.watching():
         yield
-        world.gather(None)
+        world.all_gather_object(None)
     if _joined is not None:
         _joined.done = True
 

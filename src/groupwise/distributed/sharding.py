@@ -1,7 +1,8 @@
 """How the weights and the optimiser's state are divided among the processes: who decides it, and what a way of dividing has to offer.
 
 The ways themselves are in ``training/sharding``. Training calls the methods below wherever it would otherwise touch weights, gradients
-or state; with whole replicas most of them do nothing.
+or state; with whole replicas most of them do nothing. What a launcher's configuration asks for is honoured, or refused by name; never
+passed over.
 """
 
 from __future__ import annotations
@@ -9,15 +10,62 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from groupwise.distributed.zero_launch import zero_of_launcher
+from groupwise.config.schema import OptimizerConfig
 from groupwise.errors import ConfigError
 
-__all__ = ["Sharding", "chosen_sharding", "sharding_of_launcher"]
+if TYPE_CHECKING:
+    from groupwise.models.load import Policy
+    from groupwise.models.scorer import Scorer
+
+__all__ = ["Sharding", "chosen_sharding", "refuse_without_deepspeed", "sharding_of_launcher", "zero_of_launcher"]
+
+_REFUSED = (
+    ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", "leave it out and set zero_stage: groupwise writes DeepSpeed's settings"),
+    ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", "set it to none"),
+    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", "set it to none"),
+    ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", "leave it out"),
+    ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", "leave it out and set optimizer.max_grad_norm"),
+)  # fmt: skip
+"""Environment variable, its name in Accelerate's configuration, and the remedy."""
+
+
+def zero_of_launcher(environment: Mapping[str, str]) -> str | None:
+    """``zero2`` or ``zero3`` where ``accelerate launch``'s configuration asks for DeepSpeed, else None.
+
+    Raises ConfigError for what groupwise does not take from there, and where DeepSpeed is not installed.
+    """
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() not in ("true", "1"):
+        return None
+    for variable, name, remedy in _REFUSED:
+        if (value := environment.get(variable, "none")).lower() not in ("none", "auto", ""):
+            raise ConfigError(
+                f"the configuration of accelerate launch sets {name} to {value}, which groupwise does not take: {remedy}"
+            )
+    if (taken := environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
+        raise ConfigError(
+            f"the configuration of accelerate launch sets gradient_accumulation_steps to {taken}: leave it out, since micro-batches "
+            "are cut by training.micro_batch_tokens"
+        )
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("2", "3"):
+        raise ConfigError(
+            f"the configuration of accelerate launch asks for DeepSpeed's ZeRO stage {stage}: groupwise knows 2 and 3, so set "
+            "zero_stage to one of them"
+        )
+    refuse_without_deepspeed("the configuration of accelerate launch asks for DeepSpeed")
+    return f"zero{stage}"
+
+
+def refuse_without_deepspeed(who_asks: str) -> None:
+    """Raise ConfigError where the package is not installed."""
+    if find_spec("deepspeed") is None:
+        raise ConfigError(f"{who_asks}, and the package deepspeed is not installed: `pip install 'groupwise[deepspeed]'`")
 
 
 class Sharding(Protocol):
@@ -27,11 +75,11 @@ class Sharding(Protocol):
     divides_weights: bool
     """Whether a process holds only a part of the weights; then passes speak to the other processes."""
 
-    def make_optimizer(self, config: Any) -> Any:
-        """For the policy, with the methods of ``MasterAdamW``; ``config`` is an ``OptimizerConfig``."""
+    def make_optimizer(self, config: OptimizerConfig) -> Any:
+        """An optimizer of the policy with the methods of ``MasterAdamW``."""
         ...
 
-    def make_reference(self, scorer: Any) -> Any:
+    def make_reference(self, scorer: Scorer) -> Scorer:
         """A frozen copy of the policy as it is now, divided likewise."""
         ...
 
@@ -39,7 +87,7 @@ class Sharding(Protocol):
         """The policy's weights, as they are now, whole where an engine or a copy reads them. Not one inside another."""
         ...
 
-    def evened(self, scorer: Any, passes: int) -> AbstractContextManager[None]:
+    def evened(self, scorer: Scorer, passes: int) -> AbstractContextManager[None]:
         """Around ``passes`` passes of ``scorer`` here: at its end as many more that compute nothing of use, until all processes have
         made equally many; each with a backward pass where gradients are switched on.
 
@@ -48,7 +96,7 @@ class Sharding(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Not a meeting of its own: what the backward pass exchanges is matched by ``evened``."""
+        """The backward pass. Not a collective call of its own: ``evened`` matches what it exchanges."""
         ...
 
     def sum_gradients(self, optimizer: Any) -> None:
@@ -59,7 +107,7 @@ class Sharding(Protocol):
         """Raise RankError where the processes no longer train one model."""
         ...
 
-    def whole_policy(self, policy: Any) -> Any:
+    def whole_policy(self, policy: Policy) -> Policy | None:
         """``policy`` with whole weights, for the first process; None in others that hold only a part."""
         ...
 
@@ -68,7 +116,7 @@ class Sharding(Protocol):
         ...
 
     def read_state(self, path: Path) -> Mapping[str, Tensor]:
-        """This process's pieces of a file of whole tensors. Not a meeting."""
+        """This process's pieces of a file of whole tensors. Not a collective call."""
         ...
 
 

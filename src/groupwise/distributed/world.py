@@ -6,6 +6,7 @@ the passes are divided. What is decided from the batch is decided alike everywhe
 
 from __future__ import annotations
 
+import heapq
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +17,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from groupwise.distributed.deal import deal
 from groupwise.distributed.failures import Board, LostTouch, RankLost, Seal, Watch, as_error
 from groupwise.errors import GroupwiseError, RankError
+from groupwise.limits import GRADIENT_BUCKET
 from groupwise.metrics import Metric, Sum, merge
 
-__all__ = ["World"]
+__all__ = ["Notices", "World", "deal"]
+
+
+def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
+    """Indices of ``costs`` for each of ``hands`` processes, ascending: greedy longest-first partition.
+
+    A function of the costs alone, so that all processes agree without a message. The largest load is at most 4/3 of the best
+    possible (R. L. Graham (1969), "Bounds on multiprocessing timing anomalies").
+
+    >>> deal([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+    """
+    assert hands > 0
+    loads = [(0.0, hand) for hand in range(hands)]
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, hand = heapq.heappop(loads)
+        dealt[hand].append(index)
+        heapq.heappush(loads, (load + costs[index], hand))
+    return [sorted(hand) for hand in dealt]
+
 
 T = TypeVar("T")
 _PRINTED = 2**22
 """Numbers of a tensor that are looked at together: bounds the copies."""
-_BUCKET_ELEMENTS = 16 * 2**20
-"""Gradients that are added up in one message: 64 MiB in fp32."""
 
 
 class World:
-    """This process among ``size`` of them. Methods that say so are for all processes at once: each must call them, in one order."""
+    """This process among ``size`` of them. Every process must call a method that is a collective call, in one order."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, *, control: Any = None, board: Board | None = None, device: torch.device | None = None,
@@ -48,12 +67,12 @@ class World:
         """Whether this is the process that writes."""
         return self.rank == 0
 
-    def mine(self, costs: Sequence[float]) -> list[int]:
-        """Indices of the pieces of work that fall to this process; see ``deal``."""
+    def assigned(self, costs: Sequence[float]) -> list[int]:
+        """Indices of the pieces of work assigned to this process; see ``deal``."""
         return list(range(len(costs))) if self.size == 1 else deal(costs, self.size)[self.rank]
 
-    def gather(self, value: T) -> list[T]:
-        """For all at once: everybody's value, in the order of the processes. Raises RankError where one is nobody's of this run."""
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every process's value, in the order of the processes. A collective call. Raises RankError for one without this run's seal."""
         if self.size == 1:
             return [value]
         self._gathered += 1
@@ -71,7 +90,7 @@ class World:
         return found
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Not torch's own for objects, which opens what it gets before anybody can look at it."""
+        """Every process's bytes. Torch's own collective for objects unpickles what it gets before it can be checked."""
         with _in_touch():
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._control)
@@ -81,8 +100,8 @@ class World:
             dist.all_gather(parts, padded, group=self._control)
         return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
-    def first_does(self, action: Callable[[], T]) -> T:
-        """For all at once: only the first process acts; its result, or its exception, is everybody's."""
+    def on_rank0(self, action: Callable[[], T]) -> T:
+        """Run ``action`` in the first process; its result, or its exception, in all of them. A collective call."""
         if self.size == 1:
             return action()
         outcome: tuple[Any, GroupwiseError | None] = (None, None)
@@ -91,19 +110,19 @@ class World:
                 outcome = (action(), None)
             except GroupwiseError as error:
                 outcome = (None, error)
-        result, failed = self.gather(outcome)[0]
+        result, failed = self.all_gather_object(outcome)[0]
         if failed is not None:
             raise failed
         return result  # type: ignore[no-any-return]
 
     def reduce(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """For all at once: each process's numbers about its own share as numbers about the whole, each by its own rule.
+        """Metrics of the whole from each process's metrics of its share, each reduced by its own rule. A collective call.
 
         Times of ``time/`` are those of the slowest: the processes wait for each other.
         """
         if self.size == 1:
             return dict(metrics)
-        parts = self.gather(dict(metrics))
+        parts = self.all_gather_object(dict(metrics))
         merged = merge(parts)
         for name in merged:
             if name.startswith("time/"):
@@ -112,42 +131,42 @@ class World:
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor | None], make_zero: Callable[[int], Tensor]) -> None:
-        """For all at once: every gradient becomes, in place, the sum over processes, added up in fp32 and equal everywhere to the bit.
+        """Replace every gradient, in place, by the sum over processes: in fp32, the same bits everywhere. A collective call.
 
         One that no process has stays None. Where some have it, ``make_zero(index)`` makes one for those that do not.
         """
         if self.size == 1 or not gradients:
             return
         there = torch.tensor([g is not None for g in gradients], dtype=torch.int32)
-        self._add_up(there, self._control)
+        self._all_reduce(there, self._control)
         wanted = [i for i, holders in enumerate(there.tolist()) if holders]
         found = [(i, gradients[i]) for i in wanted]
         for bucket in _buckets([make_zero(i) if gradient is None else gradient for i, gradient in found]):
             self._sum(bucket)
 
     def assemble(self, own: Tensor, places: Tensor, size: int) -> Tensor:
-        """For all at once: ``size`` numbers in float64 on the CPU, to which each process gives ``own`` at ``places``; 0 where none does."""
+        """``size`` numbers in float64 on the CPU, of which each process gives ``own`` at ``places``; else 0. A collective call."""
         whole = torch.zeros(size, dtype=torch.float64)
         whole[places] = own.detach().double().cpu()
         if self.size > 1:
-            self._add_up(whole, self._control)
+            self._all_reduce(whole, self._control)
         return whole
 
-    def add_up(self, tensor: Tensor) -> None:
-        """For all at once: the sum over processes, in place."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor``, in place, by the sum over processes. A collective call."""
         if self.size > 1:
             there = self._within_reach(tensor)
-            self._add_up(there)
+            self._all_reduce(there)
             if there is not tensor:
                 tensor.copy_(there)
 
-    def spread(self, tensor: Tensor) -> None:
-        """For all at once: the numbers of the first process's ``tensor`` become everybody's, in place, bit for bit."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the first process's ``tensor`` into every other process's, bit for bit. A collective call."""
         if self.size > 1:
             with _in_touch():
                 dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
 
-    def _add_up(self, tensor: Tensor, group: Any = None) -> None:
+    def _all_reduce(self, tensor: Tensor, group: Any = None) -> None:
         with _in_touch():
             dist.all_reduce(tensor, group=group)
 
@@ -158,15 +177,15 @@ class World:
 
     def _sum(self, bucket: list[Tensor]) -> None:
         flat = self._within_reach(torch.cat([g.reshape(-1).float() for g in bucket]))
-        self._add_up(flat)
+        self._all_reduce(flat)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def check_equal(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """For all at once: raises RankError where a tensor is not the same on all processes, bit for bit."""
+        """Raise RankError where a tensor is not the same on all processes, bit for bit. A collective call."""
         if self.size == 1:
             return
-        prints = self.gather([_fingerprint(t) for t in tensors])
+        prints = self.all_gather_object([_fingerprint(t) for t in tensors])
         for rank, other in enumerate(prints):
             if other != prints[0]:
                 raise RankError(
@@ -221,7 +240,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     elements = 0
     for gradient in gradients:
-        if bucket and elements + gradient.numel() > _BUCKET_ELEMENTS:
+        if bucket and elements + gradient.numel() > GRADIENT_BUCKET:
             yield bucket
             bucket, elements = [], 0
         bucket.append(gradient)
@@ -241,3 +260,27 @@ def _fingerprint(tensor: Tensor) -> tuple[int, int]:
         total += int(bits.sum())
         placed += int((bits * places[: len(bits)]).sum()) * (index + 1)
     return total, placed
+
+
+class Notices:
+    """Sentences from whichever process: the first one's are said at once, the others' when all come together."""
+
+    def __init__(self, world: World, say: Callable[[str], object]) -> None:
+        self.world, self.say = world, say
+        self._unsaid: list[str] = []
+
+    def note(self, sentence: str) -> None:
+        """Say a sentence of this process: at once in the first one, else at the next ``exchange``."""
+        if self.world.size > 1:
+            sentence = f"process {self.world.rank} of {self.world.size}: {sentence}"
+        if self.world.is_first:
+            self.say(sentence)
+        else:
+            self._unsaid.append(sentence)
+
+    def exchange(self) -> None:
+        """Say in the first process what the others have noted. A collective call."""
+        unsaid, self._unsaid = self._unsaid, []
+        for sentence in (s for part in self.world.all_gather_object(unsaid) for s in part):
+            if self.world.is_first:
+                self.say(sentence)

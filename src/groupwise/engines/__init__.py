@@ -54,20 +54,19 @@ def make_engine(
     if rollout.engine_is_yours:
         return _your_engine(rollout.engine)(policy, rollout)  # type: ignore[call-arg]
     if rollout.engine == "vllm":
-        from groupwise.engines.vllm.opening import open_vllm_engine
+        from groupwise.engines.vllm.engine import open_vllm_engine
 
         return open_vllm_engine(policy, rollout, world, collect)
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted
-    from groupwise.models.decoder import Decoder, why_unsupported
-    from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
+    from groupwise.models.decoder import Decoder, MergedDecoder, why_not_lean, why_unsupported
+    from groupwise.models.devices import has_device_map
     from groupwise.models.quantised import quantised_layers
-    from groupwise.models.spread import is_spread
 
     frozen = is_adapted(policy.model) or bool(quantised_layers(policy.model))
     reason = None if isinstance(scorer, Decoder) else (why_not_lean if frozen else why_unsupported)(policy.model)
-    if is_spread(policy.model):
+    if has_device_map(policy.model):
         reason = "its weights lie on several devices"
     if rollout.engine == "builtin" and reason is not None:
         raise ConfigError(

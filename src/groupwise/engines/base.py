@@ -11,7 +11,7 @@ from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:
-    from groupwise.engines.limit import RowLimit
+    from groupwise.engines.wrappers import RowLimit
 
 __all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings"]
 

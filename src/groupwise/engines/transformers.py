@@ -15,10 +15,10 @@ from torch import Tensor
 
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import Draw, seed_key
-from groupwise.engines.limit import RowLimit
+from groupwise.engines.wrappers import RowLimit
 from groupwise.memory import blocks_of_their_own
 from groupwise.metrics import Metric
-from groupwise.models.spread import input_device, is_spread
+from groupwise.models.devices import has_device_map, input_device
 from groupwise.types import Completion, Prompt
 
 __all__ = ["TransformersEngine"]
@@ -149,7 +149,7 @@ class TransformersEngine(Engine):
                     break
                 if len(keep) <= len(alive) // 2 and hasattr(cache, "batch_select_indices"):
                     index = torch.tensor(keep, device=device)
-                    cache.batch_select_indices(index.cpu() if is_spread(self.model) else index)
+                    cache.batch_select_indices(index.cpu() if has_device_map(self.model) else index)
                     alive, inputs, mask, keys = [alive[i] for i in keep], inputs[index], mask[index], keys[index]
                     seen = None if seen is None else seen[index]
         finally:

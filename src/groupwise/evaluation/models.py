@@ -46,8 +46,8 @@ def evaluate_model(
     from groupwise.data.prompts import resolve_system
     from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
-    from groupwise.engines.dealt import DealtEngine
-    from groupwise.engines.vllm.opening import check_vllm
+    from groupwise.engines.vllm.engine import check_vllm
+    from groupwise.engines.wrappers import DealtEngine
     from groupwise.models.adapters import load_trained
     from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer, with_base
 

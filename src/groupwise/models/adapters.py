@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen base, by the library peft, which is imported only when one is asked for.
 
 The policy's model is then a ``PeftModel``. Where the lean decoder covers it, it is sampled and learnt through weights that are merged a
-layer at a time (``models/merged_decoder.py``), else through the base's own module, into which peft has put its layers. The reference is
+layer at a time (``models/decoder.py``), else through the base's own module, into which peft has put its layers. The reference is
 the same with the adapter off.
 """
 

@@ -1,8 +1,12 @@
 """A lean decoder over the parameters of a transformers model of one of the families in ``models/families``.
 
-It owns the trainable tensors: projections that read the same input are fused into one (query, key and value; gate and up), and the
-library's module is re-pointed at views of them. So the module, the sampler and the trainer hold the very same memory: an optimiser
+``Decoder`` owns the trainable tensors: projections that read the same input are fused into one (query, key and value; gate and up), and
+the library's module is re-pointed at views of them. So the module, the sampler and the trainer hold the very same memory: an optimiser
 step is seen by all three at once, and saving the module saves what was trained. Parity tests hold the decoder equal to the module.
+
+``MergedDecoder`` is the same over a frozen base, quantised or not, with or without an adapter: its weights are merged a layer at a time.
+What is sampled and what is learnt go through the same merged weights, so the two agree to the last bit of rounding, and no second copy of
+the base is kept for either. The reference is the same decoder with the adapter switched off.
 
 Axes: R packed rows, D model width, H query heads, K key-value heads, E head width, F feed-forward width, V vocabulary.
 """
@@ -17,17 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from groupwise.models.adapters import KeepsAdapter, base_module, is_adapted, why_not_mergeable
 from groupwise.models.attention import default_implementation, plan_attention
-from groupwise.models.blocks import Blocks, hollow
 from groupwise.models.families import FAMILIES, Family, why_uncovered
 from groupwise.models.families.family import FULL, SLIDING
-from groupwise.models.layer import Layer, Shape
-from groupwise.models.layout import Packed, pack
+from groupwise.models.layer import Blocks, Layer, Shape, hollow
 from groupwise.models.logprobs import Scored, score_tokens
+from groupwise.models.merging import MergedLayer, is_adapted_layer
 from groupwise.models.ops import rms_norm
+from groupwise.models.packing import Packed, pack
+from groupwise.models.quantised import is_quantised
 from groupwise.threads import adapt_threads
 
-__all__ = ["Decoder", "layer_sources", "why_unsupported"]
+__all__ = ["Decoder", "MergedDecoder", "layer_sources", "why_not_lean", "why_unsupported"]
 
 
 def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
@@ -112,9 +118,9 @@ class Decoder:
         )
         windows = family.windows(settings)
         self.windows: list[int | None] = sorted(set(windows), key=lambda window: window or 0)
-        """Of each kind of layer; None for one that sees all positions."""
+        """The window of each kind of layer, in tokens; None for one that sees all positions."""
         self.kinds = [self.windows.index(window) for window in windows]
-        """Of each layer, its place among them."""
+        """The kind of each layer, as an index into ``windows``."""
         self.vocabulary: int = config.vocab_size
         self.gradient_checkpointing = gradient_checkpointing
         self.device: torch.device = device or trunk.embed_tokens.weight.device
@@ -125,7 +131,7 @@ class Decoder:
         self._rotary = [_rotary(trunk, window, family).to(self.device) for window in self.windows]
         self._ropes = [(torch.empty(0), torch.empty(0))] * len(self.windows)
         self.blocks: Blocks | None = None
-        """The tensors' home once ``as_blocks`` has been called."""
+        """The tensors' home once ``to_modules`` has been called."""
         self.inside: Callable[..., Any] | None = None
         """Runs a computation where the weights of ``blocks`` are gathered as they are needed; None while they are simply there."""
 
@@ -140,7 +146,7 @@ class Decoder:
         self._fused.append((fused, sources))
         return fused
 
-    def as_blocks(self) -> Blocks:
+    def to_modules(self) -> Blocks:
         """Move the tensors into modules, and read them from there from now on. The transformers module is hollow afterwards."""
         names = {id(tensor): name for name, tensor in self.named_parameters()}
         self.views = {names[id(fused)]: sources for fused, sources in self._fused}
@@ -151,7 +157,7 @@ class Decoder:
         assert self.blocks is not None
         return self.blocks
 
-    def frozen_twin(self) -> Decoder:
+    def meta_copy(self) -> Decoder:
         """Another decoder of this shape, its blocks without weights (on the meta device), to be filled; for one with blocks."""
         assert self.blocks is not None
         twin = copy.copy(self)
@@ -160,7 +166,7 @@ class Decoder:
         return twin
 
     @torch.no_grad()
-    def standing_still(self) -> Decoder:
+    def snapshot(self) -> Decoder:
         """A frozen decoder with the weights of this moment in memory of its own; for one with blocks, which are whole now."""
 
         def own(tensor: Tensor | None) -> Any:
@@ -260,3 +266,76 @@ class Decoder:
         states = self._states(packed)
         found = score_tokens(states, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
         return found.logprobs_T, found.entropy_T, found.hidden_T
+
+
+def why_not_lean(model: Any) -> str | None:
+    """``None`` if a ``MergedDecoder`` computes what ``model`` with its adapter and its quantised layers does, else the reason."""
+    base = base_module(model)
+    if is_adapted(model) and (reason := why_not_mergeable(model)) is not None:
+        return reason
+    if (reason := why_unsupported(base, any_layers=True)) is not None:
+        return reason
+    for outside in (base.model.embed_tokens, base.lm_head):
+        if is_adapted_layer(outside) or is_quantised(outside) or hasattr(outside, "lora_embedding_A"):
+            return "an adapted or quantised embedding or output head"
+    for layer in base.model.layers:
+        for module in layer.modules():
+            plain = getattr(module, "base_layer", module)
+            if hasattr(plain, "in_features") and type(plain) is not nn.Linear and not is_quantised(plain):
+                return f"a layer of the kind {type(plain).__name__}"
+    return None
+
+
+class MergedDecoder(Decoder, KeepsAdapter):
+    """As ``Decoder``, over a model for which ``why_not_lean`` is None. Trains what peft has left trainable, if anything."""
+
+    def __init__(
+        self, model: Any, *, gradient_checkpointing: bool = False, attention: str = "auto", device: torch.device | None = None
+    ) -> None:
+        """``device``: where it will compute, if its weights are still elsewhere. The adapter goes there now."""
+        reason = why_not_lean(model)
+        assert reason is None, reason
+        self.adapted = model
+        base = base_module(model)
+        self._read(base, gradient_checkpointing, attention, device)
+        if not is_adapted(model):
+            base.requires_grad_(False)
+        self.embedding = base.model.embed_tokens.weight
+        self.head = self.embedding if base.config.tie_word_embeddings else base.lm_head.weight
+        self.layers = [MergedLayer(layer, self.family, self.dtype) for layer in base.model.layers]
+        self.final_norm = base.model.norm.weight
+        for _, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(self.device)
+
+    def to_modules(self) -> Blocks:
+        """See ``Decoder.to_modules``: of the frozen base. The adapter stays where it is."""
+        model = self.module.model
+        self.views: dict[str, list[nn.Parameter]] = {}
+        layers = [
+            merged.settle(self._fused_layer(f"layers.{index}", layer))
+            for index, (merged, layer) in enumerate(zip(self.layers, model.layers, strict=True))
+        ]
+        if tied := self.head is self.embedding:
+            self.module.lm_head.weight = model.embed_tokens.weight  # one tensor, and not two that share their numbers
+        ends = {"embedding": model.embed_tokens.weight, "final_norm": model.norm.weight}
+        ends |= {} if tied else {"head": self.module.lm_head.weight}
+        found = {name: self._moved(name, [weight]) for name, weight in ends.items()}
+        blocks, merged_layers = Blocks(found["embedding"], layers, found["final_norm"], found.get("head")), self.layers
+        self._settle(blocks)
+        self.layers = merged_layers
+        return blocks
+
+    def _fused_layer(self, place: str, layer: Any) -> Layer:
+        """A layer's frozen tensors; the module's own hold nothing from then on, so that only one layer is there twice."""
+        found = {n: sources and self._moved(f"{place}.{n}", sources) for n, sources in layer_sources(layer, self.family).items()}
+        return Layer(**found)  # type: ignore[arg-type]
+
+    def _moved(self, name: str, sources: list[nn.Parameter]) -> nn.Parameter:
+        weights = sources[0].data if len(sources) == 1 else torch.cat([source.data for source in sources])
+        self.views[name] = sources
+        hollow({name: sources}, self.device)
+        return nn.Parameter(weights, requires_grad=False)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable tensors: the adapter's, under the module's names."""
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Model folders as files: what must be in one before its weights are worth reading, and how one is written. No torch here."""
+"""Model folders as files: what must be in one, and how one is written; and asking the Hub for a model. No torch here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import re
 import shutil
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ModelError
 
-__all__ = ["adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place"]
+__all__ = [
+    "adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
+]  # fmt: skip
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
@@ -174,3 +177,39 @@ def _rewrite(path: Path, change: Any) -> None:
     content = _read_json(path)
     change(content)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+_TIMEOUT_S = 10.0
+
+
+@lru_cache(maxsize=32)
+def only_from_cache(name: str, revision: str | None) -> bool:
+    """False when the Hub answers for the model ``name``; True when it cannot be reached but the model is in the local cache.
+
+    Without this, transformers tries each file of a cached model again and again on a machine without network, for minutes.
+    Raises ModelError when the model is neither there nor here.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache  # slow to import, and a folder needs none of it
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_TIMEOUT_S)
+        return False
+    except GatedRepoError as error:
+        raise ModelError(
+            f"model {name!r} is gated on the Hub: accept its terms on its page, and log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"model {name!r} has no revision {revision!r} on the Hub: check model.revision") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor a public model on the Hub: check the spelling, and log in with "
+            "`hf auth login` if it is private"
+        ) from error
+    except Exception as error:  # no network, offline mode, a Hub in trouble: httpx's or requests' errors, by the client's release
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return True
+        raise ModelError(
+            f"model {name!r} is neither a folder here nor in the local Hub cache, and the Hub cannot be reached "
+            f"({type(error).__name__}): check the network, or name a model folder or the built-in model"
+        ) from error

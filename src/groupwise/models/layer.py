@@ -9,20 +9,20 @@ Axes: R packed rows, D model width, H query heads, K key-value heads, E head wid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from groupwise.models.attention import AttentionPlan
+from groupwise.models.attention import AttentionPlan, attend_by_library
 from groupwise.models.blocked_attention import BlockedPlan, Statistics, attend, attend_backward
-from groupwise.models.library_attention import attend_by_library
 from groupwise.models.ops import (
     gated,
     gated_backward,
@@ -38,7 +38,10 @@ from groupwise.threads import adapt_threads
 if TYPE_CHECKING:
     from groupwise.models.merging import MergedLayer
 
-__all__ = ["Kept", "Layer", "Shape", "blocked_backward", "blocked_forward", "layer_forward"]
+__all__ = [
+    "Block", "Blocks", "Kept", "Layer", "Shape", "blocked_backward", "blocked_forward", "copy_filled", "hollow",
+    "layer_forward",
+]  # fmt: skip
 
 Collect = Callable[[Tensor, Tensor, str, str | None], dict[str, Tensor]]
 """From a projection's output gradient, its input, its name and its bias's: the gradients of its weight and bias that are wanted."""
@@ -59,9 +62,9 @@ class Layer:
     gate_up: Tensor
     down: Tensor
     attention_norm: Tensor | None = None
-    """Of what attention adds to the residual stream (Gemma); ``post_norm`` is of what the feed-forward part reads."""
+    """Norm of what attention adds to the residual stream (Gemma); ``post_norm`` is that of what the feed-forward part reads."""
     feed_forward_norm: Tensor | None = None
-    """Of what the feed-forward part adds."""
+    """Norm of what the feed-forward part adds."""
 
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, name) for name in self.__slots__]
@@ -258,3 +261,82 @@ def _attention_backward(grad: Tensor, kept: Kept, plan: AttentionPlan, shape: Sh
     grad_qkv = torch.empty_like(grad_rotated)
     rotate_heads(grad_rotated, plan.cos, plan.sin, grad_qkv, turned, inverse=True)
     return grad_qkv
+
+
+Views = Mapping[str, Sequence[nn.Parameter]]
+"""For each of a decoder's tensors, by name, the transformers module's parameters that are its rows, in order."""
+
+
+class Block(nn.Module):
+    """One layer. Its tensors are attributes, as in ``Layer``, whatever stands behind them at the time."""
+
+    def __init__(self, layer: Layer, merged: MergedLayer | None = None) -> None:
+        """``merged``: what computes the layer, from these tensors and an adapter's, which are not the block's; by itself they are all."""
+        super().__init__()
+        self.merged = merged
+        for name, tensor in zip(Layer.__slots__, layer.tensors(), strict=True):
+            self.register_parameter(name, None if tensor is None else _parameter(tensor))
+
+    def forward(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
+        """As ``Layer.forward``, on the tensors as they are now."""
+        return layer_forward(self.merged or self.now(), x, plan, shape, recompute)
+
+    def now(self) -> Layer:
+        """The tensors as they are now."""
+        return Layer(*(getattr(self, name) for name in Layer.__slots__))
+
+
+class Blocks(nn.Module):
+    """All tensors of a decoder, under its names: the layers' in modules of their own, what is before and after them here.
+
+    Calling it runs a computation that reads them, as the part of this module's forward pass that it is.
+    """
+
+    def __init__(self, embedding: Tensor, layers: Sequence[Layer | Block], final_norm: Tensor, head: Tensor | None) -> None:
+        """``head``: None where the embedding is the output head too."""
+        super().__init__()
+        self.embedding, self.final_norm = _parameter(embedding), _parameter(final_norm)
+        self.head = None if head is None else _parameter(head)
+        self.layers = nn.ModuleList(layer if isinstance(layer, Block) else Block(layer) for layer in layers)
+
+    def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        return compute(*arguments)
+
+    def without_weights(self, dtype: torch.dtype) -> Blocks:
+        """The same shapes, frozen, on the meta device."""
+
+        def empty(tensor: Tensor | None) -> Tensor | None:
+            like = None if tensor is None else torch.empty(tensor.shape, dtype=dtype, device="meta")
+            return None if like is None else nn.Parameter(like, requires_grad=False)
+
+        embedding, final_norm = empty(self.embedding), empty(self.final_norm)
+        assert embedding is not None
+        assert final_norm is not None
+        layers = [Layer(*(empty(getattr(block, name)) for name in Layer.__slots__)) for block in self.layers]  # type: ignore[arg-type]
+        return Blocks(embedding, layers, final_norm, empty(self.head))
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+
+
+def hollow(views: Views, device: torch.device) -> None:
+    """Let the module's own parameters hold nothing, in their old shapes, on ``device``."""
+    for parameters in views.values():
+        for parameter in parameters:
+            nothing = torch.zeros(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            if parameter.is_meta:  # it takes no data of another kind of device, so the object becomes another one
+                torch.utils.swap_tensors(parameter, nn.Parameter(nothing, requires_grad=parameter.requires_grad))
+            else:
+                parameter.data = nothing
+
+
+def copy_filled(module: Any, views: Views, weights: Mapping[str, Tensor]) -> Any:
+    """A copy of a hollow ``module`` with ``weights`` in it: by name, in the decoder's layout, on the CPU."""
+    filled: dict[int, Any] = {}
+    for name, parameters in views.items():
+        rows = weights[name].split([len(p) for p in parameters])
+        filled |= {id(p): nn.Parameter(part, requires_grad=False) for p, part in zip(parameters, rows, strict=True)}
+    for buffer in module.buffers():
+        filled[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    return copy.deepcopy(module, filled)

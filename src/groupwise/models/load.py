@@ -24,15 +24,21 @@ from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
+from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
 from groupwise.models.families import FAMILIES
-from groupwise.models.folder import adapter_in, base_of, check_folder, is_folder_name, make_readable_by_4, move_into_place
-from groupwise.models.hub import only_from_cache
-from groupwise.models.projections import with_dtype
+from groupwise.models.folder import (
+    adapter_in,
+    base_of,
+    check_folder,
+    is_folder_name,
+    make_readable_by_4,
+    move_into_place,
+    only_from_cache,
+)
 from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
 from groupwise.models.quiet import quiet
 from groupwise.models.saving import Made, sync, sync_tree, write_tensors
-from groupwise.models.spread import check_spread, input_device, placement, remove_with
 
 __all__ = [
     "Policy",
@@ -80,7 +86,7 @@ def check_model(config: ModelConfig) -> None:
     config = with_dtype(config)
     _check_attention(config)
     quantisation_settings(config)
-    check_spread(config)
+    check_device_map(config)
     if config.name == EMBEDDED_NAME:
         return
     if is_folder_name(config.name):
@@ -126,7 +132,9 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     model = settle(_load_weights(config, _attention(config, target), target))
-    if config.device_map is None:  # else what lies on the disk stays there
+    if (
+        config.device_map is None and target.type == "cpu"
+    ):  # with a map, what is on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
@@ -142,7 +150,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
 
 
 def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
-    """Of a model that is an adapter alone, such as a checkpoint's: the model under it, and the adapter's folder for ``load_trained``.
+    """The base model of an adapter alone, such as a checkpoint's, and the adapter's folder for ``load_trained``.
     Any other as it is, and None."""
     if config.name == EMBEDDED_NAME or (adapter := adapter_in(Path(config.name).expanduser())) is None:
         return config, None
@@ -306,7 +314,7 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
     if (quantised := quantisation_settings(config)) is not None:
         how = {"quantization_config": quantised, "device_map": {"": device}}
     if config.device_map is not None:
-        how |= placement(config)
+        how |= device_map_arguments(config)
     with _explained(config, "model"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             _source(config),

@@ -21,15 +21,14 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from groupwise.models.attention import AttentionPlan
-from groupwise.models.blocks import Block
 from groupwise.models.families import Family
-from groupwise.models.layer import Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
+from groupwise.models.layer import Block, Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
 from groupwise.models.quantised import dense_weight
 
 __all__ = ["Factor", "MergedLayer", "Projection", "dithered", "is_adapted_layer", "merged_weight"]
 
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Of fp32's 23 bits of mantissa, those that a narrower type has no room for."""
+"""Bits of fp32's mantissa, of 23, that a narrower type has no room for."""
 _GOLDEN, _PLASTIC = 0x9E37, 0xC13F
 """Odd multipliers: rows and columns walk through all thresholds evenly (Weyl sequences of the golden ratio and a second one)."""
 
@@ -66,7 +65,7 @@ class Factor:
     scaling: float
 
     def gradients(self, grad: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``a`` and ``b``, from the gradient ``[R, out]`` of the projection's output and its input ``[R, in]``."""
+        """Gradients of ``a`` and ``b``, from the gradient ``[R, out]`` of the projection's output and its input ``[R, in]``."""
         own, a, b = grad[:, self.rows], self.a.to(read.dtype), self.b.to(read.dtype)
         grad_a = (own @ b).t() @ read
         grad_b = own.t() @ (read @ a.t())
@@ -132,7 +131,7 @@ class Projection:
         return whole
 
     def factors(self) -> list[Factor]:
-        """Of the adapters that act now."""
+        """The factors of the adapters that are active now."""
         found, start = [], 0
         for layer, height in zip(self.layers, self.heights, strict=True):
             rows = slice(start, start + height)

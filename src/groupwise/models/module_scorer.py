@@ -17,12 +17,12 @@ from groupwise.models.logprobs import Scored, score_tokens
 __all__ = ["ModuleScorer", "Padded"]
 
 _TRIED_TOKENS = 4
-"""Of the first batch, by which it is seen whether logits are what the output head gives."""
+"""Tokens of the first batch by which it is tested whether logits are what the output head gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """N completions with their prompts, padded on the right to the longest. Fields as in ``layout.Packed`` where named alike."""
+    """N completions with their prompts, padded on the right to the longest. Fields as in ``packing.Packed`` where named alike."""
 
     token_ids: Tensor
     """``[N, L]``."""

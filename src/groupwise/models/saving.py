@@ -42,7 +42,7 @@ class Made:
 
 
 def size_bytes(tensors: Mapping[str, Tensor | Made]) -> int:
-    """Of the numbers alone."""
+    """Bytes of the numbers alone, without a header."""
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors.values())
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models.adapters import AdapterScorer, KeepsAdapter, ReferenceWithoutAdapter, drops_out, is_adapted
-from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.decoder import Decoder, MergedDecoder, why_not_lean, why_unsupported
 from groupwise.models.load import Policy
 from groupwise.models.logprobs import Scored
-from groupwise.models.merged_decoder import MergedDecoder, why_not_lean
 from groupwise.models.module_scorer import ModuleScorer
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.planner.hardware import HARDWARE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.setup import Setup
-from groupwise.planner.sharding import exchange_bytes, share
+from groupwise.planner.state import exchange_bytes, share
 
 __all__ = ["StepCost", "cost_formulas", "decode_step_s", "link_bytes_per_s", "step_cost"]
 
@@ -41,7 +41,7 @@ class StepCost:
 
 
 def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
-    """Of one step at the expected length of completions, every group learnt from."""
+    """The cost of one step at the expected length of completions, every group learnt from."""
     bandwidth = hardware.bytes_per_s * hardware.bandwidth_share
     forward = _forward_flops(setup)
     learning = _learning_flops(setup, forward)
@@ -58,7 +58,7 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
 
 
 def link_bytes_per_s(setup: Setup, hardware: Hardware) -> float:
-    """Of the slowest part of the way between two processes: within a machine, or over the network where there are several."""
+    """Bandwidth of the slowest link between two processes: within a machine, or over the network where there are several."""
     link = hardware.link_bytes_per_s
     return link if setup.world_size <= setup.gpus_per_node else min(link, NETWORK_BYTES_PER_S)
 
@@ -121,7 +121,7 @@ _MERGING_BYTES = 28
 
 
 def _merging_s(setup: Setup, bandwidth: float) -> float:
-    """Of a base with an adapter, whose weights are made again for each forward pass, each recomputed one, and each backward pass."""
+    """Seconds to merge base and adapter, which is done again for each forward pass, each recomputed one, and each backward pass."""
     if not (setup.adapted and setup.packed):
         return 0.0
     times = 3 if setup.config.model.gradient_checkpointing else 2

@@ -20,7 +20,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _GIB, _MIB = 2**30, 2**20
 GPUS_OF_A_MACHINE = 8
 NETWORK_BYTES_PER_S = 50e9
-"""Of one GPU to GPUs of other machines, in one direction: 400 Gbit/s for each, as machines of eight have."""
+"""Bandwidth from one GPU to GPUs of other machines, in one direction: 400 Gbit/s for each, as machines of eight have."""
 _ALIKE = 0.1
 """Cards sold with one size of memory differ by so much in what their drivers report: error correction takes some."""
 
@@ -43,7 +43,7 @@ class Hardware:
     """Share of the peak bandwidth that decoding reaches."""
     source: str = "data sheet"
     fp32_flops_per_s: float | None = None
-    """Of fp32 products, where it was measured."""
+    """Rate of fp32 products, where it was measured."""
 
 
 HARDWARE: dict[str, Hardware] = {

@@ -1,28 +1,130 @@
 """Memory of a run by phase: which tensors live at the same time, how large each is, and why.
 
-Every figure is an ``Item`` with its formula; a phase is the items that live together at its fullest moment. Bytes on one device.
+Every figure is an ``Item`` with its formula; a phase is the items that live together at its fullest moment. What a forward pass keeps
+for its backward pass follows the code of ``models``, operation by operation: change them together.
+
+Bytes on one device. Symbols as in ``ModelShape``; s bytes of a number, R packed rows, T predicted tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from groupwise.limits import CACHE_ROOM, PREFILL_TOKENS
+from groupwise.limits import (
+    CACHE_ROOM,
+    LOGIT_COLUMNS,
+    LOGIT_GRADIENT_ELEMENTS,
+    LOGIT_ROWS,
+    MIN_LOGIT_COLUMNS,
+    PREFILL_TOKENS,
+    QUERY_BLOCK,
+)
 from groupwise.models.families import FAMILIES
-from groupwise.planner.activations import head_bytes, kept_bytes, kept_formula, passing_bytes, prefill_bytes
-from groupwise.planner.item import Item, Phase
-from groupwise.planner.setup import Setup
-from groupwise.planner.sharding import (
+from groupwise.planner.setup import MicroBatchSize, Setup
+from groupwise.planner.state import (
+    Item,
+    Phase,
+    critic_of,
     divided,
     exchange_buffers,
     flat_gradient,
     gathered_for_passes,
     gathered_for_sampling,
+    gradients,
     scattered,
+    state,
 )
-from groupwise.planner.state import critic_of, gradients, state
 
-__all__ = ["Item", "Phase", "disk_bytes", "evaluation", "host_bytes", "peak_bytes", "peak_phase", "phases"]
+__all__ = [
+    "Item", "Phase", "disk_bytes", "evaluation", "head_bytes", "host_bytes", "kept_bytes", "kept_formula", "passing_bytes",
+    "peak_bytes", "peak_phase", "phases", "prefill_bytes",
+]  # fmt: skip
+
+
+def kept_formula(setup: Setup) -> str:
+    if setup.config.model.gradient_checkpointing:
+        return "L R D s + one layer computed again"
+    if not setup.packed:
+        adapted = " + 4 (5D + HE + F) fp32 copies for the adapter" if setup.adapted else ""
+        return f"L N (8D + s (2HE + 2KE + 3F){adapted}), N padded tokens"
+    if setup.device == "cpu":
+        return "L R (s (2D + (H+2K)E + HE + 2F) + H (s + 4))"
+    return "L (R s (4D + HE + 3F) + s E H (queries + output + 2 keys of each block))"
+
+
+def kept_bytes(setup: Setup, batch: MicroBatchSize) -> int:
+    """Held from a micro-batch's forward pass until its backward pass has come by."""
+    shape, s = setup.shape, setup.weight_bytes
+    one = _layer_kept(setup, batch)
+    if not setup.config.model.gradient_checkpointing:
+        return shape.layers * one
+    rows = batch.rows if setup.packed else batch.padded
+    return shape.layers * rows * shape.width * s + one
+
+
+def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
+    if not setup.packed:
+        return batch.padded * _module_row(setup)
+    shape, s = setup.shape, setup.weight_bytes
+    raw = (shape.qkv if shape.head_norm else 0) + (shape.layer_norms - 2) * shape.width
+    if setup.device == "cpu":  # models/layer.py, _Kept and the input
+        row = s * (2 * shape.width + shape.qkv + shape.attended + 2 * shape.feed_forward + raw) + shape.heads * (s + 4)
+        return batch.rows * row
+    # models/layer.py, _by_library: input, middle, both normed; the attention's flattened output; gate, up and their product
+    row = s * (4 * shape.width + shape.attended + 3 * shape.feed_forward + raw) + 8
+    return batch.rows * row + _library_attention(setup, batch)
+
+
+def _library_attention(setup: Setup, batch: MicroBatchSize) -> int:
+    """Queries, keys, values and outputs of every rectangle; keys are repeated for each query head, and a prompt's for each completion."""
+    queries = keys = 0
+    for prompt, count in batch.groups:
+        for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
+            for offset in range(0, length, QUERY_BLOCK):
+                end = min(length, offset + QUERY_BLOCK)
+                queries += sequences * (end - offset)
+                keys += sequences * (prefix + end)
+    return setup.weight_bytes * setup.shape.attended * (2 * queries + 2 * keys)
+
+
+def _module_row(setup: Setup) -> int:
+    """One padded token in one layer of transformers' module: norms in fp32, queries, keys, values, output, gate, act(gate), up; and
+    what the projections' weights or the adapters need of their inputs."""
+    shape, s = setup.shape, setup.weight_bytes
+    kv = shape.kv_heads * shape.head_width
+    row = 8 * shape.width + s * (2 * shape.attended + 2 * kv + 3 * shape.feed_forward) + 4 * shape.heads
+    if not setup.adapted:
+        return row + s * (4 * shape.width + shape.feed_forward)  # the attention's output is o's input
+    lora = setup.config.model.lora
+    assert lora is not None
+    copies = 5 * shape.width + shape.attended + shape.feed_forward  # q, k, v, gate, up; o; down: each casts its input
+    shared = 2 * shape.width + shape.feed_forward  # nothing to cast, and the attention's output is there
+    return row + 4 * (shared if s == 4 else copies) + 7 * 4 * lora.rank
+
+
+def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
+    """Needed for a moment by one layer's backward pass, and free again."""
+    shape, s = setup.shape, setup.weight_bytes
+    if not setup.packed:
+        return batch.padded * (4 * 2 * shape.feed_forward + s * 4 * shape.feed_forward)
+    # swiglu's output and its gradient, the gradient of gate and up, two products; then the layer's own weight gradients
+    return batch.rows * s * (shape.width + 6 * shape.feed_forward) + s * 2 * shape.feed_forward * shape.width
+
+
+def head_bytes(setup: Setup, batch: MicroBatchSize) -> int:
+    """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient."""
+    shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
+    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, tokens)))
+    rows = min(tokens, LOGIT_ROWS[setup.device])
+    tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
+    return tile + tokens * (s * width + shape.width * (2 * s + 4))
+
+
+def prefill_bytes(setup: Setup, rows: int) -> int:
+    """One layer over prompts, nothing kept: norms in fp32, queries, keys, values before and after rotation, gate and up."""
+    shape, s = setup.shape, setup.weight_bytes
+    return rows * (s * (3 * shape.width + 3 * shape.qkv + shape.attended + 3 * shape.feed_forward) + 4 * shape.width)
+
 
 _MIB = 2**20
 _FRAGMENTATION_NAME = "allocator fragmentation"
@@ -108,7 +210,7 @@ def _final_model(setup: Setup) -> list[Item]:
 
 
 def disk_bytes(setup: Setup) -> tuple[int, int]:
-    """Of a checkpoint, and of the final model, on the disk."""
+    """Bytes of a checkpoint, and of the final model, on the disk."""
     adapter = 4 * setup.trained if setup.adapted else 0
     near = setup.changed(optimizer__offload=False, training__offload_reference=False, training__sharding="none")
     kept = {"master weights", "moments", "reference average", "critic's weights", "critic's optimiser"}
@@ -119,8 +221,8 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
 
 
 def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:
-    """Of sampling, what is there while the passes run, since the next batch is sampled ahead. Divided weights are gathered for the copies
-    that it samples with, and not for longer."""
+    """The part of sampling that is held while the passes run, since the next batch is sampled ahead. Divided weights are gathered for
+    the copies that it samples with, and not for longer."""
     gathered = {"gathered weights", "merged weights"} if divided(setup, "weights") else set()
     return [item for item in sampling if item.name not in gathered]
 
@@ -134,7 +236,7 @@ def peak_bytes(setup: Setup) -> int:
 
 
 def host_bytes(setup: Setup) -> int:
-    """Of the machine's own memory for one process: masters, moments and gradients of the optimiser there, and a parked reference."""
+    """Bytes of the machine's own memory for one process: masters, moments and gradients of the optimiser there, and a parked reference."""
     if not (setup.offloaded or setup.parked):
         return 0
     kept = {"master weights", "moments", "gradients"} if setup.offloaded else set()
@@ -166,7 +268,7 @@ def _fragmentation(setup: Setup, items: Sequence[Item]) -> Item:
 
 
 def _reference_pass(setup: Setup) -> list[Item]:
-    """Of a reference that comes for its pass alone: its weights, one layer, and the head."""
+    """The pass of a reference that is on the device for it alone: its weights, one layer, and the head."""
     batch = setup.largest
     return [
         Item("reference", setup.weights, "s P, while it is used"),

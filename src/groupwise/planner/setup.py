@@ -1,20 +1,54 @@
-"""One run as the planner sees it: settings, shape and lengths, and the sizes of its batches that follow."""
+"""One run as the planner sees it: settings, shape and lengths, and the sizes of its batches that follow; reward models beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
 
 from groupwise.batching import cut_batch
-from groupwise.config.schema import Config
+from groupwise.config.rewards import RewardModelConfig
+from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import Section
+from groupwise.errors import ModelError
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE
-from groupwise.planner.judges import judge_bytes
-from groupwise.planner.shape import ModelShape
+from groupwise.planner.shape import ModelShape, find_shape
 
-__all__ = ["MicroBatchSize", "Setup"]
+__all__ = ["MicroBatchSize", "Setup", "judge_bytes", "unknown_judges"]
+
+
+def judge_bytes(config: Config) -> int:
+    """Weights of the reward models on the policy's device. Those that `unknown_judges` names are left out.
+
+    A classifier has the language model's layers and embedding, and a score head of one row per label in place of the output head.
+    """
+    return sum(_bytes_per_weight(model) * found for model in _beside(config) if (found := _weights(model)) is not None)
+
+
+def unknown_judges(config: Config) -> list[str]:
+    """Reward models whose config.json cannot be had, or is not that of a Llama-like decoder."""
+    return [model.name for model in _beside(config) if _weights(model) is None]
+
+
+def _beside(config: Config) -> Iterator[RewardModelConfig]:
+    """Reward models that share the policy's device."""
+    for entry in config.rewards.functions:
+        if entry.model is not None and entry.model.device in ("auto", config.model.device):
+            yield entry.model
+
+
+def _weights(model: RewardModelConfig) -> int | None:
+    try:
+        shape = find_shape(ModelConfig(name=model.name, revision=model.revision))
+    except ModelError:
+        return None
+    return replace(shape, tied=True).parameters + shape.width
+
+
+def _bytes_per_weight(model: RewardModelConfig) -> int:
+    return 4 if model.dtype == "float32" else 2  # checkpoints are nearly all half precision where dtype is auto
+
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -86,7 +120,7 @@ class Setup:
 
     @property
     def processes_here(self) -> int:
-        """Of one machine."""
+        """Processes on one machine."""
         return min(self.world_size, self.gpus_per_node)
 
     @property
@@ -128,7 +162,7 @@ class Setup:
 
     @property
     def merged_bytes(self) -> int:
-        """Of the weights that the built-in sampler reads in place of a base and its adapter."""
+        """Bytes of the merged weights that the built-in sampler reads in place of a base and its adapter."""
         if not (self.adapted and self.by_builtin):
             return 0
         return self.weight_bytes * self.shape.layers * self.shape.layer_matrices
@@ -182,7 +216,7 @@ class Setup:
 
     @property
     def copies(self) -> int:
-        """Of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
+        """Copies of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
         own = (self.merged_bytes > 0 and self.sharding == "none") or self.by_vllm
         return max(0, self.ahead - own)
 

@@ -1,21 +1,164 @@
-"""What a run holds from phase to phase: weights, reference, masters, moments, a critic of its own; and the gradients, which come and go.
+"""What a run holds on one device: weights, reference, masters, moments, gradients and a critic of its own, whole or divided.
+
+``zero2`` divides gradients, masters and moments (arXiv 1910.02054); ``zero3`` and ``fsdp2`` (arXiv 2304.11277) divide the weights too,
+and the reference's, gather them layer by layer in the passes, and whole while sampling, where every token needs all of them. Of an adapter
+on a base the base is divided alone, and while sampling its layers are there merged, and not as they are.
 
 Bytes on one device. Symbols as in ``plan.LEGEND``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
+from groupwise.config.combinations import refuse_undividable
 from groupwise.config.schema import ModelConfig
-from groupwise.errors import ModelError
-from groupwise.planner.item import Item
+from groupwise.errors import ConfigError, ModelError
+from groupwise.limits import GRADIENT_BUCKET, ZERO_BUCKET
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import ModelShape, find_shape
-from groupwise.planner.sharding import Part, share, shared_formula
 
-__all__ = ["critic_of", "gradients", "state"]
+__all__ = [
+    "Item", "Part", "Phase", "critic_of", "divided", "exchange_buffers", "exchange_bytes", "flat_gradient",
+    "gathered_for_passes", "gathered_for_sampling", "gradients", "refused", "scattered", "share", "shared_formula", "state",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that takes memory."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What lives at the fullest moment of a phase, largest first."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def cause(self) -> Item:
+        """Its largest item."""
+        return self.items[0]
+
+
+Part = Literal["weights", "gradients", "optimiser"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    weights: bool
+    gradients: bool = True
+    optimiser: bool = True
+
+
+_MODES = {"zero2": _Mode(weights=False), "zero3": _Mode(weights=True), "fsdp2": _Mode(weights=True)}
+
+
+def divided(setup: Setup, part: Part) -> bool:
+    """Whether each process holds only its share of ``part``."""
+    mode = _MODES.get(setup.sharding)
+    if setup.adapted and part != "weights":
+        return False
+    return mode is not None and bool(getattr(mode, part))
+
+
+def share(setup: Setup, part: Part, total: int) -> int:
+    """Bytes of ``total`` that fall to one process."""
+    return -(-total // setup.world_size) if divided(setup, part) else total
+
+
+def shared_formula(setup: Setup, part: Part, formula: str) -> str:
+    return f"{formula} / n" if divided(setup, part) else formula
+
+
+def gathered_for_passes(setup: Setup) -> list[Item]:
+    """What is whole during a pass though it is divided between passes: one layer, in the message and out of it, and both ends."""
+    if not divided(setup, "weights"):
+        return []
+    whole = setup.weight_bytes * (2 * _layer(setup) + _ends(setup))
+    return [Item("gathered weights", whole, "s (2 layers + embedding and head)")]
+
+
+def gathered_for_sampling(setup: Setup) -> list[Item]:
+    """All weights, beside what is held of them, for an engine that reads them; with an adapter what is before and after the layers."""
+    if not divided(setup, "weights"):
+        return []
+    if setup.adapted:
+        return [Item("gathered weights", setup.weight_bytes * _ends(setup), "s (embedding and head), while sampling")]
+    return [Item("gathered weights", setup.weights, "s P, while sampling")]
+
+
+def scattered(setup: Setup, at_the_end: bool) -> list[Item]:
+    """The message that adds a layer's gradient up over the processes, in fp32, and what is kept of it; at the end, both ends'."""
+    if not divided(setup, "gradients"):
+        return []
+    if setup.sharding != "fsdp2":
+        unit = max(ZERO_BUCKET, _ends(setup) if at_the_end else 0)
+        return [Item("communication buffers", 4 * unit, "4 x the larger of 5 x 10^7 numbers and embedding and head")]
+    unit = _ends(setup) if at_the_end else _layer(setup)
+    return [
+        Item("communication buffers", 4 * (unit + unit // setup.world_size), "4 (1 + 1/n) of a layer, or of embedding and head")
+    ]
+
+
+def flat_gradient(setup: Setup) -> list[Item]:
+    """DeepSpeed's step makes one tensor of all gradients that fall to the process."""
+    if setup.sharding not in ("zero2", "zero3") or not divided(setup, "gradients"):
+        return []
+    return [Item("flat gradient", 4 * -(-setup.trained // setup.world_size), "4 P / n, at the step")]
+
+
+def refused(setup: Setup) -> bool:
+    """Whether the trainer does not divide a run with these settings."""
+    try:
+        refuse_undividable(setup.config, setup.sharding, setup.shape.uncovered)
+    except ConfigError:
+        return True
+    return False
+
+
+def exchange_buffers(setup: Setup) -> list[Item]:
+    """What processes that hold everything add their gradients up in: runs of them in fp32 (``distributed/world.py``)."""
+    if setup.world_size == 1 or divided(setup, "gradients"):
+        return []
+    elements = min(setup.trained, max(GRADIENT_BUCKET, 0 if setup.adapted else setup.shape.head))
+    return [Item("communication buffers", 4 * elements, "4 x the larger of 2^24 numbers and V D")]
+
+
+def exchange_bytes(setup: Setup) -> float:
+    """What one process sends in one update and the sampling before it. A ring sends (n - 1) / n of what it gathers or scatters."""
+    ring = (setup.world_size - 1) / setup.world_size
+    gradients = 4.0 * setup.trained
+    if not divided(setup, "weights"):
+        return ring * (gradients + setup.weight_bytes * setup.trained) if divided(setup, "gradients") else 2 * ring * gradients
+    passes, whole = setup.passes, float(setup.weights)
+    reference = (
+        passes * whole if setup.config.algorithm.needs_reference else 0.0
+    )  # also of a base, which is its adapter's reference
+    added_up = passes * gradients if divided(setup, "gradients") else 2 * gradients
+    return ring * (passes * 2 * whole + added_up + reference + whole)
+
+
+def _layer(setup: Setup) -> int:
+    """Weights of one layer."""
+    return (setup.shape.parameters - _ends(setup)) // setup.shape.layers
+
+
+def _ends(setup: Setup) -> int:
+    """Weights of the embedding, the final norm, and an output head of its own."""
+    return (1 if setup.shape.tied else 2) * setup.shape.head + setup.shape.width
+
 
 _MIB = 2**20
 _PROCESS = {"cpu": 465 * _MIB, "cuda": 600 * _MIB}

@@ -11,7 +11,7 @@ from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
 from groupwise.planner.memory import host_bytes, peak_bytes, phases
 from groupwise.planner.setup import Setup
-from groupwise.planner.sharding import refused
+from groupwise.planner.state import refused
 
 __all__ = ["Suggestion", "suggest"]
 
@@ -23,7 +23,7 @@ _WAYS_TO_DIVIDE = {
     "zero2": "gradients and optimiser are divided (needs deepspeed)",
     "fsdp2": "weights and optimiser are divided, and gathered for each pass",
 }
-"""Of ``training.sharding``, the nearer to whole replicas first. ``zero3`` holds what fsdp2 holds, and its weights beside the masters."""
+"""Values of ``training.sharding``, the nearest to whole replicas first. ``zero3`` holds what fsdp2 holds, and weights beside masters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _adapters(setup: Setup) -> Iterator[Change]:
 
 
 def _bits(setup: Setup) -> int:
-    """Of a weight of the base's matrices."""
+    """Bits of a weight of the base's matrices."""
     return {"none": 16, "8bit": 8, "4bit": 4}[setup.quantised]
 
 

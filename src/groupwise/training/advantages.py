@@ -122,7 +122,7 @@ def _steps(groups: Sequence[Group], length_N: Tensor) -> dict[str, StepRewards]:
 
 
 def teaching(inputs: AdvantageInputs, outputs: AdvantageOutputs) -> list[bool]:
-    """Of each group, whether any of its advantages moves anything."""
+    """Whether any advantage of each group is large enough to move a weight."""
     moves_T = outputs.per_token(inputs).abs() > _SMALLEST
     groups = int(inputs.group_N[-1]) + 1 if len(inputs.group_N) else 0
     moving = torch.zeros(groups, dtype=torch.long).index_add_(0, inputs.group_N[inputs.sequence_T], moves_T.long())

@@ -7,9 +7,10 @@ scored when its step begins, in the main thread, so that rewards and their state
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,18 +20,19 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine, SamplingSettings, make_engine
 from groupwise.engines.base import Progress, SampleRequest
-from groupwise.engines.beside import QueuedRequest, SamplingThread
+from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
-from groupwise.models.copies import PolicyCopy, WholeCopy
+from groupwise.models.adapters import is_adapted
 from groupwise.models.decoder import Decoder
+from groupwise.models.layer import Layer
 from groupwise.models.load import Policy
 from groupwise.rollout import Sampled, deal_prompts, rollout_scope, rollout_settings
 from groupwise.training.learner import Learner
 from groupwise.training.sharding import Sharding
 from groupwise.types import Completion, Group, Prompt
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]
 
@@ -64,8 +66,8 @@ class _Batch:
 
 
 @dataclass
-class _Place:
-    """An engine with weights that stay as they are while it samples."""
+class SamplerSlot:
+    """An engine, and the weights that it samples with, which stay as they are meanwhile."""
 
     engine: Engine
     copy: PolicyCopy | WholeCopy | None
@@ -99,7 +101,7 @@ class Ahead:
         self.engine, self.prompts_of, self.learner = engine, prompts_of, learner
         self.borrows = self.steps == 1 and engine.holds_weights
         """Whether the run's own engine does the sampling ahead."""
-        self._places = [_Place(engine, None)] if self.borrows else [self._own_place(policy) for _ in range(self.steps)]
+        self._slots = [SamplerSlot(engine, None)] if self.borrows else [self._own_slot(policy) for _ in range(self.steps)]
         self._thread = SamplingThread(policy.model.device)
         self._batches: dict[int, _Batch] = {}
         self._restored: tuple[dict[str, Tensor], dict[str, Any]] | None = None
@@ -107,7 +109,7 @@ class Ahead:
         self.free_engine: Engine = _WaitingEngine(self) if self.borrows else engine
         """The run's engine with the weights as they are now, for other things than the steps' batches."""
 
-    def _own_place(self, policy: Policy) -> _Place:
+    def _own_slot(self, policy: Policy) -> SamplerSlot:
         scorer, sharding, rollout = self.learner.scorer, self.learner.sharding, self.config.rollout
         copied: PolicyCopy | WholeCopy
         if sharding.divides_weights:
@@ -120,7 +122,7 @@ class Ahead:
             engine = make_engine(copied.policy, rollout)
         if self.engine.limit is not None:
             engine.limit = self.engine.limit  # what one learns about how many sequences fit, the other knows
-        return _Place(engine, copied)
+        return SamplerSlot(engine, copied)
 
     def take(self, step: int, on_progress: Callable[[int, int], None] | None = None) -> tuple[Sequence[Prompt], Sampled]:
         """The step's prompts and what was sampled of them, once it is there. The batch ``ahead`` steps later is begun, with the weights
@@ -149,7 +151,7 @@ class Ahead:
         self._batches.pop(step, None)
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the last ``take``, on this process."""
+        """Seconds that the last ``take`` waited, on this process."""
         return {"time/wait_s": Sum(self._waited_s)}
 
     def staleness(self, groups: Sequence[Group]) -> dict[str, Metric]:
@@ -165,7 +167,7 @@ class Ahead:
             for batch in self._batches.values():
                 if batch.order is not None:
                     sampled = batch.sampled()
-                    parts = self.world.gather(sampled.pairs)
+                    parts = self.world.all_gather_object(sampled.pairs)
                     batch.pairs, batch.seconds = sorted((p for part in parts for p in part), key=lambda p: p[0]), sampled.seconds
                     batch.order = None
 
@@ -186,9 +188,9 @@ class Ahead:
         missing = [s for s in range(first, last + 1) if s not in self._batches]
         if not missing:
             return
-        place = self._places[step % len(self._places)]
+        slot = self._slots[step % len(self._slots)]
         version = self.learner.updates
-        place.take_weights(
+        slot.take_weights(
             version, self.learner.sharding
         )  # nobody samples here: the last batch that did was that of ``step``, at the latest
         for later in missing:
@@ -204,7 +206,7 @@ class Ahead:
             self.config.training.seed,
             rollout_scope(step),
         )
-        order = QueuedRequest(self._places[weights_of % len(self._places)].engine, request)
+        order = QueuedRequest(self._slots[weights_of % len(self._slots)].engine, request)
         self._thread.put(order)
         return _Batch(step, weights_of, version, prompts, own, order)
 
@@ -225,7 +227,7 @@ class Ahead:
                 }
                 tensors |= {f"batch.{batch.step}.{name}": tensor for name, tensor in _numbers(pairs).items()}
             else:
-                copied = self._places[batch.weights_of % len(self._places)].copy
+                copied = self._slots[batch.weights_of % len(self._slots)].copy
                 assert isinstance(copied, PolicyCopy), "what cannot be sampled again from a checkpoint was not settled"
                 tensors |= {f"weights.{batch.weights_of}.{name}": tensor for name, tensor in copied.state().items()}
             rows.append(row)
@@ -247,12 +249,12 @@ class Ahead:
             if "places" in row:
                 self._batches[step] = self._sampled_before(row, tensors)
                 continue
-            place = self._places[weights_of % len(self._places)]
-            if values["ahead"] == self.steps and isinstance(place.copy, PolicyCopy):
+            slot = self._slots[weights_of % len(self._slots)]
+            if values["ahead"] == self.steps and isinstance(slot.copy, PolicyCopy):
                 if weights_of not in loaded:
                     prefix = f"weights.{weights_of}."
-                    place.copy.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-                    place.engine.refresh(int(row["version"]))
+                    slot.copy.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+                    slot.engine.refresh(int(row["version"]))
                     loaded.add(weights_of)
                 self._batches[step] = self._order(step, weights_of, int(row["version"]))
 
@@ -319,3 +321,60 @@ def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) ->
         return Completion(text, ids, logprobs, finish_reason, sample, version, temperature)
 
     return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]
+
+
+class PolicyCopy:
+    """``policy`` once more, with weights and a tokenizer of its own; under an adapter the frozen weights are shared.
+
+    An engine may rearrange the copy's weights, as long as the module's parameters stay views of what it samples from.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.original = policy.model
+        kept = {id(t): t for t in policy.model.parameters() if not t.requires_grad} if is_adapted(policy.model) else {}
+        # Not the tokenizer in use: its Rust part refuses to be used by two threads at once.
+        self.policy = replace(policy, model=copy.deepcopy(policy.model, kept), tokenizer=copy.deepcopy(policy.tokenizer))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The original's weights of this moment."""
+        for name, weight in self._own():
+            weight.copy_(self.original.get_parameter(name))
+
+    def state(self) -> dict[str, Tensor]:
+        """Its weights by name, those that are shared with the original left out; in memory that is no other tensor's."""
+        return {name: w.detach() if w.untyped_storage().nbytes() == w.nbytes else w.detach().clone() for name, w in self._own()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """What ``state`` gave. KeyError or RuntimeError: that was another model's."""
+        for name, weight in self._own():
+            weight.copy_(tensors[name])
+
+    def _own(self) -> list[tuple[str, Any]]:
+        originals = dict(self.original.named_parameters())
+        return [(name, weight) for name, weight in self.policy.model.named_parameters() if weight is not originals[name]]
+
+
+class WholeCopy:
+    """A decoder with the whole weights of one whose own are divided among processes; with an adapter, the merged ones."""
+
+    def __init__(self, policy: Policy, decoder: Decoder) -> None:
+        """To be made, and to ``follow``, when the weights of ``decoder``, the policy's, are whole."""
+        self.original = decoder
+        self.policy = replace(policy, tokenizer=copy.deepcopy(policy.tokenizer))  # as above
+        self.decoder = decoder.snapshot()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The original's weights of this moment."""
+        for mine, theirs in zip(_tensors(self.decoder), _tensors(self.original), strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+
+
+def _tensors(decoder: Decoder) -> list[Tensor | None]:
+    """All that a decoder computes with, as it is now."""
+    head = [] if decoder.head is decoder.embedding else [decoder.head]
+    layers = [getattr(layer, name) for layer in decoder.layers for name in Layer.__slots__]
+    return [decoder.embedding, decoder.final_norm, *head, *layers]

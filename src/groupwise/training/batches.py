@@ -49,7 +49,7 @@ class Batches:
         return told_apart(available[i] for i in indices[:count])
 
     def prompt_of(self, checkpoint: Path | None, problem_id: str) -> Prompt:
-        """Of a problem in a batch that ``checkpoint`` holds. Raises CheckpointError where the data no longer has it."""
+        """The prompt of a problem in a batch that ``checkpoint`` holds. Raises CheckpointError where the data no longer has it."""
         for index, problem in enumerate(self.prepared.train_prompts.problems):
             if problem.id == problem_id:
                 return self.prepared.train_prompts[index]

@@ -4,14 +4,19 @@ A checkpoint is written aside, synced, and renamed when it is complete, so a fol
 has every file's size and SHA-256: a file that was damaged or changed since is refused, and so is one that was put there. (A checksum
 is no signature: whoever can rewrite the manifest as well is not found out.) Problem order and sampling need no state: they are
 functions of seed and step. A run that is stopped between two updates of one batch leaves ``step-N-update-K``, with the batch in it.
+
+A thread writes the state while the next batch is sampled. Sampling changes neither weights nor optimiser, so on a CPU they are written
+from where they are, and learning waits for it (``finish``). On a GPU a copy in the machine's memory is written.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,34 +28,17 @@ from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError, ModelError
-from groupwise.memory import blocks_of_their_own
+from groupwise.memory import available_memory_bytes, blocks_of_their_own, release_freed_memory
 from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, copy_to_cpu, save_model
 from groupwise.models.saving import check_free_disk, size_bytes, sync, sync_tree, write_tensors
 from groupwise.training.learner import Learner
 
 __all__ = [
-    "MODEL",
-    "Snapshot",
-    "damage",
-    "find_checkpoint",
-    "last_good",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "newest_sound_checkpoint",
-    "put_back",
-    "put_in_place",
-    "read_state",
-    "restore_state",
-    "save_checkpoint",
-    "seal",
-    "set_damaged_aside",
-    "set_suspect_aside",
-    "take_snapshot",
-    "verify_checkpoint",
-    "write_snapshot",
-    "write_state",
-]
+    "MODEL", "CheckpointWriter", "Snapshot", "damage", "find_checkpoint", "last_good", "latest_checkpoint", "load_checkpoint",
+    "newest_sound_checkpoint", "put_back", "put_in_place", "read_state", "restore_state", "seal", "set_damaged_aside",
+    "set_suspect_aside", "take_snapshot", "verify_checkpoint", "write_snapshot", "write_state",
+]  # fmt: skip
 
 MODEL = "model"
 """The policy's folder inside a checkpoint."""
@@ -118,7 +106,9 @@ class Snapshot:
 def take_snapshot(
     step: int, policy: Policy, learner: Learner, *, about: Mapping[str, Any] | None = None, updates: int = 0
 ) -> Snapshot:
-    """The state after ``step`` steps, and ``updates`` updates of the next one. Arguments as for ``save_checkpoint``.
+    """The state after ``step`` steps, as ``step-N``; with ``updates`` of the next one's made too, as ``step-N-update-K``.
+
+    ``about``: what else ``state.json`` says, as JSON values; ``score`` in it is what ``keep_best`` goes by.
 
     Where processes divide the weights, for all of them at once: the first one's is whole, a copy, and no other can be written.
     """
@@ -140,34 +130,15 @@ def take_snapshot(
         "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **(about or {}),
     }  # fmt: skip
     name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
-    return Snapshot(name, sharding.whole_policy(policy), tensors, json.dumps(state), is_copy=copied)
-
-
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    policy: Policy,
-    learner: Learner,
-    keep: int,
-    *,
-    about: Mapping[str, Any] | None = None,
-    keep_best: bool = False,
-    updates: int = 0,
-) -> Path:
-    """Write ``folder/step-N`` and remove the oldest beyond ``keep``.
-
-    ``updates``: how many of the next step's are made too, in ``folder/step-N-update-K``.
-
-    ``about``: what else ``state.json`` says, as JSON values; ``score`` in it is what ``keep_best`` goes by: the checkpoint with the
-    highest is kept whatever its age, the earlier of two equals.
-
-    Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
-    """
-    return write_snapshot(folder, take_snapshot(step, policy, learner, about=about, updates=updates), keep, keep_best=keep_best)
+    return Snapshot(name, sharding.whole_policy(policy) or policy, tensors, json.dumps(state), is_copy=copied)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bool = False) -> Path:
-    """As ``save_checkpoint``, of what was taken down before."""
+    """Write ``folder/step-N`` and remove the oldest beyond ``keep``. ``keep_best``: the one with the highest score is kept whatever its
+    age, the earlier of two equals.
+
+    Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
+    """
     target = folder / snapshot.name
     if target.exists() and _is_sound(target):  # a step of a run has one state
         return target
@@ -430,3 +401,69 @@ def _step_of(checkpoint: Path) -> tuple[int, int]:
     found = _NAME.fullmatch(checkpoint.name)
     assert found
     return int(found[1]), int(found[2] or 0)
+
+
+_SPARE = 1.25
+"""Memory that must be there for each byte of a copy: writing needs some of its own."""
+
+
+class CheckpointWriter:
+    """One checkpoint at a time: the next waits for the one before. What went wrong is told by ``news``, and ends nothing."""
+
+    def __init__(self, folder: Path, keep: int, keep_best: bool, in_background: bool) -> None:
+        self.folder, self.keep, self.keep_best, self.in_background = folder, keep, keep_best, in_background
+        self._thread: threading.Thread | None = None
+        self._tokenizer: Any = None
+        self._told_of_memory = False
+        self._news: list[str] = []
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Write it here and now. Raises CheckpointError when the disk does not take it."""
+        self.finish()
+        return write_snapshot(self.folder, snapshot, self.keep, keep_best=self.keep_best)
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Begin and go on; without memory for what is copied, or with ``in_background`` off, wait for the disk."""
+        self.finish()
+        if not self.in_background or self._is_short(snapshot):
+            self._try(snapshot)
+            return
+        if self._tokenizer is None:  # not the one in use: its Rust part refuses to be used by two threads at once
+            self._tokenizer = copy.deepcopy(snapshot.policy.tokenizer)
+        self._thread = threading.Thread(target=self._try, args=(snapshot.copied(self._tokenizer),), name="checkpoint")
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk beside what else is done."""
+        return self._thread is not None
+
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            release_freed_memory()  # a thread's own heap is of no use to the next one
+
+    def news(self) -> list[str]:
+        """Failures since the last call, one sentence each."""
+        told, self._news = self._news, []
+        return told
+
+    def _try(self, snapshot: Snapshot) -> None:
+        try:
+            write_snapshot(self.folder, snapshot, self.keep, keep_best=self.keep_best)
+        except CheckpointError as error:
+            self._news.append(f"NOT SAVED: {error}")
+        except Exception as error:  # it must be heard of, and a thread has nobody to raise to
+            self._news.append(f"NOT SAVED: {snapshot.name} ({type(error).__name__}: {error})")
+
+    def _is_short(self, snapshot: Snapshot) -> bool:
+        needed, there = snapshot.copied_bytes() * _SPARE, available_memory_bytes()
+        if needed > there and not self._told_of_memory:
+            self._told_of_memory = True
+            self._news.append(
+                f"Checkpoints are not written in the background: a copy needs {needed / 2**30:.1f} GiB of memory, and "
+                f"{there / 2**30:.1f} are free."
+            )
+        return needed > there

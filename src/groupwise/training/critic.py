@@ -51,7 +51,7 @@ class Critic:
         self.bias = torch.nn.Parameter(torch.zeros((), device=device))
         self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=self.config.learning_rate, weight_decay=0.0)
         self.grad_norm = 0.0
-        """Of the trunk's last step, before clipping."""
+        """Gradient norm of the trunk's last step, before clipping."""
 
     def values(self, hidden_T: Tensor) -> Tensor:
         """``[T]`` in fp32, in units of reward, from ``hidden_T`` ``[T, D]``."""

@@ -22,11 +22,12 @@ def save_final_model(run: Run) -> None:
     """For all processes at once. Raises TrainingError when the disk does not take it; an earlier end's model is then still there."""
     release_freed_memory()  # steps need none of it any more
     policy = run.sharding.whole_policy(run.policy)
-    run.world.first_does(lambda: write_model(run, policy))
+    run.world.on_rank0(lambda: write_model(run, policy))
 
 
-def write_model(run: Run, policy: Policy) -> None:
+def write_model(run: Run, policy: Policy | None) -> None:
     """The model, in place of an earlier end's, and what else a run needs that resumes with nothing but its judgement."""
+    assert policy is not None, "the first process has the whole weights"
     folder = run.folder
     about = {"step": run.done, "steps_asked": run.config.training.steps, **about_run(run.prepared, run.evaluations, None)}
     try:

@@ -30,9 +30,8 @@ from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer, as_in_learning
 from groupwise.training.advantages import Advantages, advantage_inputs, by_group, teaching
-from groupwise.training.budget import PassBudget, largest_divisible
 from groupwise.training.critic import make_critic
-from groupwise.training.microbatches import MicroBatch, cut
+from groupwise.training.microbatches import MicroBatch, PassBudget, cut, largest_divisible
 from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
@@ -44,7 +43,7 @@ __all__ = ["Advantages", "Learner", "Learnt", "MicroBatch", "Paused", "Stateful"
 
 T = TypeVar("T")
 HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
-"""Of a batch whose updates are not all made, as `Window.state` gives it."""
+"""The state of a batch whose updates are not all made, as `Window.state` gives it."""
 
 _BONUS = "policy/entropy_bonus"
 _BY_UPDATE = ("policy/loss", "policy/ratio", "policy/clip_share", "policy/kl", "optimizer/grad_norm")
@@ -103,12 +102,12 @@ class Learner:
         self.updates = 0
         """That were made."""
         self.place = 0
-        """Of the next update in a run whose every batch has something to teach: what the learning rate's schedule goes by."""
+        """Index of the next update, counted as if every batch had something to teach: what the learning rate's schedule goes by."""
         self.dropped_in_a_row = 0
         self.renewed_before = 0
         """The step before which the reference was renewed last."""
         self.token_advantages: dict[Member, list[float]] = {}
-        """Of the last batch's first groups (``output.log_tokens``), where tokens of one completion differ in their advantages."""
+        """Advantages of each token of the last batch's first groups (``output.log_tokens``), where those of one completion differ."""
         self.entropy_bonus: float | None = None
         """Weight of the entropy that the next passes take off the loss; at None they do not compute it."""
 
@@ -257,7 +256,7 @@ class Learner:
         return groups[group].completions[index].stopped or not self.config.algorithm.mask_truncated
 
     def counts(self, groups: Sequence[Group]) -> BatchCounts:
-        """Of a whole batch, completions that the passes skip included, but not the tokens of those that the config masks."""
+        """Completions and tokens of a whole batch, those that the passes skip included, but not the tokens of masked completions."""
         everyone = _everyone(groups)
         tokens = sum(len(groups[g].completions[m].token_ids) for g, m in everyone if self._counts(groups, (g, m)))
         return BatchCounts(len(everyone), max(1, tokens), self.config.rollout.max_completion_tokens)
@@ -280,7 +279,7 @@ class Learner:
         for g, m in members:
             tokens[g] = tokens.get(g, len(groups[g].prompt.token_ids)) + len(groups[g].completions[m].token_ids)
         taking = list(tokens)
-        return {taking[place] for place in self.world.mine(list(tokens.values()))}
+        return {taking[place] for place in self.world.assigned(list(tokens.values()))}
 
     def _batch(
         self, groups: Sequence[Group], learnt: list[Member], counts: BatchCounts, judged: list[Member] | None = None
@@ -305,7 +304,9 @@ class Learner:
         pieces = window.batch.by_member(window.batch.advantages_T)
         logged = {member: piece.tolist() for member, piece in pieces if member[0] < self.config.output.log_tokens}
         differing = {member: numbers for member, numbers in logged.items() if len(set(numbers)) > 1}
-        self.token_advantages = {member: numbers for part in self.world.gather(differing) for member, numbers in part.items()}
+        self.token_advantages = {
+            member: numbers for part in self.world.all_gather_object(differing) for member, numbers in part.items()
+        }
 
     # Passes.
 
@@ -473,7 +474,8 @@ class Learner:
         by_policy = self._value_on_policy or chosen or own
         with self.sharding.evened(self.scorer, len(micro_batches) if by_policy else 0):
             for micro_batch in micro_batches:
-                scored = self._score(micro_batch, entropy=chosen) if by_policy else None
+                in_loss = micro_batch.rows.start < micro_batch.batch.learnt  # the others are only scored
+                scored = self._score(micro_batch, entropy=chosen and in_loss) if by_policy else None
                 if self.critic:
                     micro_batch.note(values_T=self.critic.value_of(micro_batch, scored))
                 if scored is not None and scored.entropy_T is not None:
@@ -510,7 +512,7 @@ class Learner:
         if entropy is None or not self._chooses_tokens:
             return {}
         groups, tokens = window.groups, sum(len(c.token_ids) for group in window.groups for c in group.completions)
-        own_T = torch.zeros(0) if batch.entropy_T is None else batch.entropy_T
+        own_T = torch.zeros(len(batch.weights_T)) if batch.entropy_T is None else batch.entropy_T
         everywhere = self.world.assemble(own_T, tokens_of(groups, batch.members), tokens)[tokens_of(groups, learnt)]
         ordered = everywhere.sort(descending=True).values
         threshold = float(ordered[max(1, math.ceil(entropy.top_share * len(ordered))) - 1])

@@ -18,11 +18,10 @@ from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.tracking.results import RunResult
-from groupwise.training.place import nothing_to_carry_on
 from groupwise.training.run import StepReport
 from groupwise.training.setup import Prepared
 from groupwise.training.short_memory import explain_short_memory
-from groupwise.training.start import start
+from groupwise.training.start import finished_run, start
 
 __all__ = ["RunResult", "StepReport", "train"]
 
@@ -65,7 +64,7 @@ def train(
     run_folder = None if run_folder is None else Path(run_folder)
     on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
     with open_world(on_cpu, config.training.process_timeout_s) as world:
-        if resume and (found := world.first_does(lambda: nothing_to_carry_on(config, run_folder, console))):
+        if resume and (found := world.on_rank0(lambda: finished_run(config, run_folder, console))):
             return RunResult(*found)
         with closing(
             start(

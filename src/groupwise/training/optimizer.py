@@ -1,4 +1,4 @@
-"""AdamW with fp32 master weights, a global gradient norm, and learning-rate schedules.
+"""AdamW with fp32 master weights, a global gradient norm, and learning-rate schedules; cheaper precisions; loss scaling for fp16 weights.
 
 bf16 weights have 8 bits of precision: an update below about 1/256 of a weight is rounded away, and at learning rates near 1e-6 most
 are. So by default the optimiser keeps fp32 masters, adds gradients up in fp32, steps there, and hands the weights a rounded copy;
@@ -7,23 +7,172 @@ are. So by default the optimiser keeps fp32 masters, adds gradients up in fp32, 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import OptimizerConfig
+from groupwise.errors import ConfigError
 from groupwise.metrics import Mean
-from groupwise.training.eight_bit import eight_bit_adamw
-from groupwise.training.loss_scale import LossScale
-from groupwise.training.rounding import StochasticAdamW
+from groupwise.models.quiet import quieten_bitsandbytes
 
-__all__ = ["MasterAdamW", "adds_up_itself", "learning_rate_at"]
+__all__ = [
+    "PIECE", "LossScale", "MasterAdamW", "StochasticAdamW", "adds_up_itself", "eight_bit_adamw", "learning_rate_at",
+    "round_stochastically_",
+]  # fmt: skip
+
+_START, _LEAST, _MOST = 2.0**16, 1.0, 2.0**24
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by before the backward pass; the gradients' sums are divided by it again (Micikevicius et al., arXiv
+    1710.03740). An overflow halves it and the update is left out; ``patience`` updates without one double it."""
+
+    value: float = _START
+    made_in_a_row: int = 0
+    patience: int = 200
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether a smaller scale may still help against gradients that are not finite."""
+        return self.value > _LEAST
+
+    def update(self, finite: bool) -> None:
+        """After each attempt at an update."""
+        self.made_in_a_row = self.made_in_a_row + 1 if finite else 0
+        if not finite:
+            self.value = max(_LEAST, self.value / 2)
+        elif self.made_in_a_row == self.patience:
+            self.value, self.made_in_a_row = min(_MOST, self.value * 2), 0
+
+
+_CHUNK = 2**22
+"""Numbers stepped at a time: bounds the fp32 copies."""
+
+
+def round_stochastically_(target: Tensor, value: Tensor, generator: torch.Generator) -> None:
+    """Write fp32 ``value`` into bf16 ``target`` of the same shape, each number up or down so that its expectation is ``value``.
+
+    A bf16 is the upper half of an fp32. Adding uniform bits below the cut and cutting carries over with exactly the probability of what
+    is cut off. Values must be finite; one beyond the largest bf16 may become infinite, as with any rounding.
+    """
+    assert target.dtype == torch.bfloat16
+    assert value.dtype == torch.float32
+    noise = torch.randint(0, 2**16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    bits = value.contiguous().view(torch.int32) + noise
+    target.copy_((bits & -(2**16)).view(torch.float32))
+
+
+class StochasticAdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) on bf16 weights with bf16 moments, all three rounded stochastically.
+
+    It computes in fp32, a chunk at a time. The random bits of a step are named by ``seed``, the parameter's place and the step, so that
+    a resumed run draws the same ones. ``step`` takes the gradients, which are fp32 sums kept elsewhere.
+    """
+
+    def __init__(self, groups: Sequence[dict], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:  # type: ignore[type-arg]
+        self.betas, self.eps, self.seed = betas, eps, 0
+        self.param_groups = [{"lr": lr, "weight_decay": weight_decay, **group} for group in groups]
+        self.parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, gradients: dict[Tensor, Tensor]) -> None:
+        """One step of every parameter that has an fp32 gradient."""
+        place = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in gradients:
+                    self._step_one(parameter, gradients[parameter], group["lr"], group["weight_decay"], place)
+                place += 1
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, rate: float, decay: float, place: int) -> None:
+        state = self.state[parameter]
+        state["step"] += 1
+        count = int(state["step"])
+        generator = torch.Generator(parameter.device).manual_seed(_number(self.seed, place, count))
+        first, second = (1 - beta**count for beta in self.betas)
+        flat = [x.view(-1) for x in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        for weights, grads, means, squares in zip(*(x.split(_CHUNK) for x in flat), strict=True):
+            weight, mean, square = weights.float(), means.float(), squares.float()
+            mean.lerp_(grads, 1 - self.betas[0])
+            square.lerp_(grads.square(), 1 - self.betas[1])
+            weight.mul_(1 - rate * decay).addcdiv_(mean, (square / second).sqrt_().add_(self.eps), value=-rate / first)
+            for kept, wanted in ((weights, weight), (means, mean), (squares, square)):
+                round_stochastically_(kept, wanted, generator)
+
+
+def _number(seed: int, place: int, step: int) -> int:
+    name = hashlib.blake2b(f"rounding\x1f{seed}\x1f{place}\x1f{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(name, "little") >> 1
+
+
+PIECE = 2**20
+"""Numbers updated at a time on CPUs. Whole blocks of moments that share a scale, so that the result is that of a single call."""
+_BLOCK = 256
+"""Moments that share a scale in bitsandbytes' format."""
+
+
+def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> Any:
+    """bitsandbytes' AdamW over fp32 masters, its moments there from the beginning. Tensors of fewer than 4,096 numbers keep fp32 moments.
+
+    On GPUs an update is one kernel. On CPUs bitsandbytes makes five fp32 copies of the tensor that it updates, which is as much as 8-bit
+    moments save where one tensor is a fifth of the model, as embeddings are: so it is handed ``PIECE`` numbers at a time there.
+
+    Raises ConfigError where the package is missing or too old for this device.
+    """
+    quieten_bitsandbytes()
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.precision is masters-8bit, which needs the package bitsandbytes, and it is not installed: "
+            "pip install 'groupwise[bitsandbytes]', or use optimizer.precision=masters"
+        ) from error
+
+    class PiecewiseAdamW(AdamW8bit):  # type: ignore[misc]
+        def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            kept = self.state[p]
+            if p.device.type != "cpu" or kept["state1"].dtype != torch.uint8 or p.numel() <= PIECE or not p.is_contiguous():
+                super().update_step(group, p, gindex, pindex)
+                return
+            for piece, state in _pieces(p, kept):
+                self.state[piece] = state
+                super().update_step(group, piece, gindex, pindex)
+                del self.state[piece]
+            kept["step"] += 1
+
+    adamw = PiecewiseAdamW(groups, **settings)
+    adamw.check_overrides()
+    for group_place, group in enumerate(adamw.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            adamw.init_state(group, parameter, group_place, place)
+    return adamw
+
+
+def _pieces(p: Tensor, kept: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Runs of ``p`` with their gradients, and the moments and scales that belong to each: views, in which an update is an update of all."""
+    assert p.grad is not None
+    weights, grads = p.detach().view(-1), p.grad.contiguous().view(-1)
+    for start in range(0, p.numel(), PIECE):
+        run = slice(start, start + PIECE)
+        scales = slice(start // _BLOCK, -(-(start + PIECE) // _BLOCK))
+        own = {name: kept[name].view(-1)[run] for name in ("state1", "state2")}
+        own |= {name: kept[name][scales] for name in ("absmax1", "absmax2")}
+        piece = weights[run]
+        piece.grad = grads[run]
+        yield piece, {**kept, **own}
+
 
 _TABLES = ("qmap1", "qmap2")
-"""Of 8-bit moments: what the codes stand for, the same for every run."""
+"""The states of 8-bit moments that say what their codes stand for, the same for every run."""
 _WATCHED = 2**14
 """Numbers of each tensor that are looked at for updates lost."""
 
@@ -65,10 +214,10 @@ class MasterAdamW:
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False  # the parameters may live on, and learn by another optimiser
         self._collected: list[Tensor] = []
-        """Of each hook, the master whose gradient it collects."""
+        """The master whose gradient each hook collects."""
         self._sums: dict[Tensor, Tensor] = {}
         self.lost: Mean | None = None
-        """Of the last step's updates, those that were rounded away; None where no weight had a gradient."""
+        """Share of the last step's updates that were rounded away; None where no weight had a gradient."""
         self.masters: list[Tensor] = [self._master(p) for p in self.parameters]
         self.adamw = self._make_adamw()
 
@@ -277,7 +426,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _lost(before: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor]) -> Mean | None:
-    """Of the sampled numbers with a gradient, the share that did not change."""
+    """The share of the sampled numbers with a gradient that did not change."""
     lost, wanted = [], []
     for master, old in before.items():
         moving = _sample(gradients[master]) != 0

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from groupwise.distributed.shards import local
 from groupwise.models.scorer import Scorer, make_reference
+from groupwise.training.sharding.divided import local
 
 __all__ = ["Reference"]
 

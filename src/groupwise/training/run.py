@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 from groupwise.config.schema import Config, KLConfig
 from groupwise.distributed import World
+from groupwise.distributed.world import Notices
 from groupwise.engines import Engine
-from groupwise.engines.dealt import DealtEngine
+from groupwise.engines.wrappers import DealtEngine
 from groupwise.errors import StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
@@ -25,11 +26,18 @@ from groupwise.threads import threads_in_use
 from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
-from groupwise.training.budget import PassBudget
-from groupwise.training.checkpoint import Snapshot, last_good, latest_checkpoint, load_checkpoint, read_state, take_snapshot
+from groupwise.training.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    last_good,
+    latest_checkpoint,
+    load_checkpoint,
+    read_state,
+    take_snapshot,
+)
 from groupwise.training.ending import save_final_model, write_summary
 from groupwise.training.learner import Advantages, Learner
-from groupwise.training.notices import Notices
+from groupwise.training.microbatches import PassBudget
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
@@ -38,7 +46,6 @@ from groupwise.training.short_memory import planned, rows_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, Paused
-from groupwise.training.writer import CheckpointWriter
 from groupwise.types import Group
 
 __all__ = ["Run", "StepReport"]
@@ -183,7 +190,7 @@ class Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal came, to whichever process."""
-        self.signals.received = next((s for s in self.world.gather(self.signals.received) if s is not None), None)
+        self.signals.received = next((s for s in self.world.all_gather_object(self.signals.received) if s is not None), None)
         return self.signals.received is not None
 
     def evaluate_at_start(self, stage: str) -> None:
@@ -325,7 +332,7 @@ class Run:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
                 "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
-                f"{self.world.first_does(self._last_good)}"
+                f"{self.world.on_rank0(self._last_good)}"
             )
         return advantages
 
@@ -341,7 +348,7 @@ class Run:
             self.world.reduce(self.engine.metrics())
             | {
                 "time/step_s": Sum(time.perf_counter() - self.step_started),
-                "memory/peak_gib": Max(max(self.world.gather(peak_memory_bytes(self.scorer.device.type))) / 2**30),
+                "memory/peak_gib": Max(max(self.world.all_gather_object(peak_memory_bytes(self.scorer.device.type))) / 2**30),
                 "progress/epoch": Max((step + 1) * self.config.rollout.prompts_per_step / len(self.prepared.train_prompts)),
                 "progress/policy_version": Max(self.learner.updates),
             }
@@ -355,7 +362,7 @@ class Run:
         if on_step is None:
             return True
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
-        return self.world.first_does(lambda: on_step(report) is not False)
+        return self.world.on_rank0(lambda: on_step(report) is not False)
 
     def _threads(self) -> dict[str, Metric]:
         """How many threads computed, on a CPU; the first step with fewer than there are is told."""
@@ -387,7 +394,7 @@ class Run:
         assert self.learner is not None
         self._make_ready()
         snapshot = self._snapshot(done, updates)
-        return self.world.first_does(lambda: self.writer.write(snapshot))
+        return self.world.on_rank0(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
         """For all processes at once; the first one's is whole."""
@@ -447,5 +454,5 @@ class Run:
         if not self.trained:
             save_final_model(self)  # before it is judged: what ends the run meanwhile takes only the judgement with it
         self.evaluate("final")
-        peak = max(self.world.gather(peak_memory_bytes(self.scorer.device.type)))
-        return self.world.first_does(lambda: write_summary(self, peak))
+        peak = max(self.world.all_gather_object(peak_memory_bytes(self.scorer.device.type)))
+        return self.world.on_rank0(lambda: write_summary(self, peak))

@@ -20,7 +20,7 @@ from groupwise.data.prompts import drop_long_prompts, render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
-from groupwise.engines.vllm.opening import check_vllm
+from groupwise.engines.vllm.engine import check_vllm
 from groupwise.errors import ConfigError
 from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
@@ -33,11 +33,10 @@ from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
 from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, disk_note, memory_shortage
-from groupwise.training.trainable import check_trainable
 from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
 
-__all__ = ["LazyPrompts", "Prepared", "prepare"]
+__all__ = ["LazyPrompts", "Prepared", "check_trainable", "prepare"]
 
 Render = Callable[[Problem], Prompt]
 
@@ -243,3 +242,17 @@ def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]
         return isinstance(question, str) and question.isascii() and len(question) + overhead <= limit
 
     return surely_fits
+
+
+def check_trainable(config: ModelConfig) -> None:
+    """Raise ConfigError for weights that cannot be trained: quantised ones without an adapter, and a model in pieces."""
+    if config.device_map is not None:
+        raise ConfigError(
+            f"model.device_map is {config.device_map}, which lays one model over several devices for eval and generate, but training needs "
+            "it whole on each: leave it out, and use model.quantization=4bit with model.lora, or several processes with training.sharding"
+        )
+    if config.quantization != "none" and config.lora is None:
+        raise ConfigError(
+            f"model.quantization is {config.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
+            "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
+        )

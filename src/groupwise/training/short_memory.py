@@ -16,8 +16,8 @@ from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
 from groupwise.memory import available_memory_bytes
+from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
-from groupwise.models.projections import with_dtype
 from groupwise.models.saving import free_disk_bytes
 from groupwise.planner import Setup, peak_phase, phases
 from groupwise.planner.memory import disk_bytes, evaluation

@@ -1,12 +1,14 @@
-"""Where a run begins: everything checked, its folder made or found again, and the weights loaded."""
+"""Where a run begins: everything checked, its folder made or found again and locked, and the weights loaded."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,24 +17,145 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import make_engine
+from groupwise.errors import CheckpointError
+from groupwise.evaluation import Evaluation
 from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory
 from groupwise.models.adapters import load_adapter
+from groupwise.models.devices import with_dtype
 from groupwise.models.load import Policy, load_policy, resolve_device
-from groupwise.models.projections import with_dtype
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.threads import fix_threads
-from groupwise.tracking import RunFolder, Trackers, make_trackers
-from groupwise.training.checkpoint import find_checkpoint
-from groupwise.training.place import Place
-from groupwise.training.resume import folder_of
+from groupwise.tracking import ConsoleTracker, RunFolder, Trackers, make_trackers
+from groupwise.tracking.run_folder import cut_back, ending_of, set_ending_aside
+from groupwise.training.checkpoint import MODEL, find_checkpoint, latest_checkpoint, read_state
+from groupwise.training.resume import check_drift, continue_in, earlier_evaluations, folder_of, unfinished_note
 from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.sharding import loading_device, make_sharding
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import StopSignals
 
-__all__ = ["start"]
+__all__ = ["Beginning", "RunFolderResolver", "finished_run", "start"]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """From what a run begins."""
+
+    path: Path
+    """Its folder."""
+    checkpoint: Path | None
+    evaluations: list[Evaluation]
+    """Those before."""
+    done: int
+    """Steps."""
+    trained: bool
+    """Whether its final model is there already, and only has to be judged."""
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the policy; None at the very beginning."""
+        if self.trained:
+            return RunFolder(self.path).final_model
+        return self.checkpoint / MODEL if self.checkpoint else None
+
+
+def finished_run(config: Config, run_folder: Path | None, console: Console) -> tuple[Path, dict[str, Any]] | None:
+    """The folder and the summary of a run that came to its end, and of which no more steps are asked; that is said. Else None.
+
+    Raises CheckpointError where more are asked, and it kept no checkpoint to make them from.
+    """
+    wanted = folder_of(config, run_folder)
+    folder = RunFolder((wanted or Path()).expanduser())
+    ending = None if wanted is None else ending_of(folder)
+    if ending is None:
+        return None
+    if config.training.epochs is None and config.training.steps > ending.asked:
+        if latest_checkpoint(folder.checkpoints) is None:
+            raise cannot_continue(folder, ending.steps, config)
+        return None
+    Trackers([ConsoleTracker(console)]).say(f"{folder.path} finished after step {ending.steps}: nothing to resume.", "green")
+    return folder.path, ending.summary
+
+
+def cannot_continue(folder: RunFolder, steps: int, config: Config) -> CheckpointError:
+    return CheckpointError(
+        f"the run in {str(folder.path)!r} made its {steps} steps and kept no checkpoint (output.checkpoint_every), so it cannot be "
+        f"continued to step {config.training.steps}: begin a run of its own with model.name={folder.final_model}, or leave "
+        "training.steps as it was"
+    )
+
+
+@dataclass
+class RunFolderResolver:
+    """Makes a run's folder or finds it again, with what there is in it to resume from; for the first process alone."""
+
+    config: Config
+    prepared: Prepared
+    recipe: str
+    run_folder: Path | None
+    resumed: Path | None
+    """The folder that was asked to be resumed."""
+    accept_changes: bool
+    checkpoint: Path | None
+    said: list[str]
+
+    def resolve(self, opened: list[RunFolder]) -> Beginning:
+        """From what the run begins; the folder itself, locked, goes into ``opened``."""
+        folder, checkpoint = None, self.checkpoint
+        if self.resumed:
+            folder, checkpoint = continue_in(self.resumed.expanduser(), self.said.append)
+        elif folder_of(self.config, self.run_folder) is None and (note := unfinished_note(self.recipe)):
+            self.said.append(note)
+        reopened = folder is not None
+        folder = folder or RunFolder.create(self.config, self.run_folder, self.recipe)
+        try:
+            trained = self.trained_in(folder, checkpoint) if reopened else None
+            state = trained or (read_state(checkpoint) if checkpoint else {})
+            check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not reopened)
+            if reopened:
+                self.reopen(folder, state)
+            if not folder.environment.is_file():  # killed right after its settings were written
+                folder.write_start(self.config, self.recipe, None)
+        except BaseException:
+            folder.release()
+            raise
+        opened.append(folder)
+        evaluations = earlier_evaluations(state, folder) if reopened else []
+        return Beginning(
+            folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
+        )
+
+    def trained_in(self, folder: RunFolder, checkpoint: Path | None) -> dict[str, Any] | None:
+        """What the run noted when its final model was whole, where it was ended before that had been judged."""
+        try:
+            state: dict[str, Any] = json.loads(folder.trained.read_bytes())
+            step, asked = int(state["step"]), int(state["steps_asked"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if ending_of(folder) is not None or not folder.final_model.is_dir():
+            return None
+        if self.config.training.steps <= asked:
+            return state
+        if checkpoint is None:
+            raise cannot_continue(folder, step, self.config)
+        return None
+
+    def reopen(self, folder: RunFolder, state: dict[str, Any]) -> None:
+        ending = ending_of(folder)
+        if ending is not None:
+            if self.config.training.steps <= ending.asked:  # it came to its end since it was looked at first
+                raise CheckpointError(f"the run in {str(folder.path)!r} has finished meanwhile: there is nothing to resume")
+            if not state:
+                raise cannot_continue(folder, ending.steps, self.config)
+            set_ending_aside(folder, ending.steps)
+            self.said.append(f"It had finished after step {ending.steps}; that model stays until the next one is written.")
+        if "steps_asked" not in state:
+            folder.trained.unlink(missing_ok=True)
+        cut_back(folder, int(state["step"]) if state else None)
+        if not state:
+            self.said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
 
 
 def start(
@@ -55,7 +178,7 @@ def start(
     world = world or World()
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
-    checkpoint = world.first_does(lambda: find_checkpoint(Path(resume_from), said.append)) if resume_from else None
+    checkpoint = world.on_rank0(lambda: find_checkpoint(Path(resume_from), said.append)) if resume_from else None
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
@@ -66,17 +189,17 @@ def start(
         torch.use_deterministic_algorithms(True)
     prepared = prepare(config, rewards, folder=run_folder)
     config = prepared.config
-    world.gather(None)  # nobody writes before all have found everything in order
+    world.all_gather_object(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None
     if check is not None and checkpoint is None and not (wanted and wanted.expanduser().is_dir()):
         try:
-            said += world.first_does(lambda: list(check(prepared)))
+            said += world.on_rank0(lambda: list(check(prepared)))
         except BaseException:
             prepared.rewards.close()
             raise
-    place = Place(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said)
+    resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said)
     opened: list[RunFolder] = []
-    beginning = world.first_does(lambda: place.take(opened))
+    beginning = world.on_rank0(lambda: resolver.resolve(opened))
     folder = opened[0] if opened else RunFolder(beginning.path)
     trackers = Trackers()
     try:

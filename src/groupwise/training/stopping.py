@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from groupwise.distributed.signals import HANGUP, stop_signals
+from groupwise.distributed.launch import HANGUP, stop_signals
 
 __all__ = ["AbandonStep", "StopSignals"]
 

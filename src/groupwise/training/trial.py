@@ -40,7 +40,7 @@ class Trial:
     steps: int
     processes: int
     peak_bytes: int
-    """Of the process, or of its GPU; of several processes the fullest one's."""
+    """Peak memory of the process, or of its GPU; the highest of several processes."""
     phase_bytes: dict[str, int]
     """The same of each phase, where the system lets peaks be counted again."""
     step_bytes: list[int]
@@ -146,8 +146,8 @@ def run_trial(config: Config, console: Console | None = None, *, whole: bool = F
             with peaks.phase("evaluation"):
                 run.evaluate("final")
         peaks.note()
-        found = world.gather((peaks.highest, peaks.by_name(), by_step))
-        return world.first_does(lambda: _summed_up(reports, found))
+        found = world.all_gather_object((peaks.highest, peaks.by_name(), by_step))
+        return world.on_rank0(lambda: _summed_up(reports, found))
 
 
 def planned_peaks(phases: Iterable[Phase]) -> dict[str, int]:

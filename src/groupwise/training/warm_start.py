@@ -17,7 +17,7 @@ from groupwise.data.prompts import worked_completion
 from groupwise.distributed import World
 from groupwise.errors import DataError
 from groupwise.models.scorer import Scorer
-from groupwise.training.budget import PassBudget
+from groupwise.training.microbatches import PassBudget
 from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
@@ -88,7 +88,7 @@ def warm_start(
         chosen = [prompts[i] for i in _examples(config, len(prompts), step)]
         examples = [(prompt.token_ids, worked_tokens(prompt, style, tokenizer)) for prompt in chosen]
         passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
-        loss = sum(world.gather(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
+        loss = sum(world.all_gather_object(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
         _, made = optimizer.step(learning_rate_at(rates, step, settings.steps))
         in_a_row = 0 if made or optimizer.can_recover else in_a_row + 1
@@ -109,8 +109,8 @@ class _Passes:
         """``noise`` seeds an adapter's dropout."""
         self.scorer, self.optimizer, self.sharding, self.budget, self.noise = scorer, optimizer, sharding, budget, noise
         self.tokens = sum(len(target) for _, target in examples)
-        """Of all processes."""
-        self.examples = [examples[i] for i in world.mine([len(prompt) + len(target) for prompt, target in examples])]
+        """Tokens of all processes."""
+        self.examples = [examples[i] for i in world.assigned([len(prompt) + len(target) for prompt, target in examples])]
 
     def _cut(self) -> list[list[Example]]:
         sizes = [(len(prompt), [len(target)]) for prompt, target in self.examples]

@@ -84,7 +84,7 @@ def save(
         seal(aside, _STATE)  # it is replaced at the end of a run, as a whole
 
     target = output / f"checkpoint-{state.global_step}"
-    learner.world.first_does(lambda: put_in_place(target, write, snapshot.size_bytes()))
+    learner.world.on_rank0(lambda: put_in_place(target, write, snapshot.size_bytes()))
     # By time, since an earlier run may have come further.
     others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
     for old in others[: 1 - limit or None] if limit and learner.world.is_first else []:

@@ -228,7 +228,7 @@ def generate(
     own = slice(len(flat) * world.rank // world.size, len(flat) * (world.rank + 1) // world.size)
     columns = {name: [p.problem.columns.get(name) for p, _ in flat[own]] for name in flat[0][0].problem.columns}
     ids = [list(c.token_ids) for _, c in flat[own]]
-    parts = world.gather(functions.score(questions[own], answers[own], ids, {**columns, **extras}))
+    parts = world.all_gather_object(functions.score(questions[own], answers[own], ids, {**columns, **extras}))
     scores = [[score for part in parts for score in part[index]] for index in range(len(functions.names))]
     rewards, advantages = combine(
         scores,

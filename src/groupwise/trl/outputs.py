@@ -221,7 +221,7 @@ class Outputs:
     @for_all
     def _save_divided(self, folder: Path) -> None:
         policy = self.learner.sharding.whole_policy(self.policy)
-        self.world.first_does(lambda: checkpoints.save_policy(policy, folder))
+        self.world.on_rank0(lambda: checkpoints.save_policy(policy, folder))
 
     def save_state(self) -> None:
         """Write ``trainer_state.json`` to the run's folder; the first process does."""

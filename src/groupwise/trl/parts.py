@@ -21,13 +21,13 @@ from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConf
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
-from groupwise.engines.dealt import DealtEngine
+from groupwise.engines.wrappers import DealtEngine
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
+from groupwise.models.devices import with_dtype
 from groupwise.models.load import Policy, check_model, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
 from groupwise.models.module_scorer import ModuleScorer
-from groupwise.models.projections import with_dtype
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.sharding import Replicas, make_sharding, with_whole_weights

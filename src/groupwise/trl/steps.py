@@ -197,7 +197,7 @@ class EntropyControl:
             entropies_T = learner.entropies(part.window)
             for sweep in range(part.units // part.units_per_sweep):
                 chosen_T = unit_T // part.units_per_sweep == sweep
-                everywhere = torch.cat(world.gather(entropies_T[chosen_T].float().cpu()))
+                everywhere = torch.cat(world.all_gather_object(entropies_T[chosen_T].float().cpu()))
                 if len(everywhere):
                     threshold = float(torch.quantile(everywhere, 1 - self.args.top_entropy_quantile))
                     counts_T[chosen_T] = (entropies_T[chosen_T] >= threshold).float()

@@ -190,7 +190,7 @@ class GRPOTrainer(Outputs):
             raise ArgumentError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
         self._check_late()
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
-        checkpoint = self.world.first_does(lambda: checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint))
+        checkpoint = self.world.on_rank0(lambda: checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint))
         self._begin(checkpoint, updates)
         if checkpoint is not None and self.state.global_step >= updates:
             return self._finished_before(checkpoint)
@@ -324,13 +324,13 @@ class GRPOTrainer(Outputs):
         )  # fmt: skip
         for name, number in generation_numbers(generation, self.rewards.names, self.args).items():
             numbers[name].append(number)
-        for name, values in _joined(self.world.gather(dict(logged))).items():
+        for name, values in _joined(self.world.all_gather_object(dict(logged))).items():
             numbers[name].append(statistics.fmean(values))
         if numbers is self._numbers:
             tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in generation.groups for c in g.completions)
             self.state.num_input_tokens_seen += tokens
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
-        self.completion_log.keep(generation, self.rewards.names, _joined(self.world.gather(dict(extra_columns))))
+        self.completion_log.keep(generation, self.rewards.names, _joined(self.world.all_gather_object(dict(extra_columns))))
         return generation
 
     def _prepare(self, generation: Generation, index: int, number: int) -> None:
@@ -396,7 +396,7 @@ class GRPOTrainer(Outputs):
     def _agree(self) -> None:
         """What a callback asks for in one process is done in all."""
         names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
-        asked = self.world.gather([getattr(self.control, name) for name in names])
+        asked = self.world.all_gather_object([getattr(self.control, name) for name in names])
         for name, values in zip(names, zip(*asked, strict=True), strict=True):
             setattr(self.control, name, any(values))
 

@@ -10,9 +10,9 @@ import pytest
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
-from groupwise.engines.vllm import versions
+from groupwise.engines.vllm import protocol
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.opening import check_vllm
+from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import Starting
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
@@ -31,7 +31,7 @@ def folder(tmp_path, tiny_llama):
 @pytest.fixture
 def say(monkeypatch, capsys):
     """``say(*words)``: exit code of the command, and what it says; vLLM seems to be there, and must not be started."""
-    monkeypatch.setattr(versions, "check_versions", lambda: None)
+    monkeypatch.setattr(protocol, "check_versions", lambda: None)
     monkeypatch.setattr(command, "_start_vllm", lambda args, model: pytest.fail("vLLM was started"))
     monkeypatch.setattr(command.signal, "signal", lambda number, what: None)
 
@@ -91,7 +91,7 @@ def test_without_vllm_its_name_is_told_first(say, monkeypatch):
     def missing():
         raise ConfigError("vLLM is not installed")
 
-    monkeypatch.setattr(versions, "check_versions", missing)
+    monkeypatch.setattr(protocol, "check_versions", missing)
     assert say("/no/such/model", "--port", "-1") == (2, "groupwise: vLLM is not installed\n")
 
 

@@ -10,12 +10,12 @@ import torch
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm import opening, versions
+from groupwise.engines.vllm import protocol
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.opening import check_vllm
+from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
+from groupwise.engines.vllm.pushing import packed_buckets
 from groupwise.engines.vllm.service import Service
-from groupwise.engines.vllm.weights import packed_buckets
 from groupwise.errors import ConfigError, TrainingError
 from tests.engines.vllm.model_backend import ModelBackend
 
@@ -222,7 +222,7 @@ def test_a_server_with_another_model_is_refused_before_anything_is_loaded(serve,
 
 def test_a_server_of_another_protocol_is_refused_by_name(serve, tiny_llama, monkeypatch):
     server = serve(tiny_llama())
-    monkeypatch.setattr(opening, "PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr(protocol, "PROTOCOL", PROTOCOL + 1)
     with pytest.raises(
         ConfigError, match=rf"groupwise .* speaks protocol {PROTOCOL}, but this is groupwise .* with protocol {PROTOCOL + 1}"
     ):
@@ -274,19 +274,19 @@ def test_versions_that_do_not_fit_are_named(installed, requires, said, monkeypat
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(versions.metadata, "version", version)
-    monkeypatch.setattr(versions.metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(protocol.metadata, "version", version)
+    monkeypatch.setattr(protocol.metadata, "requires", lambda name: requires)
     with pytest.raises(ConfigError, match=said):
         check_vllm(RolloutConfig(engine="vllm"), tiny_llama().config, "a/b")
 
 
 def test_versions_that_fit_or_are_newer_pass(monkeypatch):
     found = {"vllm": "0.32.1", "torch": "2.13.0+cpu"}
-    monkeypatch.setattr(versions.metadata, "version", lambda name: found[name])
-    monkeypatch.setattr(versions.metadata, "requires", lambda name: ["torch==2.13.0", "numpy==1.0; extra == 'x'"])
-    assert versions.check_versions() is None
+    monkeypatch.setattr(protocol.metadata, "version", lambda name: found[name])
+    monkeypatch.setattr(protocol.metadata, "requires", lambda name: ["torch==2.13.0", "numpy==1.0; extra == 'x'"])
+    assert protocol.check_versions() is None
     found["vllm"] = "0.33.0"
-    assert versions.check_versions() == "vllm is 0.33.0; what was tried is 0.32.0."
+    assert protocol.check_versions() == "vllm is 0.33.0; what was tried is 0.32.0."
 
 
 def test_vllm_in_this_process_is_for_one_process(monkeypatch, tiny_llama):

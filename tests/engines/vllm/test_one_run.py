@@ -11,7 +11,7 @@ import pytest
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.opening import check_vllm
+from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import BeginAgain, Refused
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError

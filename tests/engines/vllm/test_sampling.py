@@ -120,9 +120,9 @@ def test_weights_may_go_through_a_folder_that_both_see(serve, engine_over, tiny_
 
 
 def test_processes_sample_their_own_share_and_only_one_pushes(serve, tiny_llama, tokenizer, make_prompts, ids_of, in_threads):
-    from groupwise.engines.dealt import DealtEngine
     from groupwise.engines.vllm.client import Client
     from groupwise.engines.vllm.engine import VllmEngine
+    from groupwise.engines.wrappers import DealtEngine
     from groupwise.models.load import Policy
 
     prompts, server = make_prompts(LENGTHS), serve(tiny_llama())

@@ -16,7 +16,7 @@ from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
 from groupwise.engines.vllm import server as serving
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.opening import check_vllm
+from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import SECRET, BeginAgain, NotTrusted, find_secret
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError

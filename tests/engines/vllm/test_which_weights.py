@@ -10,8 +10,8 @@ import torch
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import BeginAgain, StaleWeights
+from groupwise.engines.vllm.pushing import packed_buckets
 from groupwise.engines.vllm.service import Service
-from groupwise.engines.vllm.weights import packed_buckets
 from groupwise.errors import TrainingError
 from tests.engines.vllm.model_backend import ModelBackend
 

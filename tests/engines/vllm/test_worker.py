@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engines.vllm.worker import GroupwiseWorker
+from groupwise.engines.vllm.backend import GroupwiseWorker
 
 
 class Fused(nn.Module):

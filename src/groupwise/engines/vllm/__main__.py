@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace) -> None:
     """What can be wrong is looked for first, before torch and vLLM are imported."""
-    from groupwise.engines.vllm.versions import check_versions
+    from groupwise.engines.vllm.protocol import check_versions
 
     remark = check_versions()
     if remark:
@@ -145,7 +145,7 @@ def _checked_model(model: str) -> str:
             ) from error
         model = str(ensure_embedded_model(_say))
     if not is_folder_name(model):
-        from groupwise.models.hub import only_from_cache
+        from groupwise.models.folder import only_from_cache
 
         only_from_cache(model, None)
         return model

@@ -13,24 +13,37 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import seed_key
-from groupwise.engines.vllm.protocol import Job, Link, Refused, StaleWeights, Unreachable, owner_of
-from groupwise.engines.vllm.pushing import Patience, push
-from groupwise.engines.vllm.weights import check_pushable
-from groupwise.errors import TrainingError
+from groupwise.engines.vllm.client import Client
+from groupwise.engines.vllm.protocol import (
+    Job,
+    Link,
+    NotTrusted,
+    Refused,
+    StaleWeights,
+    Starting,
+    Unreachable,
+    check_server,
+    check_versions,
+    owner_of,
+)
+from groupwise.engines.vllm.pushing import Patience, check_pushable, push
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
-__all__ = ["VllmEngine", "request_seed"]
+__all__ = ["VllmEngine", "check_vllm", "open_vllm_engine", "request_seed"]
 
 PROBE_NATS = 0.3
 """Mean difference of log-probabilities, sampled there and scored here, beyond which the two models are not the same. Between bf16 kernels
@@ -72,7 +85,7 @@ class VllmEngine(Engine):
         self.bucket_bytes, self.patience_s, self.collect = bucket_bytes, patience_s, collect
         self.end_token_ids = frozenset(policy.end_token_ids)
         self.policy_version = 0
-        self._owner = self.world.first_does(lambda: uuid.uuid4().hex[:12])
+        self._owner = self.world.on_rank0(lambda: uuid.uuid4().hex[:12])
         self.divided = False
         self._pushes = 0
         self._prompt_tokens = self._cached_tokens = 0
@@ -93,14 +106,14 @@ class VllmEngine(Engine):
     def refresh(self, policy_version: int) -> None:
         """For all processes at once: push the weights, and let the server show that it computes with them."""
         started = time.perf_counter()
-        self.world.gather(None)  # from here on no process samples from the weights before
+        self.world.all_gather_object(None)  # from here on no process samples from the weights before
         self._pusher = threading.get_ident()  # only this thread knows when the weights stand still
         self.policy_version = policy_version
         self._pushes += 1
         found = self.collect(self.policy)
         self.divided = found is not self.policy
-        self.world.first_does(lambda: self._push(found))
-        self._probed = max(self._probed, self.world.first_does(lambda: self._probe(found)))
+        self.world.on_rank0(lambda: self._push(found))
+        self._probed = max(self._probed, self.world.on_rank0(lambda: self._probe(found)))
         self._push_s += time.perf_counter() - started
 
     def metrics(self) -> dict[str, Metric]:
@@ -255,7 +268,7 @@ class VllmEngine(Engine):
         )  # fmt: skip
 
     def _take_hold(self) -> None:
-        """Of the server, for this run. Raises what `Link.hold` does."""
+        """Reserve the server for this run. Raises what `Link.hold` does."""
         before = self._let_go
         self._let_go = self.link.hold(self._owner, f"process {os.getpid()} on {socket.gethostname()}")
         before()
@@ -299,3 +312,88 @@ class VllmEngine(Engine):
                 "model's here: it computes something else; start it with the model that is trained, unquantised"
             )
         return apart
+
+
+def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None:
+    """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM is not up yet.
+
+    Raises ConfigError where no server answers, or one of other versions, with another model, or that works for another run, or where vLLM
+    in this process would not do.
+    """
+    if rollout.engine != "vllm":
+        return None
+    if rollout.vllm.url is None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "rollout.engine is vllm in the trainer's own process, which is for one process, but several were started: start a server "
+                "(python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
+            )
+        check_versions()
+        return None
+    return _check_server(_client(rollout.vllm), hf_config, model)
+
+
+def _check_server(client: Client, hf_config: Any, model: str) -> int:
+    try:
+        found = check_server(client, hf_config, model)
+    except Starting as error:
+        raise ConfigError(f"{error}: start the run when it says that it samples") from error
+    except Unreachable as error:
+        from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
+
+        model = str(embedded_folder()) if model == EMBEDDED_NAME else model
+        raise ConfigError(
+            f"rollout.vllm.url is {client.where!r}, where nobody answers ({error}): start a server in vLLM's environment with "
+            f"`python -m groupwise.engines.vllm {model}`, or sample here with rollout.engine=auto"
+        ) from error
+    except NotTrusted as stranger:
+        raise ConfigError(str(stranger)) from stranger
+    except Refused as refused:
+        raise ConfigError(
+            f"rollout.vllm.url is {client.where!r}, but {refused}: name a sampling server of groupwise"
+        ) from refused
+    if found["used_by"] and os.environ.get("RANK", "0") == "0":  # the others might see the first one, which was quicker
+        raise ConfigError(
+            f"the server at {client.where} works for {found['used_by']}, and a server samples for one run at a time: end that run, or "
+            "start another server, with --port, and let rollout.vllm.url name it"
+        )
+    return int(found["max_model_tokens"])
+
+
+def open_vllm_engine(
+    policy: Policy,
+    rollout: RolloutConfig,
+    world: World | None = None,
+    collect: Callable[[Policy], Policy | None] = lambda policy: policy,
+) -> VllmEngine:
+    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. ``collect``: see `VllmEngine`.
+
+    Raises ConfigError, ModelError or TrainingError where that cannot be.
+    """
+    check_pushable(policy.model, policy.name)
+    check_vllm(rollout, policy.model.config, policy.name)
+    settings = rollout.vllm
+    link = _client(settings) if settings.url is not None else _own(policy, rollout)
+    return VllmEngine(
+        policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, collect=collect
+    )
+
+
+def _client(settings: VllmConfig) -> Client:
+    assert settings.url is not None
+    shared = None if settings.shared_folder is None else Path(settings.shared_folder)
+    return Client(settings.url, patience_s=settings.patience_s, shared=shared)
+
+
+def _own(policy: Policy, rollout: RolloutConfig) -> Any:
+    """vLLM in this process. It loads the same folder, whose weights are then replaced."""
+    from groupwise.engines.vllm.backend import VllmBackend, VllmOptions
+    from groupwise.engines.vllm.service import Service
+
+    settings = rollout.vllm
+    options = VllmOptions(
+        model=str(policy.model.config._name_or_path), dtype=str(policy.model.dtype).removeprefix("torch."),
+        max_model_tokens=policy.context_length, max_sequences=rollout.max_concurrent_sequences, memory_share=settings.gpu_memory_share,
+        cache_gib=settings.cache_gib, eager=settings.eager,
+    )  # fmt: skip
+    return Service(VllmBackend(options, own_process=False))

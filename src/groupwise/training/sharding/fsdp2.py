@@ -20,17 +20,14 @@ from groupwise.config.combinations import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
-from groupwise.distributed.shards import Rows, local, read_rows, rows_of
 from groupwise.errors import ConfigError
 from groupwise.metrics import Mean
-from groupwise.models.blocks import Blocks
 from groupwise.models.decoder import Decoder
 from groupwise.models.families import why_uncovered
+from groupwise.models.layer import Blocks
 from groupwise.models.scorer import Scorer
-from groupwise.training.loss_scale import LossScale
-from groupwise.training.optimizer import MasterAdamW, adds_up_itself
-from groupwise.training.sharding.divided import Divided, lean
-from groupwise.training.sharding.handing import place, read_by_one
+from groupwise.training.optimizer import LossScale, MasterAdamW, adds_up_itself
+from groupwise.training.sharding.divided import Divided, Rows, lean, local, materialize, read_by_one, read_rows, rows_of
 
 __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
 
@@ -66,23 +63,23 @@ class FSDP2(Divided):
         self.mesh = init_device_mesh(device_type, (world.size,))
         self.dtype = scorer.dtype
         self._optimizer: ShardedAdamW | None = None
-        blocks = scorer.as_blocks()
+        blocks = scorer.to_modules()
         masters = config.optimizer.precision == "masters" and any(p.requires_grad for p in blocks.parameters())
         kept, by_one = torch.float32 if masters else self.dtype, read_by_one(blocks, world)
-        self._divide(blocks, kept, lambda module: place(module, scorer.device, kept, world, by_one))
+        self._divide(blocks, kept, lambda module: materialize(module, scorer.device, kept, world, by_one))
         scorer.inside = _inside(blocks)
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
 
-    def _divide(self, blocks: Blocks, kept: torch.dtype, place: Callable[[nn.Module], None] | None = None) -> None:
-        """Rows in dtype ``kept``, gathered as the policy's; each layer is placed, divided and let go of before the next."""
+    def _divide(self, blocks: Blocks, kept: torch.dtype, settle: Callable[[nn.Module], None] | None = None) -> None:
+        """Rows in dtype ``kept``, gathered as the policy's; each layer is materialized, divided and freed before the next."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         gathered = None if kept == self.dtype else self.dtype
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in (*blocks.layers, blocks):
-            if place is not None:
-                place(module)
+            if settle is not None:
+                settle(module)
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True if module is not blocks else None)
             divided: Any = module
             divided.set_gradient_divide_factor(1.0)  # added up, not averaged: weights of tokens are shares of the whole batch
@@ -94,7 +91,7 @@ class FSDP2(Divided):
 
     def make_reference(self, scorer: Scorer) -> Scorer:
         assert isinstance(scorer, Decoder)
-        twin = scorer.frozen_twin()
+        twin = scorer.meta_copy()
         blocks = twin.blocks
         assert blocks is not None
         self._divide(blocks, self.dtype)
@@ -182,7 +179,7 @@ class FSDP2(Divided):
 
 
 def _of(shapes: Mapping[str, torch.Size], name: str) -> torch.Size | None:
-    """Of the parameter that ``name`` is about: its own name, or one with the kind before it (``exp_avg.embedding``)."""
+    """The shape of the parameter that ``name`` is about: its own name, or one with the kind before it (``exp_avg.embedding``)."""
     return shapes.get(name, shapes.get(name.partition(".")[2]))
 
 
@@ -227,14 +224,14 @@ class ShardedAdamW(MasterAdamW):
 
     def step(self, learning_rate: float) -> tuple[float, bool]:
         found = super().step(learning_rate)
-        parts = self.world.gather(None if self.lost is None else (self.lost.total, self.lost.count))
+        parts = self.world.all_gather_object(None if self.lost is None else (self.lost.total, self.lost.count))
         known = [part for part in parts if part is not None]
         self.lost = Mean(sum(total for total, _ in known), sum(count for _, count in known)) if known else None
         return found
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         total = super().norm(gradients).float().square()
-        self.world.add_up(total)
+        self.world.all_reduce(total)
         return total.sqrt()
 
     def clear(self) -> None:

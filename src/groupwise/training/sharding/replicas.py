@@ -1,8 +1,8 @@
-"""Whole replicas: every process holds everything, and only the work is divided."""
+"""Whole replicas: every process holds everything, and only the work is divided. And sampling where the weights are divided all the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,15 @@ from torch import Tensor
 
 from groupwise.config.schema import OptimizerConfig
 from groupwise.distributed import World
+from groupwise.distributed.sharding import Sharding
+from groupwise.engines import Engine, SamplingSettings
+from groupwise.engines.base import Progress, SampleRequest
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer, make_reference
 from groupwise.training.optimizer import MasterAdamW
+from groupwise.types import Completion, Prompt
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "with_whole_weights"]
 
 
 class Replicas:
@@ -52,7 +56,7 @@ class Replicas:
         if self.world.size > 1:
             self.world.check_equal("the weights", [p for _, p in self.scorer.named_parameters()])
 
-    def whole_policy(self, policy: Policy) -> Any:
+    def whole_policy(self, policy: Policy) -> Policy | None:
         return policy
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -60,3 +64,28 @@ class Replicas:
 
     def read_state(self, path: Path) -> dict[str, Tensor]:
         return load_file(path)
+
+
+def with_whole_weights(engine: Engine, sharding: Sharding) -> Engine:
+    """An engine that samples as ``engine`` does, which all processes must ask at once; itself where it has weights of its own."""
+    return engine if engine.holds_weights else _Gathering(engine, sharding)
+
+
+class _Gathering(Engine):
+    """Over an engine that reads the policy's weights."""
+
+    def __init__(self, engine: Engine, sharding: Sharding) -> None:
+        self.engine, self.sharding = engine, sharding
+
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``. Whoever has no prompts takes part too."""
+        with self.sharding.whole():
+            return self.engine.serve(request, on_progress)
+
+    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
+        """See ``Engine.stream``."""
+        with self.sharding.whole():
+            return self.engine.stream(prompt, settings, seed=seed, on_text=on_text)
+
+    def refresh(self, policy_version: int) -> None:
+        self.engine.refresh(policy_version)

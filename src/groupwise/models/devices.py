@@ -1,7 +1,7 @@
-"""A model whose layers lie on several devices, in the machine's memory and on the disk, by transformers' and accelerate's ``device_map``.
+"""Where a model's weights lie, and in which numbers: ``dtype: auto``, and models on several devices by accelerate's ``device_map``.
 
-It is computed by its own module: accelerate's hooks bring what each layer reads to where the layer is, and layers that are on the disk or
-in the machine's memory to a GPU when their turn comes.
+A model with a device map is computed by its own module: accelerate's hooks bring what each layer reads to where the layer is, and layers
+that are on the disk or in the machine's memory to a GPU when their turn comes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,34 @@ import torch
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 
-__all__ = ["check_spread", "input_device", "is_spread", "placement", "remove_with"]
+__all__ = [
+    "check_device_map",
+    "computes_bf16",
+    "device_map_arguments",
+    "has_device_map",
+    "input_device",
+    "remove_with",
+    "with_dtype",
+]
 
 
-def check_spread(config: ModelConfig) -> None:
+def computes_bf16() -> bool:
+    """Whether this CPU has instructions for bfloat16 that PyTorch's library uses: AVX-512 or AVX-NE-CONVERT on x86, BF16 on Arm."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """The settings with ``dtype`` named: ``auto`` becomes float32 on a CPU that has no instructions for bfloat16, else bfloat16.
+
+    Without them PyTorch converts every number on its way into a product, which takes several times as long as float32.
+    """
+    if config.dtype != "auto":
+        return config
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return config.model_copy(update={"dtype": "float32" if on_cpu and not computes_bf16() else "bfloat16"})
+
+
+def check_device_map(config: ModelConfig) -> None:
     """Raise ModelError where ``model.device_map`` asks for a package that is missing."""
     if config.device_map is not None and importlib.util.find_spec("accelerate") is None:
         raise ModelError(
@@ -30,7 +54,7 @@ def check_spread(config: ModelConfig) -> None:
         )
 
 
-def placement(config: ModelConfig) -> dict[str, Any]:
+def device_map_arguments(config: ModelConfig) -> dict[str, Any]:
     """What to ask ``from_pretrained`` for; ``offload_folder`` is a new folder for what goes to the disk."""
     folder = tempfile.mkdtemp(prefix="groupwise-offload-")
     limits = {"max_memory": dict(config.max_memory)} if config.max_memory else {}
@@ -45,15 +69,15 @@ def remove_with(model: Any, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_spread(model: Any) -> bool:
-    """Whether ``model`` lies in more than one place."""
+def has_device_map(model: Any) -> bool:
+    """Whether ``model`` lies on several devices, or partly on the disk."""
     places = getattr(model, "hf_device_map", None) or {}
     return len({str(place) for place in places.values()}) > 1 or "disk" in places.values()
 
 
 def input_device(model: Any) -> torch.device:
-    """Where ``model`` takes its inputs and leaves its logits: its own device, or the first GPU of those it is spread over."""
-    if not is_spread(model):
+    """Where ``model`` takes its inputs and leaves its logits: its own device, or the first GPU of its device map."""
+    if not has_device_map(model):
         return model.device  # type: ignore[no-any-return]
     computing = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
     return (

@@ -12,8 +12,8 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ConfigError
+from groupwise.models.devices import has_device_map
 from groupwise.models.load import load_policy
-from groupwise.models.spread import is_spread
 from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import write_tiny_llama
@@ -55,7 +55,7 @@ def test_the_folder_on_the_disk_goes_with_the_model(folder, tmp_path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     policy = load_policy(spread(folder))
     kept = list(place.iterdir())
-    assert not is_spread(load_policy(spread(folder, "1GB")).model), "it fits, and then lies in one piece"
+    assert not has_device_map(load_policy(spread(folder, "1GB")).model), "it fits, and then lies in one piece"
     assert list(place.iterdir()) == kept
     del policy
     gc.collect()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from groupwise.models import blocked_attention, library_attention
+from groupwise.models import attention, blocked_attention
+from groupwise.models.attention import plan_rectangles
 from groupwise.models.blocked_attention import plan_blocks
-from groupwise.models.layout import Packed, pack, pack_prompts
-from groupwise.models.library_attention import plan_rectangles
+from groupwise.models.packing import Packed, pack, pack_prompts
 
 from .slow import SHAPES, Groups, random_groups
 
@@ -77,7 +77,7 @@ def test_blocks_cover_each_causal_pair_once(
     shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in (blocked_attention, library_attention):
+    for module in (blocked_attention, attention):
         monkeypatch.setattr(module, "QUERY_BLOCK", query_block)
         monkeypatch.setattr(module, "SCORE_BUDGET", budget)
     groups = random_groups(shapes)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from groupwise.engines.base import SampleRequest, SamplingSettings
-from groupwise.engines.beside import QueuedRequest, SamplingThread
-from groupwise.engines.builtin.runner import Runner
+from groupwise.engines.builtin.engine import Runner
+from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.memory import DEVICE_WIDE, reclaim_memory
 from groupwise.types import Problem, Prompt
 
