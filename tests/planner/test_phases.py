@@ -89,3 +89,13 @@ def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path, monkeypatch, 
     if note:
         assert "output.keep_checkpoints" in note
         assert str(tmp_path) in note
+
+
+def test_the_warm_start_has_its_examples_and_neither_reference_nor_critic():
+    """Each example is a prompt of 100 tokens and one completion of at most 300; two groups of four share their prompts."""
+    few = ("rollout.prompts_per_step=2", "rollout.completions_per_prompt=4", "beta=0.04", "rollout.max_completion_tokens=300")
+    found = {p.name: {i.name: i.bytes for i in p.items if i.bytes} for p in phases(setup("warm_start.steps=6", *few))}
+    warm, learning = found["warm start"], found["learning"]
+    assert warm["activations"] / learning["activations"] == pytest.approx(16 * (100 + 299) / (2 * (100 + 4 * 299)), rel=0.05)
+    assert learning.keys() - warm.keys() == {"reference"}
+    assert "warm start" not in sizes(setup("warm_start.steps=0", *few))

@@ -141,7 +141,7 @@ def _formulas_json(made: Plan) -> dict[str, object]:
 
 
 _WHEN = {
-    "sampling": "while sampling", "evaluation": "during evaluation", "reference": "in the reference's pass",
+    "warm start": "in the warm start", "sampling": "while sampling", "evaluation": "during evaluation", "reference": "in the reference's pass",
     "output head": "at the output head", "learning": "while learning", "optimiser step": "in the optimiser's step",
     "checkpoint": "while a checkpoint is written beside sampling", "final model": "while the final model is saved",
 }  # fmt: skip
@@ -150,6 +150,7 @@ _WHEN = {
 _ROOMY = 5
 """Phases that a terminal of 80 columns has room for by their full names."""
 _SHORT = {
+    "warm start": "warm\nstart",
     "sampling": "sampl.",
     "learning": "learn.",
     "output head": "output\nhead",

@@ -134,7 +134,7 @@ third), on a GPU an allowance."""
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Loading, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is
+    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is
     sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output
     head's is given beside it where it is another one."""
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
@@ -157,7 +157,10 @@ def phases(setup: Setup) -> list[Phase]:
     passing["final model"] = _final_model(setup)
     found = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
     found = [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
-    return [_phase("loading", _loading(setup)), *found]
+    before = [_phase("loading", _loading(setup))]
+    if setup.config.warm_start.steps:
+        before.append(_warm_start(setup))
+    return [*before, *found]
 
 
 _LOADED = {"process", "weights", "adapter", "reward models", "vLLM"}
@@ -165,7 +168,8 @@ _LOADED = {"process", "weights", "adapter", "reward models", "vLLM"}
 
 
 def _loading(setup: Setup) -> list[Item]:
-    """The weights come from their file a tensor at a time, and are fused a layer at a time."""
+    """The weights come from their file a tensor at a time, and are fused a layer at a time. What is read of the file is not counted: its
+    pages, though they show in the process's size, are the kernel's to drop."""
     shape, s = setup.shape, setup.weight_bytes
     fused = s * max(shape.head, shape.layer_matrices)
     items = [item for item in state(setup) if item.name in _LOADED]
@@ -173,6 +177,17 @@ def _loading(setup: Setup) -> list[Item]:
     if setup.device == "cpu" and divided(setup, "weights"):
         items.append(Item("whole weights", s * shape.parameters, "s P, where they are read"))
     return items
+
+
+def _warm_start(setup: Setup) -> Phase:
+    """Supervised passes, before there is a reference or a critic: each example is a group of one, planned as long as a completion may be."""
+    examples = setup.changed(
+        rollout__prompts_per_step=setup.config.warm_start.examples_per_step, rollout__completions_per_prompt=1, rollout__ahead=0,
+        algorithm__kl=None, algorithm__value=None,
+    )  # fmt: skip
+    fullest = max(_learning(examples), key=lambda items: sum(item.bytes for item in items))
+    phase = _phase("warm start", [*state(examples), *fullest, _fragmentation(examples, fullest)])
+    return _with_aligned_blocks(examples, phase)
 
 
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:

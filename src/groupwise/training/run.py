@@ -208,6 +208,7 @@ class Run:
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
                 world=self.world, sharding=self.sharding, budget=self.budget,
             )  # fmt: skip
+        release_freed_memory()  # its optimiser has ended, and its batches are of other sizes than a step's
         self.notices.exchange()
         self.engine.refresh(0)
         self.evaluate_at_start("warm_start")
