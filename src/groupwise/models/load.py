@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
-from groupwise.memory import own_memory
+from groupwise.memory import blocks_of_their_own, own_memory
 from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
 from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
@@ -131,10 +131,9 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
-    model = settle(_load_weights(config, _attention(config, target), target))
-    if (
-        config.device_map is None and target.type == "cpu"
-    ):  # with a map, what is on the disk stays there; a GPU's copy is read once
+    with blocks_of_their_own():  # what quantising needs in passing goes back at once
+        model = settle(_load_weights(config, _attention(config, target), target))
+    if config.device_map is None and target.type == "cpu":  # what a map leaves on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
