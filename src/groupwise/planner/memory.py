@@ -134,9 +134,9 @@ third), on a GPU an allowance."""
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the next batch is
-    sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the output
-    head's is given beside it where it is another one."""
+    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the
+    next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
+    output head's is given beside it where it is another one."""
     passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
         passing["evaluation"] = evaluation(setup)
@@ -180,7 +180,7 @@ def _loading(setup: Setup) -> list[Item]:
 
 
 def _warm_start(setup: Setup) -> Phase:
-    """Supervised passes, before there is a reference or a critic: each example is a group of one, planned as long as a completion may be."""
+    """Supervised passes, before there is a reference or a critic: an example is a group of one, as long as a completion may be."""
     examples = setup.changed(
         rollout__prompts_per_step=setup.config.warm_start.examples_per_step, rollout__completions_per_prompt=1, rollout__ahead=0,
         algorithm__kl=None, algorithm__value=None,
