@@ -17,7 +17,7 @@ from groupwise.engines import SamplingSettings
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
-from groupwise.models.native import kernels as native
+from groupwise.models.native import build, calls
 from groupwise.models.ops import rope_rotate
 from groupwise.models.packing import pack
 from groupwise.types import Problem, Prompt
@@ -25,7 +25,7 @@ from groupwise.types import Problem, Prompt
 BF16 = torch.bfloat16
 ROUNDING = 2.0**-8  # of one or two roundings to bf16, relative
 
-needs_kernels = pytest.mark.skipif(native.kernels().library is None, reason=f"no kernels: {native.kernels().description}")
+needs_kernels = pytest.mark.skipif(build.kernels().library is None, reason=f"no kernels: {build.kernels().description}")
 
 
 @pytest.fixture(autouse=True)
@@ -54,17 +54,17 @@ def exact_norm(x, weight, offset=0.0, epsilon=1e-5):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norm_and_its_gradients(offset):
     x, weight, grad, residual = numbers(130, 48), numbers(48), numbers(130, 48), numbers(130, 48)
-    assert native.fits(x, 48)
-    assert not native.fits(x, 40)
-    assert not native.fits(x.float(), 48)
-    out, scales = native.norm(x, weight, 1e-5, offset)
+    assert calls.fits(x, 48)
+    assert not calls.fits(x, 40)
+    assert not calls.fits(x.float(), 48)
+    out, scales = calls.norm(x, weight, 1e-5, offset)
     close(out, exact_norm(x, weight, offset), 2 * ROUNDING)
     inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
     exact_norm(*inputs, offset).backward(grad.double())
-    found, weight_grad = native.norm_backward(grad, x, scales, weight, None, offset)
+    found, weight_grad = calls.norm_backward(grad, x, scales, weight, None, offset)
     close(found, inputs[0].grad, 2 * ROUNDING)
     close(weight_grad, inputs[1].grad)
-    added, _ = native.norm_backward(grad, x, scales, weight, residual, offset)
+    added, _ = calls.norm_backward(grad, x, scales, weight, residual, offset)
     close(added, inputs[0].grad + residual.double(), 2 * ROUNDING)
 
 
@@ -73,10 +73,10 @@ def test_norm_and_its_gradients(offset):
 def test_adding_and_norm_in_one(offset):
     x, y, weight = numbers(5, 48), numbers(5, 48), numbers(48)
     total = x + y
-    out = native.add_norm(x, y, weight, 1e-5, offset)
+    out = calls.add_norm(x, y, weight, 1e-5, offset)
     assert torch.equal(x, total)
-    assert torch.equal(out, native.norm(total, weight, 1e-5, offset)[0])
-    assert torch.equal(native.add_norm(x, None, weight, 1e-5, offset), out)
+    assert torch.equal(out, calls.norm(total, weight, 1e-5, offset)[0])
+    assert torch.equal(calls.add_norm(x, None, weight, 1e-5, offset), out)
 
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
@@ -90,10 +90,10 @@ def test_gated_units_and_their_gradients(activation):
     gate, up = exact.chunk(2, -1)
     expected = ACTIVATIONS[activation](gate) * up
     expected.backward(grad.double())
-    close(native.gated(gate_up, activation), expected.detach())
-    found, again = native.gated_backward(grad, gate_up, activation)
+    close(calls.gated(gate_up, activation), expected.detach())
+    found, again = calls.gated_backward(grad, gate_up, activation)
     close(found, exact.grad)
-    assert torch.equal(again, native.gated(gate_up, activation))
+    assert torch.equal(again, calls.gated(gate_up, activation))
 
 
 @needs_kernels
@@ -101,7 +101,7 @@ def test_gated_units_and_their_gradients(activation):
 def test_rotary_embedding(inverse):
     x, angle = numbers(9, 5, 32), torch.rand(9, 1, 16) * 6
     cos, sin, out, expected = angle.cos().to(BF16), angle.sin().to(BF16), torch.empty(9, 5, 32, dtype=BF16), x.double().clone()
-    native.rotate(x, cos, sin, out, 3, inverse)
+    calls.rotate(x, cos, sin, out, 3, inverse)
     rope_rotate(x[:, :3].double(), cos.double(), sin.double(), expected[:, :3], inverse)
     close(out, expected)
     assert torch.equal(out[:, 3:], x[:, 3:])
@@ -128,12 +128,12 @@ def test_softmax_of_scores_and_its_gradient(keys, offset, window):
     exact = scores.double().masked_fill(hidden, float("-inf"))
     expected = (exact - exact.amax(-1, keepdim=True)).exp()
     weights, given = scores.clone(), (queries, unit, offset, low)
-    top, total = native.soften(weights, *given)
+    top, total = calls.soften(weights, *given)
     assert torch.equal(top.double(), exact.amax(-1, keepdim=True))
     close(weights, expected)
     torch.testing.assert_close(total.double(), weights.double().sum(-1, keepdim=True), rtol=1e-6, atol=0)
     again, gradient = scores.clone(), grads.clone()
-    native.soften_backward(again, gradient, top, delta, *given)
+    calls.soften_backward(again, gradient, top, delta, *given)
     assert torch.equal(again, weights)
     close(gradient, (grads.double() - delta.double()) * weights.double())
 
@@ -143,26 +143,26 @@ def test_rows_to_heads_and_back():
     rows, index = numbers(11, 6, 32), torch.tensor([4, 5, 6, 10, 0, 1, 2, 3])  # two sequences of four, three key heads of two
     expected = rows[index].view(2, 4, 3, 2, 32).transpose(1, 2).reshape(6, 8, 32)
     laid = torch.empty_like(expected)
-    native.by_heads(rows, index, laid, 3)
+    calls.by_heads(rows, index, laid, 3)
     assert torch.equal(laid, expected)
     put = torch.zeros_like(rows)
-    native.by_heads(put, index, laid, 3, back=True)
+    calls.by_heads(put, index, laid, 3, back=True)
     assert torch.equal(put[index], rows[index])
     assert not put[7:10].any()
     added = rows.clone()
-    native.add_by_heads(added, index, laid, 3)
+    calls.add_by_heads(added, index, laid, 3)
     once = index[index != 10]
     assert torch.equal(added[once], rows[once] + rows[once])
     assert torch.equal(added[7:], rows[7:])
     part = torch.empty(3, 8, 32, dtype=BF16)
-    native.by_heads(rows, range(2, 6), part, 3)
+    calls.by_heads(rows, range(2, 6), part, 3)
     assert torch.equal(part, rows[2:6].view(4, 3, 2, 32).transpose(0, 1).reshape(3, 8, 32))
 
 
 @needs_kernels
 def test_delta_of_the_attention_gradient():
     grad, out, total = numbers(8, 3, 32), numbers(8, 3, 32), torch.rand(8, 3, 1) + 0.5
-    delta, divided = native.delta(grad, out, total)
+    delta, divided = calls.delta(grad, out, total)
     close(delta, (grad.double() * out.double()).sum(-1, keepdim=True) / total)
     close(divided, grad.double() / total)
 
@@ -177,7 +177,7 @@ def test_logits_in_slices(temperature):
     entropies = -(log_p.exp() * log_p).sum(-1)
     top, total, weighted = torch.full((6,), float("-inf")), torch.zeros(6), torch.zeros(6)
     for columns in (slice(0, 32), slice(32, 75)):
-        native.take_logits(logits[:, columns].contiguous(), top, total, weighted, temperature)
+        calls.take_logits(logits[:, columns].contiguous(), top, total, weighted, temperature)
     torch.testing.assert_close(top + total.log(), (exact / temperature).logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(total.log() - weighted / total, entropies.float(), rtol=1e-4, atol=1e-5)
     grad, grad_entropy = torch.randn(6), torch.randn(6)
@@ -185,7 +185,7 @@ def test_logits_in_slices(temperature):
     for columns in (slice(0, 32), slice(32, 75)):
         part = logits[:, columns].contiguous()
         of_entropy = (grad_entropy / temperature, entropies.detach().float())
-        native.logit_gradients(
+        calls.logit_gradients(
             part, (top + total.log()), grad / temperature, of_entropy, targets - columns.start, temperature
         )  # fmt: skip
         close(part, exact.grad[:, columns], 2 * ROUNDING)
@@ -213,9 +213,9 @@ def test_decode_attention_against_every_row_alone(window):
         own[0][row, :, :, :length] = numbers(kv_heads, width, length)
         own[1][row, :, :length] = numbers(kv_heads, length, width)
     prompt = numbers(3, kv_heads, width, prompt_room, scale=2), numbers(3, kv_heads, prompt_room, width)
-    found = native.decode_attention(qkv, cos, sin, own, prompt, lengths, groups, prompts, heads, 0.3, window)
+    found = calls.decode_attention(qkv, cos, sin, own, prompt, lengths, groups, prompts, heads, 0.3, window)
     turned = torch.empty(7, heads + kv_heads, width, dtype=BF16)
-    native.rotate(qkv[:, : heads + kv_heads].contiguous(), cos, sin, turned, heads + kv_heads)
+    calls.rotate(qkv[:, : heads + kv_heads].contiguous(), cos, sin, turned, heads + kv_heads)
     for row, (length, group) in enumerate(zip(lengths.tolist(), groups.tolist(), strict=True)):
         assert torch.equal(own[0][row, :, :, length], turned[row, heads:])  # its key and value were appended
         assert torch.equal(own[1][row, :, length], qkv[row, heads + kv_heads :])
@@ -245,11 +245,11 @@ def test_what_is_not_a_number_stays_so():
     x = numbers(2, 32)
     x[0, 3] = float("nan")
     ones = torch.ones(32, dtype=BF16)
-    for out in (native.norm(x, ones, 1e-5)[0], native.gated(torch.cat([x, x], 1)), native.soften(x.clone(), 1, 1, -1)[1]):
+    for out in (calls.norm(x, ones, 1e-5)[0], calls.gated(torch.cat([x, x], 1)), calls.soften(x.clone(), 1, 1, -1)[1]):
         assert out[0].isnan().any()
         assert not out[1].isnan().any()
     total = torch.zeros(2)
-    native.take_logits(x, torch.full((2,), float("-inf")), total, None, 1.0)
+    calls.take_logits(x, torch.full((2,), float("-inf")), total, None, 1.0)
     assert total[0].isnan()
     assert total[1].isfinite()
 
@@ -261,8 +261,8 @@ def test_numbers_do_not_depend_on_threads():
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            out, scales = native.norm(x, weight, 1e-5)
-            found.append((out, *native.norm_backward(grad, x, scales, weight, None)))
+            out, scales = calls.norm(x, weight, 1e-5)
+            found.append((out, *calls.norm_backward(grad, x, scales, weight, None)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
@@ -292,8 +292,9 @@ def test_a_model_samples_and_learns_as_without_them(family, request, monkeypatch
     errors = {}
     for name in ("kernels", "operations"):
         if name == "operations":
-            monkeypatch.setattr(native, "kernels", lambda: native.Kernels(None, "ruled out"))
-            monkeypatch.setattr(native, "_functions", {})
+            monkeypatch.setattr(build, "kernels", lambda: build.Kernels(None, "ruled out"))
+            monkeypatch.setattr(calls, "_functions", {})
+            monkeypatch.setattr(calls, "kernels", build.kernels)
         decoder = Decoder(build_model(**sizes).to(BF16))
         engine = BuiltinEngine(decoder, Numbers(), (2,))
         groups = engine.sample(_prompts([5, 40]), 6, SamplingSettings(max_tokens=40), seed=1, scope="s")
@@ -317,11 +318,11 @@ class TestWithout:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(native.platform, "system", lambda: "Linux")
+        monkeypatch.setattr(build.platform, "system", lambda: "Linux")
         monkeypatch.delenv("GROUPWISE_NATIVE_KERNELS", raising=False)
 
     def reason(self):
-        found = native.kernels.__wrapped__()
+        found = build.kernels.__wrapped__()
         assert found.library is None
         return found.description
 
@@ -343,11 +344,11 @@ class TestWithout:
 
     @needs_kernels
     def test_compiled_once_and_kept(self, tmp_path):
-        first = native.kernels.__wrapped__()
+        first = build.kernels.__wrapped__()
         assert first.library is not None
         (kept,) = (tmp_path / "cache" / "groupwise" / "kernels").iterdir()
         before = kept.stat().st_mtime_ns
-        assert native.kernels.__wrapped__().library is not None
+        assert build.kernels.__wrapped__().library is not None
         assert kept.stat().st_mtime_ns == before
         assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o700, 0o700)
 
@@ -362,10 +363,10 @@ class TestWithout:
                 Path(command[command.index("-o") + 1]).write_bytes(b"a library" * 1000)
             return "cc 1.0"
 
-        monkeypatch.setattr(native, "_compiler", lambda: ["cc"])
-        monkeypatch.setattr(native, "_run", run)
-        monkeypatch.setattr(native.ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()))
-        native.kernels.__wrapped__()
+        monkeypatch.setattr(build, "_compiler", lambda: ["cc"])
+        monkeypatch.setattr(build, "_run", run)
+        monkeypatch.setattr(build.ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()))
+        build.kernels.__wrapped__()
         (kept,) = (tmp_path / "cache").rglob("kernels-*.so")
         whole = kept.read_bytes()
         kept.write_bytes(
@@ -378,7 +379,7 @@ class TestWithout:
         if harm == "link":
             kept.rename(tmp_path / "elsewhere.so")
             kept.symlink_to(tmp_path / "elsewhere.so")
-        assert native.kernels.__wrapped__().description == "cc 1.0"
+        assert build.kernels.__wrapped__().description == "cc 1.0"
         assert loaded == [whole, whole]
         assert len(built) == (1 if harm == "nothing" else 2)
         assert kept.lstat().st_mode == stat.S_IFREG | 0o700
@@ -387,9 +388,9 @@ class TestWithout:
         folder = tmp_path / "cache" / "groupwise" / "kernels"
         folder.mkdir(parents=True)
         folder.chmod(0o777)
-        assert native._cache_folder() != folder
+        assert build._cache_folder() != folder
         folder.chmod(0o755)
-        assert native._cache_folder() == folder
+        assert build._cache_folder() == folder
 
     def test_a_file_of_somebody_else_is_not_loaded(self, tmp_path, monkeypatch):
         path = tmp_path / "kernels.so"
@@ -397,6 +398,6 @@ class TestWithout:
         path.write_bytes(content + hashlib.sha256(content).digest())
         path.chmod(0o700)
         with path.open("rb") as file:
-            assert native._is_sound(file.fileno())
-            monkeypatch.setattr(native.os, "getuid", lambda: os.stat(path).st_uid + 1)
-            assert not native._is_sound(file.fileno())
+            assert build._is_sound(file.fileno())
+            monkeypatch.setattr(build.os, "getuid", lambda: os.stat(path).st_uid + 1)
+            assert not build._is_sound(file.fileno())

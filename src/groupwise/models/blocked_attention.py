@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.models.native import kernels as native
+from groupwise.models.native import calls as native
 from groupwise.models.packing import Span
 
 __all__ = ["BlockedPlan", "Statistics", "attend", "attend_backward", "plan_blocks"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from groupwise.limits import LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS, LOGIT_ROWS, MIN_LOGIT_COLUMNS
-from groupwise.models.native import kernels as native
+from groupwise.models.native import calls as native
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import gelu, silu
 
-from groupwise.models.native import kernels as native
+from groupwise.models.native import calls as native
 
 __all__ = [
     "gated", "gated_backward", "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import psutil
 
-from groupwise.models.native.kernels import kernels
+from groupwise.models.native.build import kernels
 from groupwise.tracking.text import hide_secrets_in_command
 
 __all__ = ["code_revision", "describe_environment", "installed_version"]

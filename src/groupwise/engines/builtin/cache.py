@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.limits import CACHE_ROOM
-from groupwise.models.native.kernels import ROOM
+from groupwise.models.native.calls import ROOM
 
 __all__ = ["Cache"]
 

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from groupwise.engines.builtin.cache import Cache
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16
-from groupwise.models.native.kernels import add_norm, decode_attention
+from groupwise.models.native.calls import add_norm, decode_attention
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.models.native.kernels import draw, fits
+from groupwise.models.native.calls import draw, fits
 from groupwise.models.ops import uniforms
 
 __all__ = ["Draw", "seed_key", "uniforms"]

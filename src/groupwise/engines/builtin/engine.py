@@ -23,7 +23,7 @@ from groupwise.limits import PREFILL_TOKENS
 from groupwise.memory import DEVICE_WIDE
 from groupwise.metrics import Metric
 from groupwise.models.decoder import Decoder
-from groupwise.models.native.kernels import LANES, fits
+from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
 from groupwise.models.packing import pack_prompts
 from groupwise.threads import adapt_threads
