@@ -97,7 +97,7 @@ class Scaled:
 def scaled(shape: ModelShape, gpus: int, hardware: Hardware, work: Work | None = None) -> Scaled:
     """One step of ``work`` on ``gpus`` devices, trained whole with a reference and checkpointing."""
     work = work or Work()
-    setup = _setup(shape, gpus, work)
+    setup = _scaled_setup(shape, gpus, work)
     cost = step_cost(setup, hardware)
     held = sum(i.bytes for i in state(setup) if i.name != "process") + 4 * shape.parameters // gpus
     t = _copy_gpus(setup, hardware, held, gpus, work)
@@ -125,7 +125,7 @@ def scaled(shape: ModelShape, gpus: int, hardware: Hardware, work: Work | None =
     )  # fmt: skip
 
 
-def _setup(shape: ModelShape, gpus: int, work: Work) -> Setup:
+def _scaled_setup(shape: ModelShape, gpus: int, work: Work) -> Setup:
     config = build_config(
         {
             "model": {"gradient_checkpointing": True},

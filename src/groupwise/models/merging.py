@@ -252,7 +252,7 @@ class _MergedProduct(Function):
 
 
 class _MergedBlockedLayer(Function):
-    """The weights are merged for the forward pass and again for the backward pass, and kept in between by nobody."""
+    """The weights are merged for the forward pass and again for the backward pass, and not kept in between."""
 
     @staticmethod
     def forward(

@@ -112,7 +112,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _Product(Function):
-    """``x @ weight.T + bias``; the weight is dequantised for it, and again in the backward pass, and kept in between by nobody."""
+    """``x @ weight.T + bias``; the weight is dequantised for it, and again in the backward pass, and not kept in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:

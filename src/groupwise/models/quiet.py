@@ -1,4 +1,4 @@
-"""Silence while a library loads something, or asks for what is not needed."""
+"""Suppress what libraries print while they load something."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Ahead:
         self._begin(step + 1, step)
 
     def learnt(self, step: int) -> None:
-        """The step's batch is in other hands: no checkpoint needs it any more."""
+        """Forget the step's batch, which is learnt from now: no checkpoint needs it any more."""
         self._batches.pop(step, None)
 
     def metrics(self) -> dict[str, Metric]:

@@ -179,14 +179,8 @@ def start(
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
     checkpoint = world.on_rank0(lambda: find_checkpoint(Path(resume_from), said.append)) if resume_from else None
-    divided = chosen_sharding(config.training.sharding, world.size) != "none"
-    give_back_freed_memory() if divided else keep_freed_memory()
     started = time.perf_counter()
-    if config.training.threads or config.training.deterministic:
-        fix_threads(config.training.threads)
-    if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a workspace of fixed size
-        torch.use_deterministic_algorithms(True)
+    _set_up_process(config, world)
     prepared = prepare(config, rewards, folder=run_folder)
     config = prepared.config
     world.all_gather_object(None)  # nobody writes before all have found everything in order
@@ -205,12 +199,7 @@ def start(
     try:
         if world.is_first:
             trackers = make_trackers(config, folder, console, beginning.done)
-        for sentence in said:
-            trackers.say(sentence, "yellow")
-        for note in prepared.notes:
-            if any(note.partition(": ")[0] in sentence for sentence in said):
-                continue  # the check has said it
-            trackers.say(f"Note: {note}", "dim")
+        _say(trackers, said, prepared.notes)
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
@@ -243,6 +232,26 @@ def start(
         done=beginning.done,
         signals=StopSignals(at_once=world.size == 1),
     )
+
+
+def _set_up_process(config: Config, world: World) -> None:
+    """Memory, threads and determinism of this process, as the settings want them."""
+    divided = chosen_sharding(config.training.sharding, world.size) != "none"
+    give_back_freed_memory() if divided else keep_freed_memory()
+    if config.training.threads or config.training.deterministic:
+        fix_threads(config.training.threads)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a workspace of fixed size
+        torch.use_deterministic_algorithms(True)
+
+
+def _say(trackers: Trackers, said: list[str], notes: list[str]) -> None:
+    """What was found while the run was prepared; a note that the check has said is not said again."""
+    for sentence in said:
+        trackers.say(sentence, "yellow")
+    for note in notes:
+        if not any(note.partition(": ")[0] in sentence for sentence in said):
+            trackers.say(f"Note: {note}", "dim")
 
 
 def _load(config: ModelConfig, earlier: Path | None, device: torch.device | None = None) -> Policy:

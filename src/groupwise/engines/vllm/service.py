@@ -1,4 +1,4 @@
-"""The server's mind, without its mouth: which weights are held, and who may sample. Used over HTTP, and directly where trainer and
+"""What the server decides, without HTTP: which weights are held, and who may sample. Used over HTTP, and directly where trainer and
 sampler share a process. Needs nothing of vLLM: what computes is a ``Backend``.
 """
 
