@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from groupwise.distributed.launch import launch
 from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
-from groupwise.trl.parts import check_launch
+from groupwise.trl.parts import check_division, check_launch, model_config
 from groupwise.trl.steps import deal
 from tests.coming_from_trl.run_script import run_case
 from tests.warm import python
@@ -173,28 +174,33 @@ def test_a_reward_that_fails_in_one_process_ends_both_with_its_error(tiny_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero3"])
 def test_accelerate_launches_it(way, tiny_folder, tmp_path):
-    """As S4 of the write-ups starts its script; FSDP2's two processes are one, and so is a run of theirs that is resumed."""
+    """Two processes that divide the weights are one, too, and so is a run of theirs that is resumed, by them or by one."""
+    if way == "zero3":
+        pytest.importorskip("deepspeed")
     saving = {"save_strategy": "steps", "save_steps": 2, "beta": 0.1}
-    cases = [case_of("whole", tiny_folder, tmp_path, saving)]
-    if way == "fsdp2":
+    still = {"reward_weights": [0.0], "weight_decay": 0.1, "max_steps": 2}
+    cases = [case_of("whole", tiny_folder, tmp_path, saving), case_of("nothing to learn", tiny_folder, tmp_path, still)]
+    if way != "ddp":
         cases.append(case_of("resumed", tiny_folder, tmp_path, saving, resume=str(tmp_path / "whole" / "checkpoint-2")))
         cases.append(case_of("one", tiny_folder, tmp_path, {}, resume=str(tmp_path / "whole" / "checkpoint-2")))
         cases[-1]["arguments"] |= {**saving, "per_device_train_batch_size": 8}
-    (tmp_path / "spec.json").write_text(json.dumps(cases[:2]))
+    (tmp_path / "spec.json").write_text(json.dumps(cases[:3]))
     config = HERE.parents[1] / "launch" / f"{way}-cpu.yaml"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(HERE / "run_script.py")]
     done = subprocess.run([*command, str(tmp_path / "spec.json")], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    run_case(**case_of("still alone", tiny_folder, tmp_path, {**still, "per_device_train_batch_size": 8}))
+    assert_same_weights(weights(tmp_path / "still alone"), weights(tmp_path / "nothing to learn"))
     run_case(**case_of("alone", tiny_folder, tmp_path, {**saving, "per_device_train_batch_size": 8}))
     assert_same_log(found(tmp_path / "alone")["log"], found(tmp_path / "whole")["log"])
     assert_same_weights(weights(tmp_path / "alone"), weights(tmp_path / "whole"))
-    if way == "fsdp2":
+    if way != "ddp":
         assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
-        run_case(**cases[2])
+        run_case(**cases[3])
         assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "one"))
 
 
@@ -203,11 +209,19 @@ def test_what_the_launcher_asks_for_and_is_not_honoured_is_said(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(ConfigError, match="bf16 of GRPOConfig"):
         check_launch(args, 2)
-    assert check_launch(GRPOConfig("out"), 2) is False
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: name)
-    with pytest.raises(ConfigError, match=r"zero2, which groupwise\.trl does not honour: use FSDP"):
-        check_launch(args, 2)
+    assert check_launch(GRPOConfig("out"), 2) == "none"
+
+
+def test_what_cannot_be_divided_is_refused_before_weights_are_read(monkeypatch, tiny_folder):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    args = GRPOConfig("out", optim="adamw_8bit")
+    assert check_launch(args, 2) == "fsdp2"
+    with pytest.raises(ConfigError, match="masters-8bit"):
+        check_division(args, model_config(args, str(tiny_folder)), None, 2)
+    adapter = SimpleNamespace(lora_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"dropout=0\.1: set it to 0"):
+        check_division(GRPOConfig("out"), model_config(args, str(tiny_folder)), adapter, 2)
 
 
 def test_batch_sizes_count_over_processes_as_in_trl(monkeypatch):

@@ -126,7 +126,7 @@ seed | int | 42 | h | Order of prompts (the same as TRL's), sampling, adapters.
 data_seed | int? | None | - | TRL orders GRPO's prompts by `seed` too.
 use_cpu | bool | False | h | Stay on the CPU where there is an accelerator.
 accelerator_config | dict? | None | x | Leave it out: prompts are dealt to the processes by groupwise.
-parallelism_config | dict? | None | x | Leave it out: replicas, or FSDP2 by the configuration of `accelerate launch`.
+parallelism_config | dict? | None | x | Leave it out: replicas, FSDP2 or ZeRO by the configuration of `accelerate launch`.
 dataloader_drop_last | bool | False | - | A batch of prompts is always whole, in TRL too.
 dataloader_num_workers | int | 0 | - | Prompts are read in this process; `get_train_dataloader()` has as many.
 dataloader_pin_memory | bool | True | - | Prompts are read in this process.
@@ -146,7 +146,7 @@ ddp_backend | str? | None | - | NCCL between GPUs, gloo between CPUs.
 ddp_timeout | int | 1800 | h | Seconds for which a process waits for another.
 fsdp | str? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
 fsdp_config | dict? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
-deepspeed | dict? | None | x | Leave it out: FSDP2 divides weights, by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
+deepspeed | dict? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/zero3-8gpu.yaml`.
 debug | names? | '' | x | Leave it out: an update that is not finite is dropped and reported.
 skip_memory_metrics | bool | True | x | Leave it at True.
 do_train | bool | False | - | A flag for scripts; the trainer does not read it, transformers' neither.
@@ -162,7 +162,7 @@ cast_lm_head_to_fp32 | bool | False | - | `bf16=False` computes all in float32; 
 num_generations | int? | 8 | h | Completions of one prompt: the group, G.
 num_generations_eval | int? | None | h | The same in evaluation; by default `num_generations`.
 max_completion_length | int? | 512 | h | Longest completion in tokens; None is refused.
-ds3_gather_for_generation | bool | True | - | There is no DeepSpeed.
+ds3_gather_for_generation | bool | True | - | With ZeRO-3 the weights are whole while they sample.
 shuffle_dataset | bool? | True | h | Prompts in an order drawn from the seed, epoch by epoch; a stream by its buffer.
 pad_to_multiple_of | number? | 'auto' | - | Nothing is padded.
 generation_batch_size | int? | None | h | Completions sampled at a time.

@@ -213,7 +213,7 @@ class Outputs:
         The first process does; the others must call it too where the weights are divided.
         """
         folder = Path(output_dir or self.args.output_dir)
-        if self.is_fsdp_enabled:
+        if self.learner.sharding.divides_weights:
             self._save_divided(folder)
         elif self.world.is_first:
             checkpoints.save_policy(self.policy, folder)
@@ -270,11 +270,15 @@ class Outputs:
 
     # What scripts read of the trainer.
 
-    is_deepspeed_enabled = aux_loss_enabled = False
+    aux_loss_enabled = False
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        return bool(self.learner.sharding.divides_weights)
+        return self.learner.sharding.name == "fsdp2"
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        return self.learner.sharding.name.startswith("zero")
 
     @functools.cached_property
     def accelerator(self) -> Any:

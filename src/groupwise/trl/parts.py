@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from groupwise.algorithm import LossInputs, LossOutputs, Objective
 from groupwise.algorithm.losses import cispo_loss, clip_loss
+from groupwise.config.model import LoraConfig
 from groupwise.config.objective import ClipLoss, GroupAdvantage, LossSection, OwnLoss, SapoLoss, VespoLoss
 from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
 from groupwise.distributed import Sharding, World
@@ -26,16 +27,25 @@ from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import with_dtype
-from groupwise.models.load import Policy, check_model, context_length, end_token_ids, load_policy, load_tokenizer, resolve_device
+from groupwise.models.load import (
+    Policy,
+    check_model,
+    context_length,
+    end_token_ids,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    resolve_device,
+)
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
-from groupwise.training.sharding import Replicas, make_sharding, with_whole_weights
+from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
 from groupwise.trl.config import EIGHT_BIT, ArgumentError, GRPOConfig
 
 __all__ = [
-    "GivenOptimizer", "algorithm_config", "check_launch", "make_parts", "make_policy", "make_scheduler", "model_config", "objective",
-    "seed_everything", "to_config",
+    "GivenOptimizer", "algorithm_config", "check_division", "check_launch", "make_parts", "make_policy", "make_scheduler",
+    "model_config", "objective", "seed_everything", "to_config",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -250,8 +260,11 @@ def seed_everything(args: Any, rank: int) -> None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
 
 
-def check_launch(args: GRPOConfig, processes: int) -> bool:
-    """Whether the launcher's configuration asks for FSDP2. Raises ConfigError for what is not honoured of it."""
+def check_launch(args: GRPOConfig, processes: int) -> str:
+    """How the launcher's configuration divides the weights: ``none``, ``fsdp2``, ``zero2`` or ``zero3``.
+
+    Raises ConfigError for what is not honoured of it.
+    """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision == "bf16" and args.bf16:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # what it asks for is done, and is not asked for again
@@ -260,13 +273,14 @@ def check_launch(args: GRPOConfig, processes: int) -> bool:
             f"the configuration of accelerate launch sets mixed_precision to {precision}, and bf16 is {args.bf16}: set it to no, since "
             "bf16 of GRPOConfig says what is computed in"
         )
-    chosen = chosen_sharding("auto", processes)
-    if chosen not in ("none", "fsdp2"):
-        raise ArgumentError(
-            f"the configuration of accelerate launch asks for DeepSpeed's {chosen}, which groupwise.trl does not honour: use FSDP "
-            "version 2 (launch/fsdp2-8gpu.yaml), which divides the same, or `groupwise train`, which has ZeRO"
-        )
-    return chosen == "fsdp2"
+    return chosen_sharding("auto", processes)
+
+
+def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, processes: int) -> None:
+    """Raises ConfigError for a model that the processes cannot divide as the launcher asks, before its weights are read."""
+    if peft_config is not None:
+        model = model.model_copy(update={"lora": LoraConfig(dropout=getattr(peft_config, "lora_dropout", 0.0))})
+    check_sharding(to_config(args, model), load_model_config(model), processes)
 
 
 def make_policy(

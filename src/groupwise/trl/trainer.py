@@ -24,6 +24,7 @@ from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import Learner, Sweep
+from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
@@ -31,6 +32,7 @@ from groupwise.trl.generation import Generation, PromptSet, generate, generation
 from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, set_verbosity, words_about
 from groupwise.trl.parts import (
     GivenOptimizer,
+    check_division,
     check_launch,
     make_parts,
     make_policy,
@@ -152,14 +154,16 @@ class GRPOTrainer(Outputs):
         """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead, or its adapter."""
         args = self.args
         seed_everything(args, self.world.rank)
-        divided = check_launch(args, self.world.size)
-        if divided and (not isinstance(model, str) or optimizers[0] is not None):
+        way = check_launch(args, self.world.size)
+        if way != "none" and (not isinstance(model, str) or optimizers[0] is not None):
             raise ArgumentError(
-                "FSDP2 divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
+                f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
-        aside = torch.device("cpu" if self.world.is_first or peft_config is not None else "meta") if divided else None
+        everywhere = self.world.is_first or peft_config is not None
+        aside = torch.device("cpu" if everywhere else "meta") if way in ("fsdp2", "zero3") else None
 
         def load(config: ModelConfig) -> Policy:
+            check_division(args, config, peft_config, self.world.size)
             name = config.name if checkpoint is None or peft_config is not None else str(checkpoint)
             return replace(load_policy(config.model_copy(update={"name": name}), aside), name=config.name)
 
@@ -221,7 +225,7 @@ class GRPOTrainer(Outputs):
                 )
 
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
-        if checkpoint is not None and self.is_fsdp_enabled:
+        if checkpoint is not None and self.learner.sharding.divides_weights:
             del self.learner, self.engine, self.optimizer, self.policy, self.model
             self._make(*self._given, checkpoint=checkpoint)
             self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
@@ -266,7 +270,7 @@ class GRPOTrainer(Outputs):
             self.control = self._event("on_substep_end")
         self.control = self._event("on_pre_optimizer_step")
         rate = float(self.lr_scheduler.get_last_lr()[0])
-        self._fill_gradients()
+        self._fill_gradients("policy/loss" in found)
         stepped = self.learner.step(rate)
         self.control = self._event("on_optimizer_step")
         self.lr_scheduler.step()
@@ -367,9 +371,12 @@ class GRPOTrainer(Outputs):
         unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
         return Part(window, unit_N, len(dealt), units, sum(lengths[i] for unit in dealt for i in unit if not taught[i]))
 
-    def _fill_gradients(self) -> None:
+    def _fill_gradients(self, passes_were_made: bool) -> None:
         """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
-        for master in self.learner.optimizer.masters:
+        optimizer, sharding = self.learner.optimizer, self.learner.sharding
+        if isinstance(sharding, Divided) and not passes_were_made:  # DeepSpeed takes gradients of backward passes alone
+            sharding.idle_pass(sharding.scorer)
+        for master in getattr(optimizer, "masters", ()):
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
 

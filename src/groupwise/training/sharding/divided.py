@@ -145,9 +145,13 @@ class Divided:
         missing = max(self.world.all_gather_object(passes)) - passes
         yield
         for _ in range(missing):
-            found = scorer.logprobs(self._idle)
-            if torch.is_grad_enabled():
-                self.backward(found.sum() * 0.0)
+            self.idle_pass(scorer)
+
+    def idle_pass(self, scorer: Scorer) -> None:
+        """One that computes nothing of use, with a backward pass where gradients are switched on."""
+        found = scorer.logprobs(self._idle)
+        if torch.is_grad_enabled():
+            self.backward(found.sum() * 0.0)
 
     def sum_gradients(self, optimizer: Any) -> None:
         """The backward passes have done it."""

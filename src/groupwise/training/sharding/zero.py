@@ -191,6 +191,11 @@ class ZeroAdamW:
                 first = 0 if hasattr(parameter, "ds_id") else stretch.first
                 stretch.of(stretch.masters).copy_(weights.narrow(0, first, stretch.count))
 
+    @property
+    def adamw(self) -> Any:
+        """Torch's own inside, whose groups a schedule reads."""
+        return self.zero.optimizer
+
     def step(self, rate: float) -> tuple[float, bool]:
         """As ``MasterAdamW.step``, for all processes at once."""
         for group in self.zero.param_groups:
