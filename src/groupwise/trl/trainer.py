@@ -16,6 +16,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from groupwise.batch import Member
 from groupwise.config.schema import ModelConfig
 from groupwise.distributed import join_world
 from groupwise.errors import ConfigError, TrainingError
@@ -352,7 +353,8 @@ class GRPOTrainer(Outputs):
         lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in sampled]
         all_count = args.beta > 0 or self.entropy.acts
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
-        weights, unit_of = torch.zeros(len(sampled)), {}
+        weights = torch.zeros(len(sampled))
+        unit_of: dict[Member, int] = {}
         for index, unit in enumerate(dealt):
             first = index // units * units
             whole = sum(map(len, dealt[first : first + units]))
