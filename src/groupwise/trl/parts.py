@@ -16,9 +16,17 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from groupwise.algorithm import LossInputs, LossOutputs, Objective
 from groupwise.algorithm.losses import cispo_loss, clip_loss
-from groupwise.config.model import LoraConfig
 from groupwise.config.objective import ClipLoss, GroupAdvantage, LossSection, OwnLoss, SapoLoss, VespoLoss
-from groupwise.config.schema import AlgorithmConfig, Config, KLConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainingConfig
+from groupwise.config.schema import (
+    AlgorithmConfig,
+    Config,
+    KLConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
