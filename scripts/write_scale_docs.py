@@ -1,4 +1,4 @@
-"""Writes the tables of docs/explanation/scale.md from the planner: `python scripts/write_scale_docs.py`; a test says when that is due.
+"""Writes the table of docs/explanation/scale.md from the planner: `python scripts/write_scale_docs.py`; a test says when that is due.
 
 The planner's own figures for one process, put together for N of them: what a step costs on many GPUs, and what it waits for. Learning is
 divided by FSDP2. Sampling is done by groups of t GPUs that hold one copy of the weights between them, beside the divided state: the
@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.config import build_config
-from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup, peak_phase, phases
+from groupwise.planner import HARDWARE, KNOWN_SHAPES
 from groupwise.planner.cost import decode_step_s, step_cost
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.shape import ModelShape
@@ -161,12 +160,10 @@ def _copy_gpus(setup: Setup, hardware: Hardware, held: int, gpus: int, work: Wor
 
 
 def render(page: str) -> str:
-    """The page with its tables written again, each between its marks."""
-    for name, table in (("steps", _steps), ("one-machine", _one_machine)):
-        before, _, rest = page.partition(f"<!-- {name} -->")
-        _, _, after = rest.partition(f"<!-- /{name} -->")
-        page = f"{before}<!-- {name} -->\n\n{table()}\n\n<!-- /{name} -->{after}"
-    return page
+    """The page with its table written again, between its marks."""
+    before, _, rest = page.partition("<!-- steps -->")
+    after = rest.partition("<!-- /steps -->")[2]
+    return f"{before}<!-- steps -->\n\n{_steps()}\n\n<!-- /steps -->{after}"
 
 
 def _steps() -> str:
@@ -189,46 +186,6 @@ def _steps() -> str:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.0f}"
-
-
-WAYS = {
-    "everything on each": {},
-    "`optimizer.precision: stochastic`": {"optimizer": {"precision": "stochastic"}},
-    "`optimizer.offload: true`": {"optimizer": {"offload": True}, "training": {"offload_reference": True}},
-    "`training.sharding: fsdp2`": {"training": {"sharding": "fsdp2"}},
-    "`model.lora`": {"model": {"lora": {"rank": 32}}},
-    "and `model.quantization: 4bit`": {"model": {"lora": {"rank": 32}, "quantization": "4bit"}},
-}
-
-
-def _one_machine() -> str:
-    rows = [f"| | {' | '.join(SIZES)} |", f"|---|{'---|' * len(SIZES)}"]
-    for name, settings in WAYS.items():
-        peaks = [peak_phase(phases(_setup(size, settings))).bytes for size in SIZES]
-        rows.append(f"| {name} | {' | '.join(f'{peak / GIB:.0f}{_fits(peak)}' for peak in peaks)} |")
-    return "\n".join(rows)
-
-
-def _fits(peak: int) -> str:
-    return " fits" if peak <= CARD.memory_bytes else ""
-
-
-def _setup(size: str, settings: dict[str, dict[str, object]]) -> Setup:
-    work = Work()
-    base: dict[str, dict[str, object]] = {
-        "model": {"gradient_checkpointing": True},
-        "rollout": {
-            "prompts_per_step": 64,
-            "completions_per_prompt": 8,
-            "max_completion_tokens": 1024,
-            "max_concurrent_sequences": 64,
-        },
-        "algorithm": {"kl": {"beta": 0.001}},
-        "training": {"micro_batch_tokens": 8192},
-        "data": {"holdout": 0},
-    }
-    merged = {name: {**base.get(name, {}), **settings.get(name, {})} for name in {**base, **settings}}
-    return Setup(build_config(merged), KNOWN_SHAPES[f"Qwen/Qwen2.5-{size}"], "cuda", 8, work.prompt_tokens)
 
 
 if __name__ == "__main__":

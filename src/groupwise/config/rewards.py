@@ -79,8 +79,8 @@ class RewardFunctionConfig(_Shaped):
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds that one call may take; null takes `rewards.timeout_s`."""
     isolate: Isolation = False
-    """Call it in a process of its own, which is killed at the time limit. `process`, or true, is for functions that may hang or
-    crash; `sandbox`, on Linux, for those that run generated code. The function must be named by file or module."""
+    """Call it in a process of its own, which is killed at the time limit. `process` is for functions that may hang or crash;
+    `sandbox`, on Linux, for those that run generated code."""
     normalise: Normalising = "none"
     """Before the weight: divide scores by their running standard deviation, or take off their mean as well."""
     clip: tuple[float, float] | None = None

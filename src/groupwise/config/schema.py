@@ -64,13 +64,13 @@ class ModelConfig(Section):
     float16, with a scaled loss, is for GPUs without bfloat16."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels; `auto` takes the fastest exact one. `eager` and `flash_attention_2` (package flash-attn) act only in
-    models computed by their own module, not in Llama, Qwen, Mistral and Gemma 3."""
+    models computed by their own module."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more compute, far less memory."""
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     device_map: Literal["auto"] | None = None
-    """For `eval` and `generate`: lay the layers over all GPUs, then the machine's memory, then the disk (package accelerate)."""
+    """For `eval` and `generate`: lay the layers over all GPUs, the machine's memory and the disk (package accelerate)."""
     max_memory: dict[int | str, str] | None = None
     """The most that `device_map` lays on each device, such as `{0: 20GiB, cpu: 60GiB}`."""
     trust_remote_code: bool = False
@@ -104,8 +104,8 @@ class DataConfig(Section):
     """Problems to learn from, and held-out problems to be judged by."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built-in generator), a known name (`gsm8k`, `svamp`, `math500`, `aime24`, `aime25`, `amc23`, `polaris`), a
-    file (JSONL, JSON, CSV, Parquet), a `save_to_disk` folder, or a Hub name."""
+    """`arithmetic` (built-in generator), a known name such as `gsm8k`, a file (JSONL, JSON, CSV, Parquet), a `save_to_disk`
+    folder, or a Hub name."""
     folder: str | None = None
     """Folder of data sets known by name, read before the Hub; or `GROUPWISE_DATA` in the environment."""
     subset: str | None = None
@@ -195,8 +195,7 @@ class RolloutConfig(Section):
     refill_rounds: int = Field(default=0, ge=0)
     """Dynamic sampling (DAPO): replace groups without variance, at most this many times a step."""
     ahead: int = Field(default=0, ge=0)
-    """Sample so many steps ahead while one is learnt from, with a copy of the weights for each. It pays where sampling and
-    learning use different hardware."""
+    """Sample so many steps ahead while one is learnt from, with a copy of the weights for each."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache and changes no sample."""
 
@@ -281,8 +280,8 @@ class TrainingConfig(Section):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens in one pass. Memory and speed depend on it; the gradient does not."""
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
-    """What several processes divide. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference and optimiser state; with
-    `model.lora` the frozen weights. `zero2`: the optimiser state. `auto` follows `accelerate launch`, else `none`."""
+    """What several processes divide. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference and optimiser state.
+    `zero2`: the last alone. `auto` follows `accelerate launch`, else `none`."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others: more than the longest sampling of a step."""
     offload_reference: bool = False
@@ -290,8 +289,7 @@ class TrainingConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Null takes the cores that other programs leave free."""
     deterministic: bool = False
-    """The same bits in each run on the same machine: PyTorch's deterministic kernels on GPUs, slower, and a fixed number of
-    threads on CPUs."""
+    """The same bits in each run on the same machine, by slower kernels on GPUs and a fixed number of threads on CPUs."""
 
 
 class EvaluationConfig(Section):

@@ -1,5 +1,5 @@
 """Every argument of TRL's ``GRPOConfig`` (1.16), with its default and what becomes of it here: one table, from which the config
-class, its checks and the page ``docs/how-to/coming-from-trl.md`` are made. A test compares it with TRL's own fields.
+class, its checks and the list of ``python -m groupwise.trl`` are made. A test compares it with TRL's own fields.
 """
 
 from __future__ import annotations
@@ -288,20 +288,16 @@ _NOTED = {
 """Honoured arguments whose text says more than their documentation in TRL."""
 
 
-def render_table(whole: bool = True) -> str:
-    """The arguments as Markdown: names that share a text share a line.
-
-    Not ``whole``, as docs/how-to/coming-from-trl.md has it: notes on what is honoured, and the names of what is refused.
-    """
+def render_table() -> str:
+    """Every argument as Markdown, names that share a text in one line: what ``python -m groupwise.trl`` prints."""
     honoured = [row for row in ARGUMENTS.values() if row.fate == "honoured"]
     lines = ["### Honoured, with a note", "", *(f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED)]
-    refused = "### Refused, unless at TRL's default: an error says what to do"
-    if not whole:
-        names = [f"`{row.name}`" for row in ARGUMENTS.values() if row.fate == "refused"]
-        return "\n".join([*lines, "", refused, "", f"{', '.join(names)}."]) + "\n"
     plain = [f"`{row.name}`" for row in honoured if row.name not in _NOTED]
     lines += ["", "### Honoured: they do what TRL's documentation says", "", f"{', '.join(plain)}."]
-    for fate, title in (("refused", refused), ("harmless", "### Accepted, and without effect")):
+    for fate, title in (
+        ("refused", "### Refused, unless at TRL's default: an error says what to do"),
+        ("harmless", "### Accepted, and without effect"),
+    ):
         of_text: dict[str, list[str]] = {}
         for row in ARGUMENTS.values():
             if row.fate == fate:
