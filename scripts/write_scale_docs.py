@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.planner import HARDWARE, KNOWN_SHAPES
+from groupwise.config import build_config
+from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup
 from groupwise.planner.cost import decode_step_s, step_cost
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.shape import ModelShape
