@@ -125,7 +125,7 @@ ADVANTAGE_TYPES: dict[str, type[AdvantageSection]] = {
 def _tag(given: object, types: Mapping[str, type[Section]]) -> str:
     """The type of a section as pydantic's tag: its name among ``types``, or ``OWN``."""
     kind = type_of(given)
-    return kind if kind in types else OWN
+    return kind if kind is not None and kind in types else OWN
 
 
 AdvantageConfig = Annotated[

@@ -191,5 +191,5 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
 
 def _row(problem: Problem) -> dict[str, object]:
     question = problem.question if isinstance(problem.question, str) else list(problem.question)
-    row = {"id": problem.id, "question": question, "answer": problem.answer, "columns": dict(problem.columns)}
+    row: dict[str, object] = {"id": problem.id, "question": question, "answer": problem.answer, "columns": dict(problem.columns)}
     return {**row, "also": list(problem.also)} if problem.also else row
