@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -138,7 +138,7 @@ def _dry_run(config: Config, as_json: bool, num_processes: int, everything: bool
         _print_verdict(prepared, findings if check else None)
 
 
-def _facts(prepared: Prepared) -> dict[str, object]:
+def _facts(prepared: Prepared) -> dict[str, Any]:
     from groupwise.tracking.text import hide_secrets
 
     first = prepared.train_prompts[0]

@@ -64,7 +64,7 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
             problems.append(to_problem(row, mapping, data.answer_format, f"{table.label}:{table.split}:{index}"))
         except DataError as error:
             bad.append({"row": row.name, "reason": str(error)})
-    columns = {"all": list(table.columns), "prompt": " + ".join(mapping.prompt), "answer": mapping.answer}
+    columns: dict[str, object] = {"all": list(table.columns), "prompt": " + ".join(mapping.prompt), "answer": mapping.answer}
     return problems, bad, columns, len(problems) + len(bad)
 
 
@@ -72,7 +72,7 @@ def _example(
     problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: AnswerStyle
 ) -> dict[str, object]:
     question = problem.question if isinstance(problem.question, str) else [dict(m) for m in problem.question]
-    shown = {
+    shown: dict[str, object] = {
         "id": problem.id,
         "question": question,
         "answer": problem.answer,
