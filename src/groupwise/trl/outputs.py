@@ -220,7 +220,7 @@ class Outputs:
 
     @for_all
     def _save_divided(self, folder: Path) -> None:
-        policy = self.learner.sharding.whole_policy(self.policy)
+        policy = self.learner.sharding.whole_policy(self.policy) or self.policy  # the first process, which writes, has it whole
         self.world.on_rank0(lambda: checkpoints.save_policy(policy, folder))
 
     def save_state(self) -> None:
