@@ -383,7 +383,7 @@ class Learner:
         view = micro_batch.view
         scored = self._score(micro_batch, entropy=self.entropy_bonus is not None or self.objective.needs_entropy)
         logprobs, tokens = scored.logprobs_T, len(scored.logprobs_T)
-        found = self._note_first_sweep(micro_batch, view, logprobs.detach()) if first else {}
+        metrics = self._note_first_sweep(micro_batch, view, logprobs.detach()) if first else {}
         view.correction_T = micro_batch.pending.get("correction_T", view.correction_T)
         loss, numbers = policy_loss(
             self.objective,
@@ -399,40 +399,40 @@ class Learner:
             beta=self.beta,
             completions=len(view),
         )
-        found |= {"policy/loss": numbers["loss"], "policy/ratio_deviation": numbers["ratio_deviation_max"]}
-        found["policy/ratio"] = numbers["ratio"]
-        found["policy/clip_share"] = Mean(numbers["clip_low"].total + numbers["clip_high"].total, tokens)  # type: ignore[union-attr]
-        found |= {f"detail/{name}": numbers[name] for name in _DETAILS if name in numbers}
-        found |= {name: number for name, number in numbers.items() if name.startswith("loss/")}
+        metrics |= {"policy/loss": numbers["loss"], "policy/ratio_deviation": numbers["ratio_deviation_max"]}
+        metrics["policy/ratio"] = numbers["ratio"]
+        metrics["policy/clip_share"] = Mean(numbers["clip_low"].total + numbers["clip_high"].total, tokens)  # type: ignore[union-attr]
+        metrics |= {f"detail/{name}": numbers[name] for name in _DETAILS if name in numbers}
+        metrics |= {name: number for name, number in numbers.items() if name.startswith("loss/")}
         if "kl" in numbers:
-            found["policy/kl"] = numbers["kl"]
+            metrics["policy/kl"] = numbers["kl"]
         if scored.entropy_T is not None and self.entropy_bonus is not None:
             weights_T = view.weights_T if view.entropy_weights_T is None else view.entropy_weights_T
             weighted = (weights_T * scored.entropy_T).sum()
             loss = loss - self.entropy_bonus * scale * weighted
-            found["detail/entropy_bonus"] = Sum(self.entropy_bonus * scale * float(weighted.detach()))
-            found["policy/full_entropy"] = Mean(float(scored.entropy_T.detach().sum()), tokens)
+            metrics["detail/entropy_bonus"] = Sum(self.entropy_bonus * scale * float(weighted.detach()))
+            metrics["policy/full_entropy"] = Mean(float(scored.entropy_T.detach().sum()), tokens)
             if view.mask_T is not None:
-                found["detail/entropy_kept"] = Mean(
+                metrics["detail/entropy_kept"] = Mean(
                     float((view.mask_T * scored.entropy_T.detach()).sum()), float(view.mask_T.sum())
                 )
         if self.critic and self._value_on_policy:
             value_part, of_value = self.critic.loss_of(micro_batch, scored)
-            loss, found = loss + scale * value_part, found | of_value
+            loss, metrics = loss + scale * value_part, metrics | of_value
         if torch.is_grad_enabled():
             loss_scale = self.optimizer.loss_scale
             self.sharding.backward(loss if loss_scale == 1 else loss * loss_scale)
         if self.critic and not self._value_on_policy:  # only now: the policy's activations are free again
             value_part, of_value = self.critic.loss_of(micro_batch, None)
-            found |= of_value
+            metrics |= of_value
             if torch.is_grad_enabled():
                 (scale * self.critic.loss_scale * value_part).backward()
-        return found
+        return metrics
 
     def _note_first_sweep(self, micro_batch: MicroBatch, view: Batch, taken_T: Tensor) -> dict[str, Metric]:
         """Measure the sampler's mismatch, and keep for later updates what the policy said at the first (``taken_T``, in nats)."""
         tokens = len(taken_T)
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "policy/sampler_mismatch": Mean(float((taken_T - view.sampler_logprobs_T).abs().sum()), tokens),
             "policy/entropy": Mean(-float(taken_T.sum()), tokens),
             "speed/learnt_tokens": Sum(tokens),
@@ -443,10 +443,10 @@ class Learner:
                 taken_T if view.old_T is None else view.old_T, view.sampler_logprobs_T, micro_batch.packed.sequence_T, len(view),
                 level=level, mode=correction.mode, high=correction.cap,
             )  # fmt: skip
-            found |= {f"policy/{name}": number for name, number in numbers.items()}
+            metrics |= {f"policy/{name}": number for name, number in numbers.items()}
         if self.config.algorithm.updates_per_batch > 1 and view.old_T is None:
             micro_batch.pending["old_T"] = taken_T
-        return found
+        return metrics
 
     def _score(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
         return self.scorer.score(
@@ -555,19 +555,19 @@ class Learner:
         if rate is None:
             rate = learning_rate_at(self.config.optimizer, self.place, self.config.optimizer_steps, self.updates)
         exchange = self._exchange_gradients()
-        found = dict(exchange)
+        metrics = dict(exchange)
         if self.optimizer.loss_scale != 1:
-            found["optimizer/loss_scale"] = Max(self.optimizer.loss_scale)
+            metrics["optimizer/loss_scale"] = Max(self.optimizer.loss_scale)
         norm, made = self.optimizer.step(rate)
         if self.critic:
             self.critic.step(made)
             if not self._value_on_policy:
-                found["value/grad_norm"] = Max(self.critic.grad_norm)
+                metrics["value/grad_norm"] = Max(self.critic.grad_norm)
         self.updates += made
         self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
         if made and self.optimizer.lost is not None:
-            found["optimizer/updates_lost"] = self.optimizer.lost
-        return found | {
+            metrics["optimizer/updates_lost"] = self.optimizer.lost
+        return metrics | {
             "optimizer/grad_norm": Max(norm),
             "optimizer/learning_rate": Max(rate),
             "optimizer/dropped_updates": Sum(not made),
