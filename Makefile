@@ -10,10 +10,10 @@ DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test lint format soak docs wheel clean
+.PHONY: help install dev quickstart test test-all lint format soak docs wheel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(USER_STAMP)  ## make .venv with what training needs (skipped when up to date)
 
@@ -40,8 +40,13 @@ $(DOCS_STAMP): $(DEV_STAMP)
 quickstart: install  ## train the embedded model on arithmetic: base -> warm start -> GRPO
 	$(BIN)/groupwise train quickstart
 
-test: dev  ## the tests, in two processes of one thread each (WORKERS=N for N)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 --numprocesses $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 --numprocesses $(WORKERS) --dist worksteal
+
+test: dev  ## the fast tests, in two processes of one thread each (WORKERS=N for N)
+	$(PYTEST) -m 'not slow and not soak'
+
+test-all: dev  ## the fast and the slow tests, as .ci/run does
+	$(PYTEST)
 
 lint: dev  ## style, types, the direction of imports, the Dockerfile
 	$(BIN)/ruff check .
