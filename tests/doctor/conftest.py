@@ -1,22 +1,15 @@
-"""Made-up runs hold the same completions again and again: each is graded once."""
-
-import functools
+"""Reading a made-up run grades what the other runs hold too: once."""
 
 import pytest
 
 from groupwise.data.answers import grade
 from groupwise.tracking import reading
-from tests.doctor import miniature_runs
-
-once = functools.cache(grade)
-
-
-def graded(text, expected, style):
-    return once(text, expected, style) if isinstance(expected, str) else grade(text, expected, style)
+from tests.doctor.miniature_runs import graded
 
 
 @pytest.fixture(autouse=True)
 def graded_once(monkeypatch):
-    """More than half of what it takes to write such a run and to read it."""
-    monkeypatch.setattr(miniature_runs, "grade", graded)
-    monkeypatch.setattr(reading, "grade", graded)
+    def once(text, expected, style):
+        return graded(text, expected, style) if isinstance(expected, str) else grade(text, expected, style)
+
+    monkeypatch.setattr(reading, "grade", once)

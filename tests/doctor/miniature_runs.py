@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from groupwise.data.answers import grade
 from groupwise.tracking import JsonlTracker, RunFolder
 from groupwise.types import Completion, Group, Problem, Prompt
 
-G, GROUPS = 8, 4
+G, GROUPS = 8, 2
+
+graded = functools.cache(grade)
+"""The same completions stand in many runs: each is graded once."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def make_written(story: Story, step: int, progress: float, number: int, sample: 
 
 
 def make_scores(story: Story, step: int, progress: float, text: str, answer: str) -> dict[str, float | None]:
-    right = grade(text, answer, "xml").strict
+    right = graded(text, answer, "xml").strict
     if story.reward:
         return story.reward(step, progress, text, right)
     tags = sum(text.count(tag) == 1 for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))

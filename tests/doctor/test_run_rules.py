@@ -18,6 +18,17 @@ def findings_of(folder, story=None):
     return {finding.rule: finding for finding in diagnose_run(read_run(write_run(folder, story)))}
 
 
+@pytest.fixture(scope="module")
+def ill(tmp_path_factory):
+    """Findings of the runs of `DISEASES`, each written when it is first asked for."""
+
+    class Found(dict):
+        def __missing__(self, rule):
+            return self.setdefault(rule, findings_of(tmp_path_factory.mktemp("ill") / "run", DISEASES[rule]))
+
+    return Found()
+
+
 def flat(value):
     return lambda step, p: value
 
@@ -140,8 +151,8 @@ def test_every_rule_about_runs_has_a_run_with_its_disease():
 
 
 @pytest.mark.parametrize("rule", DISEASES)
-def test_the_rule_fires_and_says_where(rule, tmp_path):
-    found = findings_of(tmp_path / "run", DISEASES[rule])
+def test_the_rule_fires_and_says_where(rule, ill):
+    found = ill[rule]
     assert rule in found, list(found)
     finding = found[rule]
     assert any(letter.isdigit() for letter in finding.summary), "no number in the evidence"
@@ -195,31 +206,31 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_runs_have_no_findings_but_what_is_normal(name, tmp_path):
-    assert [f for f in findings_of(tmp_path / "run", HEALTHY[name]).values() if f.severity != "normal"] == []
+def test_healthy_runs_have_no_findings_but_what_is_normal(name, of_the_healthy, tmp_path):
+    found = findings_of(tmp_path / "run", HEALTHY[name]) if HEALTHY[name] != Story() else of_the_healthy
+    assert [f for f in found.values() if f.severity != "normal"] == []
 
 
 def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):
     assert "loss-zero-at-start" not in findings_of(tmp_path / "run", Story(loss=lambda step: 0.3))
 
 
-def test_evidence_names_the_steps_the_numbers_and_three_completions(tmp_path):
-    finding = findings_of(tmp_path / "run", DISEASES["truncated"])["truncated"]
+def test_evidence_names_the_steps_the_numbers_and_three_completions(ill):
+    finding = ill["truncated"]["truncated"]
     assert finding.numbers["truncated_late"] == pytest.approx(0.5)
     assert finding.steps == (49, 60)
-    spike = findings_of(tmp_path / "spike", DISEASES["gradient-spikes"])["gradient-spikes"]
+    spike = ill["gradient-spikes"]["gradient-spikes"]
     assert spike.steps == (41, 41)
     assert "60" in spike.summary
     assert len(spike.examples) == 3
     assert all(example.where.startswith("step 41, problem mini:train:41-") for example in spike.examples)
 
 
-def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not(tmp_path):
+def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not(ill, tmp_path):
     growing = findings_of(tmp_path / "a", Story(metrics=lambda step, p: {"policy/sampler_mismatch": 0.005 + 0.5 * p}))
     assert "sampler-stale" in growing
     assert "sampler-mismatch" not in growing
-    steady = findings_of(tmp_path / "b", DISEASES["sampler-mismatch"])
-    assert "sampler-stale" not in steady
+    assert "sampler-stale" not in ill["sampler-mismatch"]
 
 
 def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
@@ -273,14 +284,14 @@ def severities(folder, story):
 
 
 @pytest.mark.parametrize("rule", ["strict-misses-right-answers", "never-stops", "no-variance", "talks-on", "reward-constant"])
-def test_a_warning_takes_five_steps_and_a_critical_finding_ten(rule, tmp_path):
+def test_a_warning_takes_five_steps_and_a_critical_finding_ten(rule, ill, tmp_path):
     """What one step shows may be gone after the next four: a run of 24 steps was called critical at its first."""
     for steps in (1, 4):
         assert severities(tmp_path / str(steps), replace(DISEASES[rule], steps=steps, evaluations=())) == {}
     early = severities(tmp_path / "early", replace(DISEASES[rule], steps=6, evaluations=()))
     assert set(early.values()) <= {"warning"}
     late = severities(tmp_path / "late", replace(DISEASES[rule], steps=20, evaluations=()))
-    assert late[rule] == findings_of(tmp_path / "whole", DISEASES[rule])[rule].severity
+    assert late[rule] == ill[rule][rule].severity
 
 
 def test_what_one_step_shows_for_certain_is_told_at_once(tmp_path):

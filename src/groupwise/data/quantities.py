@@ -6,6 +6,7 @@ cannot change the number, and two quantities with different units are never equa
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -270,8 +271,11 @@ def read_quantity(text: str) -> Quantity | None:
     ``0.\overline{3}``, and before or after them a unit: ``$``, ``%``, degrees, a word behind a space, known units of measure, and
     what stands in ``\text{}``. A percent sign is a unit: ``50%`` is 50 percent, and not 1/2.
     """
-    if len(text) > LONGEST_NUMBER:
-        return None
+    return None if len(text) > LONGEST_NUMBER else _read_quantity(text)
+
+
+@functools.lru_cache(maxsize=1024)  # a reference, and what many completions of a group answer, are each read several times
+def _read_quantity(text: str) -> Quantity | None:
     text = plain_text(text)
     if ROUGHLY.match(text):
         return None

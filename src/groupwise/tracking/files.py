@@ -23,14 +23,14 @@ def finite(value: object) -> Json:
     """``value`` without secrets, and with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
     if isinstance(value, str):
         return hide_shaped_secrets(value)
-    if isinstance(value, (int, bool)) or value is None:
+    if isinstance(value, int) or value is None:
         return value
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
     number = getattr(value, "item", None)  # numpy and torch scalars, without importing either
     return finite(number()) if callable(number) and getattr(value, "ndim", 1) == 0 else str(value)
 

@@ -77,13 +77,17 @@ def is_secret(name: str) -> bool:
 
 def hide_secrets(value: Any, name: str = "") -> Any:
     """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth. Numbers stay."""
+    return _hide(value, name, _environment_secrets())
+
+
+def _hide(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, Mapping):
         inherited = name if is_secret(name) else None
-        return {key: hide_secrets(item, inherited or str(key)) for key, item in value.items()}
+        return {key: _hide(item, inherited or str(key), known) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [hide_secrets(item, name) for item in value]
+        return [_hide(item, name, known) for item in value]
     if isinstance(value, str):
-        return HIDDEN if is_secret(name) else hide_secrets_in_text(value)
+        return HIDDEN if is_secret(name) else _without(hide_shaped_secrets(value), known)
     return value
 
 
@@ -92,6 +96,7 @@ def hide_secrets_in_text(text: str) -> str:
     return hide_environment_secrets(hide_shaped_secrets(text))
 
 
+@functools.lru_cache(maxsize=64)  # the completions of a group have one prompt and one answer
 def hide_shaped_secrets(text: str) -> str:
     """``text`` without what is shaped like a credential, or stands where one does in a URL; quick enough for every completion."""
     text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", JWT.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text)))
@@ -105,10 +110,17 @@ def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> 
 
     ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
     """
-    for name in [name for name in os.environ if is_secret(name) and name not in _NO_SECRETS]:
-        value = os.environ.get(name, "")
-        if len(value) >= 8 and not value.isalpha() and written(value) in text:
-            text = text.replace(written(value), HIDDEN)
+    return _without(text, [written(secret) for secret in _environment_secrets()])
+
+
+def _environment_secrets() -> list[str]:
+    values = [os.environ.get(name, "") for name in list(os.environ) if is_secret(name) and name not in _NO_SECRETS]
+    return [value for value in values if len(value) >= 8 and not value.isalpha()]
+
+
+def _without(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
     return text
 
 
