@@ -304,7 +304,7 @@ def test_a_misspelt_name_is_told_at_once_and_the_hub_is_not_asked(
     with pytest.raises(DataError, match=rf"{source!r} is neither a file nor .*: did you mean {meant}\?"):
         load_problems(config(source))
     with pytest.raises(DataError, match=f"did you mean {meant}"):
-        load_problems(config("arithmetic", eval_source=source))
+        load_problems(config("arithmetic", eval_source=source, limit=20))
 
 
 def test_the_hub_is_asked_once_before_its_client_tries_each_file_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.models.decoder import Decoder
 
 LENGTHS = [5, 1, 17, 9, 9, 3, 40]
-SAMPLED = SamplingSettings(max_tokens=80)
+SAMPLED = SamplingSettings(max_tokens=40)
 ENDS = (2, 11)
 
 
@@ -83,7 +83,7 @@ def test_the_engine_for_any_architecture_too(tiny_llama, tokenizer, make_prompts
     engine.limit.tell = told.append
     assert ids_of(engine.sample(prompts, 4, SAMPLED, seed=3, scope="s")) == ids_of(enough)
     assert len(told) == engine.metrics()["memory/sampling_halvings"].value >= 2
-    assert 400 / (40 + 80) / 2 <= engine.max_rows <= 400 / 40
+    assert 400 / (40 + 40) / 2 <= engine.max_rows <= 400 / 40
 
 
 def test_no_room_for_one_sequence_is_an_error_that_says_what_to_do(tiny_llama, tokenizer, make_prompts, room_for):
