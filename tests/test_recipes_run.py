@@ -120,7 +120,11 @@ def test_every_recipe_is_here():
     assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "polaris-3b-qlora", "quickstart"}
 
 
-@pytest.mark.parametrize("name", GSM8K)
+SLOW = {"gsm8k-0.5b", "gsm8k-7b-8gpu", "gsm8k-1.5b-24gb"}
+"""The real vocabulary of 151,936; batches of 256 prompts; one that takes twice the time of the others, which hold the same in small."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in GSM8K])
 def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, gsm8k, tmp_path):
     changes = {
         "model.name": tiny_qwen_folder(tied="7b" not in name, whole=name == "gsm8k-0.5b"),

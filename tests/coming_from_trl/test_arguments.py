@@ -133,7 +133,9 @@ def test_the_page_names_what_is_refused():
     assert [row.name for row in REFUSED if f"`{row.name}`" not in page] == []
 
 
+@pytest.mark.slow
 def test_trl_itself_is_not_needed():
+    """The tests' own environment has no TRL; here peft and accelerate are away too, in a process that has imported nothing yet."""
     code = (
         "import sys; sys.modules['trl'] = sys.modules['peft'] = sys.modules['accelerate'] = None; import groupwise.trl as g; "
         "print(g.GRPOConfig('x').beta, g.GRPOTrainer.__name__)"

@@ -56,6 +56,7 @@ def short_in(monkeypatch):
     return set_up
 
 
+@pytest.mark.slow
 def test_it_halves_its_passes_and_the_first_process_says_so(train_in, small_config, short_in):
     """In the warm start, the reference's passes, those for entropies, and the first and the second update."""
     config = small_config(**SECTIONS)

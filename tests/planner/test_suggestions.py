@@ -47,7 +47,11 @@ def drawn(rng):
     return recipe, overrides, HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
 
 
-@pytest.mark.parametrize("seed", [*range(12), 126])
+def seeds(fast, slow):
+    return [*fast, *(pytest.param(seed, marks=pytest.mark.slow) for seed in slow)]
+
+
+@pytest.mark.parametrize("seed", seeds([*range(4), 126], range(4, 12)))
 def test_every_suggestion_fits_as_it_says_when_it_is_done(seed):
     rng = random.Random(seed)
     recipe, overrides, card, processes = drawn(rng)
@@ -81,7 +85,7 @@ def combinations(setup):
         yield {**several, **adapter, **few, **rest}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(range(4), range(4, 12)))
 def test_where_anything_near_would_fit_something_is_suggested(seed):
     """Every combination of settings by hand, each at its most frugal: if one of them fits, the list has something that does."""
     rng = random.Random(100 + seed)

@@ -128,8 +128,17 @@ def test_a_kill_between_two_renames_keeps_the_earlier_model(tmp_path):
     assert not list(folder.path.glob(".*"))
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}])
-@pytest.mark.parametrize("output", [{}, CHECKPOINTS])
+LORA = {"rank": 2, "alpha": 4}
+
+
+@pytest.mark.parametrize(
+    ("output", "lora"),
+    [
+        ({}, LORA),
+        (CHECKPOINTS, None),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (({}, None), (CHECKPOINTS, LORA))),
+    ],
+)
 def test_a_kill_in_the_last_evaluation_costs_nothing_but_it(small_config, letters, quiet, tmp_path, monkeypatch, output, lora):
     """Also without a checkpoint: the model was written before it was judged."""
     config = small_config(training={"steps": 3}, output=output, evaluation={"at_start": True, "every": 2}, model={"lora": lora})

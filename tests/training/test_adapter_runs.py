@@ -13,7 +13,7 @@ from groupwise.training.loop import train
 
 pytest.importorskip("peft")
 
-KINDS = pytest.mark.parametrize("kind", ["none", "4bit", "8bit"])
+KINDS = pytest.mark.parametrize("kind", ["none", "4bit", pytest.param("8bit", marks=pytest.mark.slow)])
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from tests.survival.kills import differences
 
+slow = pytest.mark.slow
 LOG_ALL = {"log_completions": 100, "checkpoint_every": 1, "keep_checkpoints": 10}
 
 
@@ -59,7 +60,7 @@ def same_run(one, other):
     return not differences(one, other)
 
 
-@pytest.mark.parametrize("steps_ahead", [1, 2, 4])
+@pytest.mark.parametrize("steps_ahead", [1, pytest.param(2, marks=slow), 4])
 def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config, steps_ahead):
     """Completions are sampled anew, by an engine over the checkpoint that the schedule names."""
     reports = []
@@ -91,9 +92,11 @@ def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config
             "algorithm": {"updates_per_batch": 2, "kl": {"beta": 0.1}},
             "rewards": {"normalise": "mean_std"},
         },
-        {"rollout": {"ahead": 2, "engine": "transformers"}},
+        pytest.param({"rollout": {"ahead": 2, "engine": "transformers"}}, marks=slow),
         {"rollout": {"ahead": 1, "refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
-        {"rollout": {"ahead": 2}, "model": {"lora": {"rank": 2, "alpha": 4}}, "evaluation": {"every": 2}},
+        pytest.param(
+            {"rollout": {"ahead": 2}, "model": {"lora": {"rank": 2, "alpha": 4}}, "evaluation": {"every": 2}}, marks=slow
+        ),
     ],
     ids=["one", "three, mu 2, running statistics", "module", "refills", "lora, two"],
 )
@@ -167,9 +170,9 @@ def test_a_learning_rate_of_almost_nothing_gives_the_synchronous_run(go):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"rollout": {"ahead": 1}},
+        pytest.param({"rollout": {"ahead": 1}}, marks=slow),
         {"rollout": {"ahead": 2}, "rewards": {"normalise": "mean_std"}, "algorithm": {"updates_per_batch": 2}},
-        {"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}},
+        pytest.param({"rollout": {"ahead": 1}, "model": {"lora": {"rank": 2, "alpha": 4}}}, marks=slow),
     ],
     ids=["one", "two", "lora"],
 )
@@ -187,8 +190,11 @@ def test_a_checkpoint_has_the_batches_under_way(go, monkeypatch, sections, there
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("steps_ahead", [1, 2])
-@pytest.mark.parametrize("where", ["waiting", "learning", "between updates"])
+SIGNALS = [(where, steps) for where in ("waiting", "learning", "between updates") for steps in (1, 2)]
+FAST_SIGNALS = [("waiting", 1), ("learning", 1), ("between updates", 2)]
+
+
+@pytest.mark.parametrize(("where", "steps_ahead"), [pytest.param(*at, marks=[slow] * (at not in FAST_SIGNALS)) for at in SIGNALS])
 def test_a_signal_ends_the_run_and_it_carries_on(go, monkeypatch, where, steps_ahead):
     sections = {"rollout": {"ahead": steps_ahead}, "algorithm": {"updates_per_batch": 3}, "output": {"checkpoint_every": 0}}
     whole = go("whole", **sections)
@@ -281,7 +287,7 @@ class EngineWithWeights(Engine):
     "sections",
     [
         {"evaluation": {"every": 1, "at_start": True}, "algorithm": {"updates_per_batch": 2}},
-        {"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
+        pytest.param({"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}}, marks=slow),
     ],
     ids=["evaluations", "refills"],
 )

@@ -367,6 +367,7 @@ def test_without_a_critic_s_opinion_ppo_is_the_outcome_return(tiny_llama):
     assert distance(ppo, outcome) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_value_learns_what_is_coming(tiny_llama):
     settings = {"preset": "ppo", "kl": None, "value": {"learning_rate": 0.1}}
     config = config_of(algorithm=settings, optimizer={"learning_rate": 1e-9})

@@ -33,7 +33,11 @@ def final_weights(folder):
     return load_file(folder / "final_model" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("dtype", "done"), [("float32", 1), ("float32", 2), ("float32", 3), ("bfloat16", 3)])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("dtype", "done"), [slow("float32", 1), ("float32", 2), slow("float32", 3), ("bfloat16", 3)])
 def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters, quiet, tmp_path, dtype, done):
     """With everything that has a state: masters, moments, schedule, a reference (renewed at step 3, so that after step 3 it is
     neither the first policy nor the last), two updates a batch. There are later checkpoints; the one asked for is taken."""

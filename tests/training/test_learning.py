@@ -35,14 +35,18 @@ def mean(steps, name):
     return statistics.mean(metrics[name] for metrics in steps)
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
         {"kl": None},
-        {"kl": {"beta": 0.02}, "updates_per_batch": 2},
-        {"preset": "rloo"},
-        {"preset": "ppo", "kl": None, "value": {"learning_rate": 1e-2}, "updates_per_batch": 2},
-        {"kl": None, "entropy": {"bonus": 1e-3}, "mask_truncated": False, "correction": {"level": "token"}},
+        slow({"kl": {"beta": 0.02}, "updates_per_batch": 2}),
+        slow({"preset": "rloo"}),
+        slow({"preset": "ppo", "kl": None, "value": {"learning_rate": 1e-2}, "updates_per_batch": 2}),
+        slow({"kl": None, "entropy": {"bonus": 1e-3}, "mask_truncated": False, "correction": {"level": "token"}}),
     ],
     ids=["grpo", "two updates and a leash", "rloo", "ppo", "with an entropy bonus and a correction"],
 )
@@ -74,6 +78,7 @@ def every_letter(completions, **columns):
     return [[(i + 1, float(x.isascii() and x.islower())) for i, x in enumerate(text)] for text in texts]
 
 
+@pytest.mark.slow
 def test_steps_teach_what_they_are_paid_for(small_config, quiet, tmp_path):
     seen = run(small_config, quiet, tmp_path / "run", every_letter, 25, algorithm={"kl": None}, optimizer={"learning_rate": 1e-2})
     assert mean(seen[:3], "steps/reward_goal") < 0.2

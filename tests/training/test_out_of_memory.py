@@ -55,7 +55,7 @@ def learn(model, groups, config, room=None, in_backward=False):
     return seen, metrics, told, learner, sum(device.failures for device in devices)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -25,6 +25,7 @@ def server(tiny_folder, tmp_path):
     server.close()
 
 
+@pytest.mark.slow
 def test_it_learns_from_a_server_as_from_its_own_engine(server, small_config, letters, quiet, tmp_path):
     """The server samples other tokens from the same seeds, so curves differ; every step is sampled from the step before it."""
     config = small_config(
@@ -64,6 +65,7 @@ def test_sampling_ahead_takes_the_weights_that_the_schedule_names(server, small_
     assert server.service.hello()["version"] == 6
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, small_config, letters, quiet, tmp_path):
     """... and with a checkpoint it is resumed, with the numbers that it would have had."""
     sections = {"rollout": {"engine": "vllm", "ahead": 1, "vllm": {"url": server.url}}, "output": {"checkpoint_every": 1}}

@@ -59,7 +59,9 @@ def test_a_completion_s_name_alone_decides_its_seed(serve, engine_over, tiny_lla
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "adapter"])
-@pytest.mark.parametrize("bucket_bytes", [1, 40_000, 2**28])
+@pytest.mark.parametrize(
+    "bucket_bytes", [pytest.param(1, marks=pytest.mark.slow), 40_000, pytest.param(2**28, marks=pytest.mark.slow)]
+)
 def test_every_update_reaches_the_sampler(
     kind, bucket_bytes, serve, engine_over, tiny_llama, tiny_qwen2, make_prompts, scored, shifted
 ):
