@@ -169,7 +169,9 @@ def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settin
     assert {"eval_a_reward", "eval_b_reward"} <= set(both)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "adapter", "own optimiser"])
+@pytest.mark.parametrize(
+    "kind", ["float32", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bfloat16", "adapter", "own optimiser"))]
+)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tiny_folder, load_tiny, prompts, letters, settings, kind):
     def make(name):
         model, more = load_tiny(), {}
@@ -214,7 +216,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kept", [None, 1])
+@pytest.mark.parametrize("kept", [pytest.param(None, marks=pytest.mark.slow), 1])
 def test_a_finished_run_that_is_resumed_keeps_its_results(tiny_folder, prompts, letters, settings, kept):
     """By a script as people write them, started a second time."""
 
@@ -371,7 +373,7 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
 
 
-@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+@pytest.mark.parametrize("kind", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])
 def test_a_quantised_model_takes_an_adapter_and_nothing_else(tiny_folder, prompts, letters, settings, tmp_path, kind):
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
@@ -407,6 +409,7 @@ def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, let
     assert "Step 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_real_tokenizer(qwen_tokenizer, chats, letters, settings):
     import copy
 
@@ -574,7 +577,7 @@ def test_settings_of_sampling_shape_what_is_sampled(tiny_folder, prompts, settin
             )
 
 
-@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("loss_type", ["cispo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sapo", "vespo"))])
 def test_loss_types_learn(tiny_folder, prompts, letters, settings, loss_type):
     args = settings(loss_type=loss_type, num_iterations=2, max_steps=4, off_policy_mask_threshold=0.5)
     trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
@@ -607,6 +610,7 @@ def test_eight_bit_moments_and_a_base_in_four_bits(tiny_folder, prompts, letters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_trainers_are_freed_and_a_model_can_be_trained_again(load_tiny, prompts, letters, settings, dtype):
     model, gone = load_tiny().to(dtype), []
     for _ in range(2):  # the second while the model lives on, as when a cell of a notebook is run again

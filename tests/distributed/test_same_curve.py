@@ -62,7 +62,10 @@ def assert_same_run(one, other):
         torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+FAST = ("grpo", "several updates, a steered leash", "statistics of the whole batch", "a learned value")
+
+
+@pytest.mark.parametrize("variant", [pytest.param(one, marks=[pytest.mark.slow] * (one not in FAST)) for one in VARIANTS])
 def test_two_processes_are_one(train_in, small_config, variant):
     config = small_config(**VARIANTS[variant])
     one = train_in(1, "one", config)
@@ -70,6 +73,7 @@ def test_two_processes_are_one(train_in, small_config, variant):
     assert_same_run(one, train_in(2, "two", config))
 
 
+@pytest.mark.slow
 def test_more_processes_than_prompts_and_any_budget_are_one_curve(train_in, small_config):
     one = train_in(1, "one", small_config(training={"steps": 3}))
     for size, budget in ((2, 40), (5, 8192)):

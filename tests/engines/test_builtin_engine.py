@@ -55,7 +55,7 @@ def test_greedy_equals_the_librarys_generate(family, make_engine, make_prompts):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
-@pytest.mark.parametrize("max_rows", [1, 3, 13])
+@pytest.mark.parametrize("max_rows", [1, pytest.param(3, marks=pytest.mark.slow), 13])
 def test_samples_do_not_depend_on_the_rows_in_flight(family, max_rows, make_engine, make_prompts, ids_of):
     prompts = make_prompts(LENGTHS)
     many, few = (make_engine(family(), max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s") for rows in (64, max_rows))
@@ -103,7 +103,7 @@ def test_samples_do_not_depend_on_how_the_cache_grows(room, make_engine, make_pr
     assert ids_of(grown) == ids_of(whole)
 
 
-@pytest.mark.parametrize("rows", [3, 6, 64])
+@pytest.mark.parametrize("rows", [3, pytest.param(6, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("burst", [2, 5, 100])
 def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
     burst, rows, make_engine, make_prompts, ids_of, monkeypatch

@@ -116,7 +116,7 @@ def test_each_draw_inverts_the_distribution_function(vocabulary):
     ],
     ids=["plain", "cold", "top-k", "top-p", "both"],
 )
-@pytest.mark.parametrize("vocabulary", [50, 600])
+@pytest.mark.parametrize("vocabulary", [50, pytest.param(600, marks=pytest.mark.slow)])
 def test_support_frequencies_and_log_probabilities(vocabulary, chosen, chi_square):
     logits = logits_with(vocabulary, seed=2)
     exact = (logits.double() / chosen.temperature).softmax(0)

@@ -64,7 +64,7 @@ def test_both_engines_draw_the_same_completions(family, settings, tokenizer, mak
     assert {c.finish_reason for group in ours for c in group} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("foreign", ["gpt2", "gemma2"], indirect=True)
+@pytest.mark.parametrize("foreign", ["gpt2", pytest.param("gemma2", marks=pytest.mark.slow)], indirect=True)
 def test_other_architectures(foreign, tokenizer, make_prompts, ids_of):
     prompts = make_prompts(LENGTHS)
     many, few = (

@@ -82,7 +82,7 @@ def tiny_model(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "builtin"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "builtin"])
 def test_a_model_folder_is_judged_in_every_mode_and_twice_the_same(tiny_model, tmp_path, engine):
     folder = RunFolder(tmp_path)
     judged_by = config(rollout={"engine": engine})

@@ -78,7 +78,9 @@ def check_parity(model: Any, temperature: float = 1.0, **options: Any) -> None:
     assert_equal_gradients(module_gradients(decoder), wanted, relative=1e-5)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "gradient_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["kept", "recomputed"]
+)
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])

@@ -255,7 +255,7 @@ def test_context_length_falls_back_to_the_tokenizers_limit() -> None:
 # --- saving ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_saved_policy_loads_to_the_same_logits_and_the_same_tokens(qwen_folder: Path, tmp_path: Path, dtype: str) -> None:
     policy = load_policy(model_config(qwen_folder, dtype=dtype))
     again = load_policy(model_config(save_model(policy, tmp_path / "deep" / "saved"), dtype=dtype))

@@ -136,7 +136,7 @@ def test_a_product_is_that_of_the_dequantised_weight_whatever_is_beside_it_in_th
 
 @KINDS
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_gemma3"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["keeping", "recomputing"])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True], ids=["keeping", "recomputing"])
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 def test_logprobs_and_gradients_are_those_of_peft_s_own_module(request, tmp_path, kind, family, recompute, attention):
     policy = adapted(in_few_bits(request.getfixturevalue(family)(), kind, tmp_path), filled=True)

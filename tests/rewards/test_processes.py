@@ -107,6 +107,7 @@ def limits_only_for(monkeypatch):
     return change
 
 
+@pytest.mark.slow
 def test_calls_that_hang_are_killed_and_the_run_goes_on(mischief, limits_only_for):
     limits_only_for("loop", "hang in C", "sleeps")
     suite = mischief(timeout_s=1.0, processes=2)

@@ -98,7 +98,9 @@ def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, qui
     assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 
-@pytest.mark.parametrize(("mu", "left"), [(1, "step 1, which"), (2, "step 1 and 1 updates of the next, which")])
+@pytest.mark.parametrize(
+    ("mu", "left"), [(1, "step 1, which"), pytest.param(2, "step 1 and 1 updates of the next, which", marks=pytest.mark.slow)]
+)
 def test_a_signal_between_two_passes_is_told_at_once_and_does_not_wait_for_the_others(
     small_config, letters, quiet, tmp_path, monkeypatch, capfd, mu, left
 ):
@@ -162,7 +164,12 @@ def test_what_a_reward_draws_at_random_repeats(small_config, quiet, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "saved"), [("base", "before the first step: nothing was learnt"), ("step-2", "step-2"), ("final", "step-4")]
+    ("stage", "saved"),
+    [
+        ("base", "before the first step: nothing was learnt"),
+        ("step-2", "step-2"),
+        pytest.param("final", "step-4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_in_an_evaluation_abandons_it_and_it_is_made_up_for(
     small_config, letters, quiet, tmp_path, monkeypatch, stage, saved

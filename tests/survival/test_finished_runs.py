@@ -158,6 +158,7 @@ def test_a_kill_in_the_last_evaluation_costs_nothing_but_it(small_config, letter
     assert result.summary["steps"] == 3
 
 
+@pytest.mark.slow
 def test_more_steps_of_a_run_that_was_ended_so(small_config, letters, quiet, tmp_path, monkeypatch):
     """Without a checkpoint they cannot be made, and its model stays; with one they are."""
     for output in ({}, CHECKPOINTS):

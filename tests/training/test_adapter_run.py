@@ -12,7 +12,7 @@ from groupwise.training.optimizer import MasterAdamW
 pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_of_an_adapter_in_two_parts_is_the_run_in_one(small_config, letters, quiet, tmp_path, dtype, tiny_folder):
     config = small_config(
         model={"lora": {"rank": 4, "alpha": 8}}, algorithm={"kl": {"beta": 0.1}, "updates_per_batch": 2}, training={"steps": 3},

@@ -49,7 +49,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(go, kind):
     assert rows(whole)[-1]["policy/kl"] > 0, "it moved away from the base"
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["none", *(pytest.param(one, marks=pytest.mark.slow) for one in ("4bit", "8bit"))])
 def test_the_adapter_alone_is_written_if_asked_for_and_merged_later_to_the_same_weights(go, tmp_path, kind):
     whole, alone = go("whole", kind), go("alone", kind, output={"adapter_only": True})
     left = {p.relative_to(alone / "final_model").as_posix() for p in (alone / "final_model").rglob("*") if p.is_file()}

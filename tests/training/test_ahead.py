@@ -305,6 +305,7 @@ def test_an_engine_with_weights_of_its_own_needs_no_other_copy(go, monkeypatch, 
     assert rows(resumed)[-1]["reward/mean"] == rows(own)[-1]["reward/mean"]
 
 
+@pytest.mark.slow
 def test_another_number_of_steps_ahead_may_carry_on(go, small_config, letters, quiet, tmp_path):
     whole = go("whole", rollout={"ahead": 2})
     for steps_ahead in (0, 1, 3):

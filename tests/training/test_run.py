@@ -363,7 +363,10 @@ def test_the_reported_numbers_are_those_of_the_groups(go):
     assert [r.metrics["progress/policy_version"] for r in seen] == [1, 2]
 
 
-@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo"])
+PRESETS = ["dr_grpo", "gspo", "reinforce++", "bnpo", "rloo", "ppo"]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "cispo", *(pytest.param(one, marks=pytest.mark.slow) for one in PRESETS)])
 def test_every_preset_runs(go, preset):
     rows = lines_of(
         go(algorithm={"preset": preset, "kl": {"beta": 0.05}} if preset == "grpo" else {"preset": preset}).folder

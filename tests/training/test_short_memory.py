@@ -85,10 +85,17 @@ def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
         OSError(12, "Cannot allocate memory"),
     ],
 )
-def test_memory_that_ran_out_is_one_sentence(small_config, letters, quiet, tmp_path, error):
+def test_memory_that_ran_out_is_one_sentence(error):
+    saved = "the last checkpoint is step-1"
+    named = f"memory ran out .*micro_batch_tokens.*{saved}"
+    with pytest.raises(TrainingError, match=named), short_memory.explain_short_memory(lambda: saved):
+        raise error
+
+
+def test_a_run_out_of_memory_names_its_last_checkpoint(small_config, letters, quiet, tmp_path):
     def fail(report):
         if report.step == 2:
-            raise error
+            raise MemoryError
 
     with pytest.raises(TrainingError, match=r"memory ran out .*micro_batch_tokens.*the last checkpoint is .*step-1"):
         train(

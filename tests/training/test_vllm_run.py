@@ -103,6 +103,7 @@ def test_only_an_engine_that_reads_the_trainer_s_weights_has_them_gathered(
     assert bool(entered) == (engine == "builtin")
 
 
+@pytest.mark.slow
 def test_models_are_judged_one_after_the_other_by_one_server(server, tiny_folder, small_config):
     config = small_config(rollout={"engine": "vllm", "vllm": {"url": server.url}}, evaluation={"problems": 3})
     for loads in (1, 2):

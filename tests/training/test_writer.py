@@ -20,7 +20,10 @@ def manifests(folder):
     return {p.name: json.loads((p / "manifest.json").read_text())["files"] for p in (folder / "checkpoints").iterdir()}
 
 
-@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 2, "alpha": 4}}])
+@pytest.mark.parametrize(
+    "model",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"dtype": "bfloat16"}, {"lora": {"rank": 2, "alpha": 4}}))],
+)
 def test_what_is_written_beside_a_run_is_the_state_of_the_moment(small_config, letters, quiet, tmp_path, monkeypatch, model):
     """The first checkpoint is held up until the second batch has been sampled; learning from that waits for it."""
     sections = {"model": model, "training": {"steps": 3}, "algorithm": {"kl": {"beta": 0.1}, "updates_per_batch": 2}}

@@ -48,6 +48,7 @@ def test_a_server_that_breaks_off_is_asked_for_the_rest_alone(serve, engine_over
     assert backend.asked == [6, 2]
 
 
+@pytest.mark.slow
 def test_a_sampler_that_broke_down_is_waited_for_until_its_server_starts_anew(
     serve, engine_over, tiny_llama, make_prompts, ids_of
 ):

@@ -80,7 +80,7 @@ def test_older_weights_do_not_come_back(serve, engine_over, tiny_llama, make_pro
     assert server.service.weights == engine.weights
 
 
-@pytest.mark.parametrize("part", [0, 2])
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_push_that_a_restart_interrupts_is_sent_from_its_beginning(part, serve, engine_over, tiny_llama, shifted):
     model, server = tiny_llama(), serve(tiny_llama())
     engine = engine_over(server, model, bucket_bytes=40_000)
@@ -159,6 +159,7 @@ def test_what_is_being_loaded_is_out_of_everybody_s_reach(tiny_llama, tmp_path):
     assert service.backend.loads == 1
 
 
+@pytest.mark.slow
 def test_a_push_that_takes_too_long_ends_the_run_and_leaves_nothing_half_done(serve, engine_over, tiny_llama, make_prompts):
     release, done = threading.Event(), threading.Event()
     model, server = tiny_llama(), serve(tiny_llama())
@@ -249,6 +250,7 @@ def test_what_a_server_computes_after_it_came_back_is_looked_at_again(serve, eng
         engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")
 
 
+@pytest.mark.slow
 def test_a_server_that_loses_the_weights_each_time_is_not_asked_for_ever(serve, engine_over, tiny_llama, make_prompts):
     server = serve(tiny_llama())
     engine = engine_over(server, tiny_llama())
