@@ -249,6 +249,17 @@ def test_restricted_sampling_reaches_the_engine(make_engine, make_prompts, tiny_
             assert (best == torch.tensor(completion.token_ids)[:, None]).any(1).all()
 
 
+def test_the_embedded_model_answers_and_ends_its_turn(embedded_model_folder):
+    """Real weights, their tokenizer and template."""
+    policy = load_policy(ModelConfig(name=EMBEDDED_NAME, dtype="bfloat16", device="cpu"))
+    engine = BuiltinEngine(Decoder(policy.model), policy.tokenizer, policy.end_token_ids)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    text = policy.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    prompt = Prompt(Problem("france", chat[0]["content"], "Paris"), text, tuple(policy.tokenizer(text)["input_ids"]))
+    ((answer,),) = engine.sample([prompt], 1, SamplingSettings(max_tokens=20, greedy=True), seed=0, scope="s")
+    assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
 @pytest.mark.slow
 def test_log_probabilities_of_the_embedded_model_in_bf16(embedded_model_folder):
     """bf16 rounds differently in batches of different shapes; the engine is no further from fp32 than the trainer is."""
