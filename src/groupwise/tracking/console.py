@@ -69,13 +69,15 @@ class ConsoleTracker:
 
     def print(self, content: str | RenderableType, style: str = "", *, wrap: bool = False) -> None:
         """A string stays on one line unless ``wrap``: logs are searched by line, and paths and commands are copied."""
+        self.last_line_s = time.monotonic()
+        if self.console.quiet and self.display.notebook is None:
+            return
         one_line = isinstance(content, str) and not wrap
         renderable = self.text(content, style) if isinstance(content, str) else content
         if self.display.notebook is not None:
             self.display.notebook.print(renderable, soft_wrap=one_line)
         else:
             self.console.print(renderable, soft_wrap=one_line, highlight=False)
-        self.last_line_s = time.monotonic()
 
     @contextmanager
     def phase(self, name: str, total: float | None, unit: str = "", begun_at: float = 0) -> Iterator[Phase]:
