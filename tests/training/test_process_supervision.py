@@ -115,9 +115,9 @@ def test_a_learned_value_sums_steps_up_as_rewards_of_tokens(tiny_llama):
     settings = {"preset": "ppo", "kl": None, "advantage": {"gamma": 1.0, "lam": 1.0}}
     learner, _ = learner_of(model, config_of(algorithm=settings))
     kept, accumulate = [], learner.accumulate
-    learner.accumulate = lambda micro_batches, **rest: kept.extend(micro_batches) or accumulate(micro_batches, **rest)
+    learner.accumulate = lambda sweeps, stop: kept.extend(sweeps) or accumulate(sweeps, stop)
     learner.learn(groups)
-    batch = kept[0].batch
+    batch = kept[0].window.batch
     found = {member: returns.tolist() for member, returns in batch.by_member(batch.returns_T)}
     for i, (reward, steps) in enumerate(zip(groups[0].outcomes, groups[0].process["p"].steps, strict=True)):
         length = len(groups[0].completions[i].token_ids)
