@@ -141,7 +141,7 @@ def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, gsm8k, tmp_pat
     assert group.prompt.problem.answer.lstrip("-").isdigit()
 
 
-@pytest.mark.parametrize("name", ["polaris-3b", "polaris-3b-qlora"])
+@pytest.mark.parametrize("name", [pytest.param("polaris-3b", marks=pytest.mark.slow), "polaris-3b-qlora"])
 def test_a_polaris_recipe_runs_on_competition_rows(name, tiny_qwen_folder, shared_data, tmp_path):
     if "qlora" in name:
         pytest.importorskip("bitsandbytes")

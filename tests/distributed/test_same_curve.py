@@ -81,6 +81,7 @@ def test_more_processes_than_prompts_and_any_budget_are_one_curve(train_in, smal
         assert_same_run(one, train_in(size, f"{size} with {budget}", config))
 
 
+@pytest.mark.slow
 def test_refills_and_groups_that_fail_are_counted_over_all(train_in, small_config, letters):
     """A reward that knows only a few values, and fails on some problems: groups without variance are replaced, failures left out."""
     share = letters["letters"]

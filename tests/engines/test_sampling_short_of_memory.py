@@ -36,7 +36,7 @@ def room_for(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize("room", [28 * 32, 300])
+@pytest.mark.parametrize("room", [28 * 32, pytest.param(300, marks=pytest.mark.slow)])
 def test_the_built_in_engine_samples_the_same_with_fewer_rows(tiny_llama, tokenizer, make_prompts, ids_of, room_for, room):
     """At 28 rows of 32 places memory runs out late, when the table of completions grows; at 300 at once, for the prompts too."""
     prompts, told, progress = make_prompts(LENGTHS), [], []

@@ -126,6 +126,7 @@ def test_a_signal_between_two_passes_is_told_at_once_and_does_not_wait_for_the_o
     assert differences(whole, folder) == []
 
 
+@pytest.mark.slow
 def test_an_abandoned_step_does_not_renew_the_reference_twice(small_config, letters, quiet, tmp_path):
     """It is renewed before the step; a moving average that moves twice is another one."""
     config = small_config(
@@ -304,6 +305,7 @@ def test_the_summary_has_the_evaluations_before_the_stop(small_config, letters, 
     assert summary["comparison"]["before"] == "base"
 
 
+@pytest.mark.slow
 def test_the_last_good_checkpoint_is_one_that_was_learnt_from(small_config, letters, quiet, tmp_path):
     """The first update of step 4 ruins the weights: what is saved after it is set aside, and the run goes on from before it."""
     config = small_config(training={"steps": 12}, output={"checkpoint_every": 1}, optimizer={"max_grad_norm": None})

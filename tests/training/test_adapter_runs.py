@@ -13,7 +13,7 @@ from groupwise.training.loop import train
 
 pytest.importorskip("peft")
 
-KINDS = pytest.mark.parametrize("kind", ["none", "4bit", pytest.param("8bit", marks=pytest.mark.slow)])
+KINDS = pytest.mark.parametrize("kind", ["none", *(pytest.param(bits, marks=pytest.mark.slow) for bits in ("4bit", "8bit"))])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(go, kind):
     assert rows(whole)[-1]["policy/kl"] > 0, "it moved away from the base"
 
 
-@pytest.mark.parametrize("kind", ["none", *(pytest.param(one, marks=pytest.mark.slow) for one in ("4bit", "8bit"))])
+@KINDS
 def test_the_adapter_alone_is_written_if_asked_for_and_merged_later_to_the_same_weights(go, tmp_path, kind):
     whole, alone = go("whole", kind), go("alone", kind, output={"adapter_only": True})
     left = {p.relative_to(alone / "final_model").as_posix() for p in (alone / "final_model").rglob("*") if p.is_file()}

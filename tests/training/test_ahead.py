@@ -86,7 +86,7 @@ def test_each_batch_is_sampled_by_the_weights_so_many_steps_old(go, small_config
 @pytest.mark.parametrize(
     "sections",
     [
-        {"rollout": {"ahead": 1}},
+        pytest.param({"rollout": {"ahead": 1}}, marks=slow),
         {
             "rollout": {"ahead": 3},
             "algorithm": {"updates_per_batch": 2, "kl": {"beta": 0.1}},
@@ -287,10 +287,11 @@ class EngineWithWeights(Engine):
     "sections",
     [
         {"evaluation": {"every": 1, "at_start": True}, "algorithm": {"updates_per_batch": 2}},
-        pytest.param({"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}}, marks=slow),
+        {"rollout": {"refill_rounds": 2, "completions_per_prompt": 2, "max_completion_tokens": 2}},
     ],
     ids=["evaluations", "refills"],
 )
+@pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_needs_no_other_copy(go, monkeypatch, sections):
     """It is sent weights, evaluates and refills only while it samples nothing ahead; and a checkpoint waits for what it samples."""
     sections = {**sections, "rollout": {"ahead": 1, **sections.get("rollout", {})}}

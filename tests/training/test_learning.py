@@ -57,6 +57,7 @@ def test_reward_rises_where_letters_are_asked_for(small_config, quiet, tmp_path,
     assert mean(seen[-5:], "reward/mean") > 0.8
 
 
+@pytest.mark.slow
 def test_a_model_that_is_paid_for_stopping_learns_to_stop(small_config, quiet, tmp_path):
     """Pad and end are one token. Where training took it for padding, this could not be learnt."""
     seen = run(small_config, quiet, tmp_path / "run", early, 40, optimizer={"learning_rate": 1e-2})

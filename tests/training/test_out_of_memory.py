@@ -88,6 +88,7 @@ def test_the_same_gradients_on_a_device_that_is_too_small(tiny_llama, algorithm,
     assert learner.scorer.failures <= failed_before, "the next batch is cut to what fits from the start"
 
 
+@pytest.mark.slow
 def test_a_shortage_in_a_later_pass_drops_what_the_earlier_ones_left(tiny_qwen2):
     """The second of two micro-batches fails once, when the gradient of the first has been added up already."""
     model, config = tiny_qwen2(seed=1), config_of(algorithm={"updates_per_batch": 2}, training={"micro_batch_tokens": 60})

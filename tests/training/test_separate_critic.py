@@ -157,6 +157,7 @@ def test_where_either_gradient_is_not_finite_the_critic_stays(broken, tiny_llama
     assert all(p.grad is None for _, p in learner.critic.trunk.named_parameters())
 
 
+@pytest.mark.slow
 def test_its_value_comes_to_explain_the_returns(tiny_llama):
     config = config_of(algorithm=own_critic(critic_learning_rate=3e-3, learning_rate=1e-2), optimizer={"learning_rate": 1e-9})
     learner, before = learner_of(tiny_llama(seed=3), config)

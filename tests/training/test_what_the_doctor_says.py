@@ -21,8 +21,8 @@ def clinic(tmp_path_factory):
 
 
 def of_the_taught(one):
-    """Those of the model that is taught first, which takes as long as ten runs."""
-    return pytest.param(one, marks=[pytest.mark.slow] * (one.model in ("pupil", "endless")))
+    """Those of the model that is taught first, which takes as long as ten runs; and one of an adapter, over 24 steps."""
+    return pytest.param(one, marks=[pytest.mark.slow] * (one.model in ("pupil", "endless") or "sampler-stale" in one.rules))
 
 
 @pytest.mark.parametrize("disease", [of_the_taught(one) for one in DISEASES if one.quick or one.before], ids=lambda one: one.name)
