@@ -174,7 +174,7 @@ def test_a_reward_that_fails_in_one_process_ends_both_with_its_error(tiny_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("way", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp2", "zero3"])
 def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     """Two processes that divide the weights are one, too, and so is a run of theirs that is resumed, by them or by one."""
     if way == "zero3":
