@@ -43,6 +43,8 @@ done
 # Step 1: the trainers, one process for each GPU of the other nodes.
 export MASTER_ADDR=${nodes[1]} MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+# By it the processes know each other's messages; srun hands it to them through their environment, where nobody else can read it.
+export GROUPWISE_SECRET=${GROUPWISE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 count=$((${#nodes[@]} - 1))
 srun --nodes="$count" --ntasks=$((count * SLURM_NTASKS_PER_NODE)) --ntasks-per-node="$SLURM_NTASKS_PER_NODE" --nodelist="$trainers" \

@@ -22,6 +22,8 @@ run_folder=${RUN_FOLDER:-runs/$SLURM_JOB_NAME}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+# By it the processes know each other's messages; srun hands it to them through their environment, where nobody else can read it.
+export GROUPWISE_SECRET=${GROUPWISE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 # Where the nodes have several networks, the one to use: NCCL moves tensors, and gloo what the processes tell each other, which fails where
 # a node's own name leads to its loopback address. `ip -brief address` lists the names.
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0

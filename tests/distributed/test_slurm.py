@@ -1,6 +1,7 @@
 """The scripts for Slurm, their real text, on a stand-in for Slurm: two nodes of one process each, on CPUs."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -32,7 +33,11 @@ def folder(small_config, tmp_path):
 
 @pytest.fixture
 def environment():
-    outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER")) and k not in ("RANK", "WORLD_SIZE")}
+    outside = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM", "MASTER")) and k not in ("RANK", "WORLD_SIZE", "GROUPWISE_SECRET")
+    }
     return {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -58,6 +63,9 @@ def test_a_warning_before_the_time_is_up_lets_all_nodes_finish_their_step_and_sa
     )
     run = folder / "runs/first"  # the next job of this name resumes it
     wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
+    environments = [Path(f"/proc/{process}/environ").read_bytes() for step in job.steps() for process in step["processes"]]
+    secrets = {re.search(rb"\0GROUPWISE_SECRET=([0-9a-f]{64})\0", each)[1] for each in environments}
+    assert len(secrets) == 1, "by which the processes know each other's messages"
     job.time_is_nearly_up()
     assert job.script.wait(LONG_S) == 143
     done = rows(run / "metrics.jsonl")[-1]["step"]

@@ -54,7 +54,11 @@ def test_processes_of_one_machine_listen_to_it_alone(tmp_path):
         "import os, sys; from groupwise.distributed.launch import launch; os.environ['LAUNCHED_BY'] = str(os.getpid()); "
         f"sys.exit(launch([sys.executable, {str(script)!r}], 2))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    outside = {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }  # as somebody sets it who also has runs on several nodes
+    environment = {**os.environ, **outside, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([python(), "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     heard = done.stdout.splitlines()

@@ -15,6 +15,7 @@ from groupwise.evaluation import evaluate_model
 from groupwise.training.loop import train
 from groupwise.training.sharding import Replicas
 from tests.engines.vllm.model_backend import ModelBackend
+from tests.waiting import comes
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_models_are_judged_one_after_the_other_by_one_server(server, tiny_folder
         (judged,) = evaluate_model(str(tiny_folder), config)
         assert judged.n == 3
         assert server.service.backend.loads == loads
-        server.service.hold("somebody", "the next")()  # it is free
+        assert comes(lambda: server.service.hello()["used_by"] is None), "it is free once it has seen the connection's end"
 
 
 def test_a_server_that_is_not_there_is_told_before_weights_are_read(small_config, letters, quiet, tmp_path):

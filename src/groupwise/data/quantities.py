@@ -61,7 +61,8 @@ CHANGING_WORDS = frozenset(
     and or plus minus times over under above below more less fewer than of to out off from by into mod modulo remainder rem choose
     base root roots inverse inverses reciprocal reciprocals repeating recurring negative negatives prime factorial factorials
     opposite squared cubed twice thrice sine sines cosine cosines tangent cotangent secant cosecant logarithm logarithms exponent
-    exponents exponential power modulus radical
+    exponents exponential power powers modulus mods radical radicals squareds cubeds factor factors log logs neg negs
+    decade decades century centuries
     half halves third thirds quarter quarters first firsts nth st nd rd th last
     mil mill mills mln mio bill bn bil bln tn trn tril lakh lakhs lac lacs crore crores cr arab arabs kharab kharabs wan gross grand
     pair pairs couple couples score scores brace few several many lots plenty twin twins trio trios duo duos dyad dyads triad triads

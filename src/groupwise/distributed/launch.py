@@ -40,7 +40,7 @@ def _launch(command: Sequence[str], processes: int, environment: Mapping[str, st
     }  # fmt: skip
     if sys.platform.startswith("linux"):  # nothing that this machine's processes say to each other is for its network
         for library in ("GLOO", "NCCL"):
-            shared.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+            shared[f"{library}_SOCKET_IFNAME"] = "lo"
     shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
