@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,9 @@ from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
 from groupwise.engines.builtin.draw import Draw, seed_key
 from groupwise.engines.wrappers import RowLimit
 from groupwise.limits import PREFILL_TOKENS
-from groupwise.memory import DEVICE_WIDE
+from groupwise.memory import DEVICE_WIDE, blocks_of_their_own
 from groupwise.metrics import Metric
-from groupwise.models.decoder import Decoder
+from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
 from groupwise.models.packing import pack_prompts
@@ -157,7 +158,9 @@ class _Batch:
             groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
             dtype=self.decoder.dtype, device=self.decoder.device, native=_native(self.decoder),
         )  # fmt: skip
-        self.weights = DecodeWeights(self.decoder, self.max_rows)
+        # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave holes as large as all of them.
+        with blocks_of_their_own() if isinstance(self.decoder, MergedDecoder) else nullcontext():
+            self.weights = DecodeWeights(self.decoder, self.max_rows)
         self.runner = Runner(self.decoder, self.weights, self.cache, self.draw)
         self.burst = burst_length(self.decoder.device)
         self.step: DecodeStep | None = None
