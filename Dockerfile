@@ -3,7 +3,8 @@
 #   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" groupwise train quickstart             # on the processor
 #   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" --gpus all groupwise train gsm8k-0.5b  # on NVIDIA GPUs
 # Runs and downloaded models stay in the mounted folder. On x86-64 the default torch is the CUDA build, which also runs without a GPU.
-# The CPU build saves several gigabytes: --build-arg TORCH_INDEX=URL, the index that PyTorch's page "Start Locally" names for CPU.
+# The CPU build saves several gigabytes: --build-arg TORCH_OPTIONS="...", with pip's options from the command that PyTorch's page
+# "Start Locally" shows for CPU.
 # Add extras by their names: --build-arg EXTRAS=quantized,wandb
 FROM python:3.11-slim-bookworm
 
@@ -13,9 +14,11 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 
 WORKDIR /opt/groupwise
 COPY constraints.txt ./
-ARG TORCH_INDEX=""
-RUN if [ -n "$TORCH_INDEX" ]; then \
-        pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"; \
+ARG TORCH_OPTIONS=""
+# The options are several words.
+# hadolint ignore=SC2086
+RUN if [ -n "$TORCH_OPTIONS" ]; then \
+        pip install --no-cache-dir $TORCH_OPTIONS "$(grep '^torch==' constraints.txt)"; \
     fi
 
 COPY pyproject.toml README.md LICENSE ./
