@@ -15,8 +15,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 WORKDIR /opt/groupwise
 COPY constraints.txt ./
 ARG TORCH_OPTIONS=""
-# The options are several words.
-# hadolint ignore=SC2086
+# The options are several words; constraints.txt has the version.
+# hadolint ignore=SC2086,DL3013
 RUN if [ -n "$TORCH_OPTIONS" ]; then \
         pip install --no-cache-dir $TORCH_OPTIONS "$(grep '^torch==' constraints.txt)"; \
     fi
