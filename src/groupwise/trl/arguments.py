@@ -5,11 +5,12 @@ class, its checks and the list of ``python -m groupwise.trl`` are made. A test c
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["ARGUMENTS", "REMOVED", "Argument", "Fate", "render_table"]
+__all__ = ["ARGUMENTS", "REMOVED", "RULES", "Argument", "Fate", "render_table"]
 
 Fate = Literal["honoured", "harmless", "refused"]
 
@@ -27,6 +28,14 @@ class Argument:
     text: str
     former: bool = False
     """Not among TRL 1.16's fields with transformers 5, but in scripts written for earlier ones."""
+    values: tuple[Any, ...] = ()
+    """All that it may be; empty where that is no list."""
+    rule: str = "a number"
+    """What a number must be, as a key of ``RULES``."""
+    noted: bool = False
+    """Whether ``text`` says more than TRL's documentation."""
+    late: bool = False
+    """Whether it may be set after the trainer was made: ``train()`` reads it."""
 
     @property
     def type(self) -> Any:
@@ -40,33 +49,50 @@ KINDS: Mapping[str, Any] = {
     "number?": int | str | None, "flag": bool | str,
 }  # fmt: skip
 
-# name | type | default | h(onoured), - (harmless) or x (refused) | text
+RULES: Mapping[str, Callable[[float], bool]] = {
+    "a number": lambda x: not math.isnan(x),
+    "above 0": lambda x: x > 0,
+    "0 or more": lambda x: x >= 0,
+    "0 to 1": lambda x: 0 <= x <= 1,
+    "above 0 and at most 1": lambda x: 0 < x <= 1,
+    "0 or more and below 1": lambda x: 0 <= x < 1,
+    "1 or more": lambda x: x >= 1,
+    "2 or more": lambda x: x >= 2,
+}
+
+# name | type: rule, or the values that it may have | default | fate | text; further lines are indented. Fates: h(onoured),
+# n (honoured, with a note), - (harmless), x (refused); * where train() reads it, so that it may be set on ``trainer.args`` until then.
 _TABLE = """
-output_dir | str? | None | h | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
-per_device_train_batch_size | int | 8 | h | Completions of a process in one sweep; several may be computed at once or in parts.
-num_train_epochs | float | 3.0 | h | Passes over the data set.
-max_steps | int | -1 | h | Optimiser steps; wins over `num_train_epochs`. A stream (`IterableDataset`) needs it.
-learning_rate | float | 1e-06 | h | Peak rate of AdamW; 0 trains nothing.
-lr_scheduler_type | str | 'linear' | h | Any name of transformers' `get_scheduler` but `reduce_lr_on_plateau` and `greedy`.
-lr_scheduler_kwargs | dict? | None | h | Handed to `get_scheduler`.
-warmup_steps | float | 0 | h | Optimiser steps; below 1 a share of the run.
-optim | str | 'adamw_torch_fused' | h | AdamW as `adamw_*` and `paged_adamw_*`, 8-bit too; others: `optimizers=(optimizer, None)`.
+output_dir | str? | None | h* | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
+per_device_train_batch_size | int: above 0 | 8 | n | Completions of a process in one sweep; several may be computed at once or in
+    parts.
+num_train_epochs | float | 3.0 | h* | Passes over the data set.
+max_steps | int | -1 | n* | Optimiser steps; wins over `num_train_epochs`. A stream (`IterableDataset`) needs it.
+learning_rate | float: 0 or more | 1e-06 | h* | Peak rate of AdamW; 0 trains nothing.
+lr_scheduler_type | str: 'linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup',
+    'inverse_sqrt', 'cosine_with_min_lr', 'cosine_warmup_with_min_lr', 'warmup_stable_decay' | 'linear' | n* | Any name of
+    transformers' `get_scheduler` but `reduce_lr_on_plateau` and `greedy`.
+lr_scheduler_kwargs | dict? | None | h* | Handed to `get_scheduler`.
+warmup_steps | float: 0 or more | 0 | h* | Optimiser steps; below 1 a share of the run.
+optim | str: 'adamw_torch', 'adamw_torch_fused', 'paged_adamw_32bit', 'adamw_8bit', 'adamw_bnb_8bit', 'paged_adamw_8bit' |
+    'adamw_torch_fused' | n | AdamW as `adamw_*` and `paged_adamw_*`, 8-bit too; others: `optimizers=(optimizer, None)`.
 optim_args | str? | None | x | Pass `optimizers=(optimizer, None)` with an optimiser made as you want it.
-weight_decay | float | 0.0 | h | Decoupled; norms and biases are spared, as in transformers.
-adam_beta1 | float | 0.9 | h | AdamW's average of gradients.
-adam_beta2 | float | 0.999 | h | AdamW's average of squared gradients.
-adam_epsilon | float | 1e-08 | h | AdamW's denominator term.
+weight_decay | float: 0 or more | 0.0 | h | Decoupled; norms and biases are spared, as in transformers.
+adam_beta1 | float: 0 or more and below 1 | 0.9 | h | AdamW's average of gradients.
+adam_beta2 | float: 0 or more and below 1 | 0.999 | h | AdamW's average of squared gradients.
+adam_epsilon | float: above 0 | 1e-08 | h | AdamW's denominator term.
 optim_target_modules | names? | None | x | Remove it: it belongs to GaLore and APOLLO, which are not here.
-gradient_accumulation_steps | int | 1 | h | Sweeps of `per_device_train_batch_size` completions a process in one optimiser step.
+gradient_accumulation_steps | int: above 0 | 1 | h | Sweeps of `per_device_train_batch_size` completions a process in one
+    optimiser step.
 average_tokens_across_devices | bool | True | - | Losses are always divided by counts over all processes.
-max_grad_norm | float | 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
+max_grad_norm | float: 0 or more | 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
 label_smoothing_factor | float | 0.0 | - | GRPO has no labels, in TRL neither.
-bf16 | bool? | None | h | A model loaded by name computes in bfloat16 with fp32 master weights; False: in float32.
+bf16 | bool? | None | n | A model loaded by name computes in bfloat16 with fp32 master weights; False: in float32.
 fp16 | bool | False | x | Use `bf16=True`, or `bf16=False` for float32: float16 would need loss scaling.
 bf16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
 fp16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
 tf32 | bool? | None | h | Switches TF32 for float32 products on CUDA.
-gradient_checkpointing | bool | True | h | Activations are recomputed in the backward pass. Sampling keeps its cache.
+gradient_checkpointing | bool | True | n | Activations are recomputed in the backward pass. Sampling keeps its cache.
 gradient_checkpointing_kwargs | dict? | None | - | Checkpointing is always the non-reentrant kind; gradients are the same.
 torch_compile | bool | False | x | Leave it out: nothing is compiled.
 torch_compile_backend | str? | None | x | Leave it out: nothing is compiled.
@@ -75,39 +101,43 @@ use_liger_kernel | bool | False | - | What Liger's loss is for is done anyway: t
 liger_kernel_config | dict? | None | - | Liger's kernels are not used.
 use_cache | bool | False | - | Sampling always has a KV cache, learning never.
 neftune_noise_alpha | float? | None | x | Leave it out: noise would make the sampled policy another than the trained one.
-torch_empty_cache_steps | int? | None | h | Frees the accelerator's cached memory every so many optimiser steps.
-auto_find_batch_size | bool | False | x | Lower `per_device_train_batch_size` and raise `gradient_accumulation_steps` (TRL refuses it too).
-logging_strategy | str | 'steps' | h | `no`, `steps` or `epoch`.
-logging_steps | float | 10 | h | Optimiser steps between two logs; below 1 a share of the run.
-logging_first_step | bool | False | h | Log the first step too.
+torch_empty_cache_steps | int? | None | h* | Frees the accelerator's cached memory every so many optimiser steps.
+auto_find_batch_size | bool | False | x | Lower `per_device_train_batch_size` and raise `gradient_accumulation_steps` (TRL refuses
+    it too).
+logging_strategy | str: 'no', 'steps', 'epoch' | 'steps' | h* | `no`, `steps` or `epoch`.
+logging_steps | float | 10 | h* | Optimiser steps between two logs; below 1 a share of the run.
+logging_first_step | bool | False | h* | Log the first step too.
 log_on_each_node | bool | True | - | The first process logs.
 logging_nan_inf_filter | bool | True | - | An update whose gradient is not finite is dropped, and its loss left out of the log.
 include_num_input_tokens_seen | flag | 'no' | x | Leave it out: `num_tokens` is always logged.
-log_level | str | 'passive' | h | transformers' verbosity from the trainer on: `debug` to `critical`; `passive` leaves it.
+log_level | str: 'passive', 'debug', 'info', 'warning', 'error', 'critical' | 'passive' | h | transformers' verbosity from the
+    trainer on: `debug` to `critical`; `passive` leaves it.
 log_level_replica | str | 'warning' | - | The first process logs.
 disable_tqdm | bool? | None | h | True prints logs instead of a progress bar.
 report_to | names? | 'none' | h | transformers' own callbacks: `wandb`, `tensorboard`, `trackio`, `mlflow` ...
-run_name | str? | None | h | Read by those callbacks.
-project | str | 'huggingface' | h | Read by the Trackio callback.
+run_name | str? | None | h* | Read by those callbacks.
+project | str | 'huggingface' | h* | Read by the Trackio callback.
 trackio_space_id | str? | None | h | Read by the Trackio callback.
 trackio_bucket_id | str? | None | h | Read by the Trackio callback.
 trackio_static_space_id | flag | None | h | Read by the Trackio callback.
-eval_strategy | str | 'no' | h | `no`, `steps` or `epoch`.
-eval_steps | float? | None | h | Optimiser steps between evaluations; by default `logging_steps`.
-eval_delay | float | 0 | h | Steps or epochs before the first evaluation.
-per_device_eval_batch_size | int | 8 | h | Completions of a process over which evaluation's loss and rewards are averaged at a time.
+eval_strategy | str: 'no', 'steps', 'epoch' | 'no' | h* | `no`, `steps` or `epoch`.
+eval_steps | float? | None | h* | Optimiser steps between evaluations; by default `logging_steps`.
+eval_delay | float: 0 or more | 0 | h* | Steps or epochs before the first evaluation.
+per_device_eval_batch_size | int: above 0 | 8 | h | Completions of a process over which evaluation's loss and rewards are averaged
+    at a time.
 prediction_loss_only | bool | False | - | GRPO's evaluation returns no predictions, in TRL neither.
-eval_on_start | bool | False | h | Evaluate before the first step.
+eval_on_start | bool | False | h* | Evaluate before the first step.
 eval_do_concat_batches | bool | True | - | GRPO's evaluation returns no predictions.
 eval_use_gather_object | bool | False | - | GRPO's evaluation returns no predictions.
 eval_accumulation_steps | int? | None | - | GRPO's evaluation returns no predictions.
 include_for_metrics | names | [] | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
 batch_eval_metrics | bool | False | x | Leave it out: there is no `compute_metrics`; write a reward function with weight 0 instead.
-save_only_model | bool | False | h | Checkpoints without the optimiser: they cannot be resumed.
-save_strategy | str | 'steps' | h | `no`, `steps` or `epoch`; for `best`, compare `state.log_history` yourself.
-save_steps | float | 500 | h | Optimiser steps between checkpoints; below 1 a share of the run.
+save_only_model | bool | False | h* | Checkpoints without the optimiser: they cannot be resumed.
+save_strategy | str: 'no', 'steps', 'epoch' | 'steps' | n* | `no`, `steps` or `epoch`; for `best`, compare `state.log_history`
+    yourself.
+save_steps | float | 500 | h* | Optimiser steps between checkpoints; below 1 a share of the run.
 save_on_each_node | bool | False | - | The first process saves.
-save_total_limit | int? | None | h | Older checkpoints beyond this many are removed.
+save_total_limit | int? | None | h* | Older checkpoints beyond this many are removed.
 enable_jit_checkpoint | bool | False | x | Leave it out and set `save_steps`.
 push_to_hub | bool | False | x | Leave it out, and upload the folder of `save_model()` with `hf upload`.
 hub_token | str? | None | - | Only matters with `push_to_hub`.
@@ -117,9 +147,11 @@ hub_strategy | str | 'every_save' | - | Only matters with `push_to_hub`.
 hub_always_push | bool | False | - | Only matters with `push_to_hub`.
 hub_revision | str? | None | - | Only matters with `push_to_hub`.
 load_best_model_at_end | bool | False | x | Keep all checkpoints and take the one that `state.log_history` shows to be best.
-metric_for_best_model | str? | None | h | The metric of evaluation that `state.best_metric` follows, for `EarlyStoppingCallback` too.
-greater_is_better | bool? | None | h | Whether more of it is better; by default unless its name ends in `loss`.
-ignore_data_skip | bool | False | x | Leave it out: the order of prompts is a function of seed and epoch, so that resuming skips nothing.
+metric_for_best_model | str? | None | n* | The metric of evaluation that `state.best_metric` follows, for `EarlyStoppingCallback`
+    too.
+greater_is_better | bool? | None | h* | Whether more of it is better; by default unless its name ends in `loss`.
+ignore_data_skip | bool | False | x | Leave it out: the order of prompts is a function of seed and epoch, so that resuming skips
+    nothing.
 restore_callback_states_from_checkpoint | bool | False | x | Leave it out and let your callback keep its own state.
 full_determinism | bool | False | h | transformers' `enable_full_determinism(seed)`.
 seed | int | 42 | h | Order of prompts (the same as TRL's), sampling, adapters.
@@ -138,12 +170,13 @@ remove_unused_columns | bool? | False | h | True: reward functions get `prompts`
 label_names | names? | None | - | GRPO has no labels.
 train_sampling_strategy | str | 'random' | - | `shuffle_dataset` decides, in TRL too.
 length_column_name | str | 'length' | - | Only matters for grouping by length, which GRPO has not, in TRL neither.
-ddp_find_unused_parameters | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
+ddp_find_unused_parameters | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser
+    step.
 ddp_bucket_cap_mb | int? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
 ddp_broadcast_buffers | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
 ddp_static_graph | bool? | None | - | There is no `DistributedDataParallel`: gradients are added up once in an optimiser step.
 ddp_backend | str? | None | - | NCCL between GPUs, gloo between CPUs.
-ddp_timeout | int | 1800 | h | Seconds for which a process waits for another.
+ddp_timeout | int: above 0 | 1800 | h | Seconds for which a process waits for another.
 fsdp | str? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
 fsdp_config | dict? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/fsdp2-8gpu.yaml`.
 deepspeed | dict? | None | x | Leave it out, and start the script by `accelerate launch --config_file launch/zero3-8gpu.yaml`.
@@ -154,28 +187,30 @@ do_eval | bool | False | - | A flag for scripts; `eval_strategy` decides.
 do_predict | bool | False | - | A flag for scripts; the trainer does not read it.
 resume_from_checkpoint | str? | None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
 local_rank | int | -1 | - | The launcher's environment says it.
-model_init_kwargs | dict? | None | h | `dtype`, `revision`, `attn_implementation`, `quantization_config`; not others.
+model_init_kwargs | dict? | None | n | `dtype`, `revision`, `attn_implementation`, `quantization_config`; not others.
 trust_remote_code | bool | False | h | Run code that comes with a model or reward model.
-router_aux_loss_coef | float? | None | h | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss is not here.
-disable_dropout | bool | False | h | Dropout of the base model never acts here; True silences an adapter's too.
+router_aux_loss_coef | float?: None, 0.0 | None | n | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss
+    is not here.
+disable_dropout | bool | False | n | Dropout of the base model never acts here; True silences an adapter's too.
 cast_lm_head_to_fp32 | bool | False | - | `bf16=False` computes all in float32; else the head is bfloat16, its softmax float32.
-num_generations | int? | 8 | h | Completions of one prompt: the group, G.
-num_generations_eval | int? | None | h | The same in evaluation; by default `num_generations`.
-max_completion_length | int? | 512 | h | Longest completion in tokens; None is refused.
+num_generations | int?: 2 or more | 8 | h | Completions of one prompt: the group, G.
+num_generations_eval | int?: 1 or more | None | h | The same in evaluation; by default `num_generations`.
+max_completion_length | int?: above 0 | 512 | h | Longest completion in tokens; None is refused.
 ds3_gather_for_generation | bool | True | - | With ZeRO-3 the weights are whole while they sample.
 shuffle_dataset | bool? | True | h | Prompts in an order drawn from the seed, epoch by epoch; a stream by its buffer.
 pad_to_multiple_of | number? | 'auto' | - | Nothing is padded.
-generation_batch_size | int? | None | h | Completions sampled at a time.
-steps_per_generation | int? | None | h | Sweeps into which these are divided; by default `gradient_accumulation_steps`.
-temperature | float | 1.0 | h | Of sampling and of the log-probabilities that are trained.
-top_p | float | 1.0 | h | Nucleus sampling.
+generation_batch_size | int?: 1 or more | None | h | Completions sampled at a time.
+steps_per_generation | int?: 1 or more | None | h | Sweeps into which these are divided; by default `gradient_accumulation_steps`.
+temperature | float: above 0 | 1.0 | h | Of sampling and of the log-probabilities that are trained.
+top_p | float: above 0 and at most 1 | 1.0 | h | Nucleus sampling.
 top_k | int | 0 | h | Sample among the k likeliest tokens; 0 and below is off.
-min_p | float? | None | h | Tokens less likely than this share of the likeliest are not sampled.
-generation_kwargs | dict? | None | h | `do_sample=True` and what has an argument of its own, such as `min_p`; not others.
+min_p | float?: 0 to 1 | None | h | Tokens less likely than this share of the likeliest are not sampled.
+generation_kwargs | dict? | None | n | `do_sample=True` and what has an argument of its own, such as `min_p`; not others.
 chat_template_kwargs | dict? | None | h | Handed to the chat template.
-repetition_penalty | float | 1.0 | h | As in transformers, in sampling alone; sampled by the model's own module, which is slower.
+repetition_penalty | float: above 0 | 1.0 | n | As in transformers, in sampling alone; sampled by the model's own module, which is
+    slower.
 cache_implementation | str? | None | x | Leave it out: the engine has its own cache.
-use_vllm | bool | False | h | Colocated: groupwise's own engine samples in its place, over the trained weights.
+use_vllm | bool | False | n | Colocated: groupwise's own engine samples in its place, over the trained weights.
 vllm_mode | str | 'colocate' | h | `colocate`; with `use_vllm`, `server` is refused.
 vllm_model_impl | str | 'vllm' | - | Only matters with `use_vllm`.
 vllm_enable_sleep_mode | bool | False | - | Only matters with `use_vllm`.
@@ -188,29 +223,34 @@ vllm_group_port | int | 51216 | - | Only matters with `use_vllm`.
 vllm_gpu_memory_utilization | float | 0.3 | - | Only matters with `use_vllm`.
 vllm_max_model_length | int? | None | - | Only matters with `use_vllm`.
 vllm_tensor_parallel_size | int | 1 | - | Only matters with `use_vllm`.
-beta | float | 0.0 | h | Weight of the KL to the reference; at 0 there is no reference.
-num_iterations | int | 1 | h | Updates per generated batch (mu).
-epsilon | float | 0.2 | h | Lower clip range, and the upper without `epsilon_high`.
+beta | float: 0 or more | 0.0 | h | Weight of the KL to the reference; at 0 there is no reference.
+num_iterations | int: above 0 | 1 | h | Updates per generated batch (mu).
+epsilon | float: 0 or more | 0.2 | h | Lower clip range, and the upper without `epsilon_high`.
 delta | float? | None | h | Upper bound of the ratio for negative advantages; it must be above 1 + `epsilon_high`.
-epsilon_high | float? | None | h | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon` as in TRL.
-sapo_temperature_neg | float | 1.05 | h | With `loss_type="sapo"`: how sharply the gate closes for negative advantages.
-sapo_temperature_pos | float | 1.0 | h | With `loss_type="sapo"`: the same for positive ones.
+epsilon_high | float?: 0 or more | None | n | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon`
+    as in TRL.
+sapo_temperature_neg | float: above 0 | 1.05 | h | With `loss_type="sapo"`: how sharply the gate closes for negative advantages.
+sapo_temperature_pos | float: above 0 | 1.0 | h | With `loss_type="sapo"`: the same for positive ones.
 vespo_k_pos | float | 2.0 | h | With `loss_type="vespo"`: the power of a completion's weight, for advantages of 0 and above.
-vespo_lambda_pos | float | 3.0 | h | With `loss_type="vespo"`: how fast large weights fade, for the same.
+vespo_lambda_pos | float: above 0 | 3.0 | h | With `loss_type="vespo"`: how fast large weights fade, for the same.
 vespo_k_neg | float | 3.0 | h | With `loss_type="vespo"`: the power, for negative advantages.
-vespo_lambda_neg | float | 2.0 | h | With `loss_type="vespo"`: how fast large weights fade, for negative advantages.
-importance_sampling_level | str | 'token' | h | `token` or `sequence`.
+vespo_lambda_neg | float: above 0 | 2.0 | h | With `loss_type="vespo"`: how fast large weights fade, for negative advantages.
+importance_sampling_level | str: 'token', 'sequence' | 'token' | h | `token` or `sequence`.
 reward_weights | floats? | None | h | One for each reward function.
-multi_objective_aggregation | str | 'sum_then_normalize' | h | `sum_then_normalize` or `normalize_then_sum`.
-scale_rewards | str | 'group' | h | True or `group`, `batch`, False or `none`.
-loss_type | str | 'dapo' | h | `grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`, or your own: `my_loss.py:loss`.
+multi_objective_aggregation | str: 'sum_then_normalize', 'normalize_then_sum' | 'sum_then_normalize' | h | `sum_then_normalize` or
+    `normalize_then_sum`.
+scale_rewards | str: 'group', 'batch', 'none', True, False | 'group' | h | True or `group`, `batch`, False or `none`.
+loss_type | str: 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', 'luspo', 'sapo', 'vespo' | 'dapo' | n | `grpo`, `dapo`, `dr_grpo`,
+    `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`, or your own: `my_loss.py:loss`.
 mask_truncated_completions | bool | False | h | Completions cut at `max_completion_length` are left out of the loss.
 sync_ref_model | bool | False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha | float | 0.6 | h | Share of the policy in the new reference.
-ref_model_sync_steps | int | 512 | h | Optimiser steps between two such moves.
-top_entropy_quantile | float | 1.0 | h | Only this share of a sweep's tokens, those of highest entropy, is in the policy's loss.
-entropy_coef | float | 0.0 | h | Weight of the mean entropy of a sweep's tokens, taken off the loss.
-use_adaptive_entropy | bool | False | h | `entropy_coef` goes up or down after each optimiser step, and acts at `entropy_target` or below.
+ref_model_sync_steps | int: above 0 | 512 | h | Optimiser steps between two such moves.
+top_entropy_quantile | float: 0 to 1 | 1.0 | h | Only this share of a sweep's tokens, those of highest entropy, is in the policy's
+    loss.
+entropy_coef | float: 0 or more | 0.0 | h | Weight of the mean entropy of a sweep's tokens, taken off the loss.
+use_adaptive_entropy | bool | False | h | `entropy_coef` goes up or down after each optimiser step, and acts at `entropy_target`
+    or below.
 entropy_coef_min | float | 0.0 | h | Lower end of the adaptive coefficient.
 entropy_coef_max | float | 1.0 | h | Upper end of the adaptive coefficient.
 entropy_coef_delta | float | 0.005 | h | By how much it moves in an optimiser step.
@@ -220,9 +260,10 @@ vllm_importance_sampling_correction | bool | True | - | Only matters with `use_v
 vllm_importance_sampling_mode | str | 'sequence_mask' | - | Only matters with `use_vllm`.
 vllm_importance_sampling_clip_max | float? | 3.0 | - | Only matters with `use_vllm`.
 vllm_importance_sampling_clip_min | float? | None | - | Only matters with `use_vllm`.
-off_policy_mask_threshold | float? | None | h | Negative advantages are left out once the policy is this far from them (nats a token).
+off_policy_mask_threshold | float?: 0 or more | None | h | Negative advantages are left out once the policy is this far from them
+    (nats a token).
 use_bias_correction_kl | bool | True | h | The KL is multiplied by the ratio, so that its gradient is unbiased.
-log_completions | bool | False | h | Prints completions and writes them to `completions/*.parquet` under `output_dir`.
+log_completions | bool | False | n | Prints completions and writes them to `completions/*.parquet` under `output_dir`.
 log_multimodal | bool | True | - | There is text only.
 num_completions_to_print | int? | None | h | How many completions are printed.
 log_unique_prompts | bool | False | - | In TRL it thins a table sent to wandb; here completions go to files, whole.
@@ -234,7 +275,7 @@ vllm_importance_sampling_cap | float? | None | - | Only matters with `use_vllm`.
 """
 
 _FORMER = """
-warmup_ratio | float | 0.0 | h | Share of the run that is warmup (transformers 4; now a `warmup_steps` below 1).
+warmup_ratio | float: 0 to 1 | 0.0 | h* | Share of the run that is warmup (transformers 4; now a `warmup_steps` below 1).
 logging_dir | str? | None | h | Folder of the TensorBoard callback (transformers 4).
 no_cuda | bool | False | h | The same as `use_cpu`.
 overwrite_output_dir | bool | False | - | Nothing in `output_dir` is removed.
@@ -246,53 +287,47 @@ use_liger_loss | bool | False | x | Leave it out: the logits of all tokens never
 """
 
 
-def _read(table: str, former: bool) -> list[Argument]:
-    fates: dict[str, Fate] = {"h": "honoured", "-": "harmless", "x": "refused"}
-    rows = [[cell.strip() for cell in line.split(" | ", 4)] for line in table.strip().splitlines()]
-    return [Argument(n, kind, ast.literal_eval(default), fates[fate], text, former) for n, kind, default, fate, text in rows]
+def _read(table: str, former: bool) -> Iterator[Argument]:
+    fates: dict[str, Fate] = {"h": "honoured", "n": "honoured", "-": "harmless", "x": "refused"}
+    for line in table.strip().replace("\n    ", " ").splitlines():
+        name, kind, default, fate, text = (cell.strip() for cell in line.split(" | ", 4))
+        kind, _, rule = kind.partition(": ")
+        values = ast.literal_eval(f"({rule},)") if rule and rule not in RULES else ()
+        yield Argument(
+            name, kind, ast.literal_eval(default), fates[fate[0]], text, former, values,
+            rule if rule in RULES else "a number", noted=fate[0] == "n", late=fate.endswith("*"),
+        )  # fmt: skip
 
 
-REMOVED: Mapping[str, str] = {
-    "vllm_device": "there is one device, where the weights that are trained sample too",
-    "vllm_dtype": "sampling has the numbers of training",
-    "vllm_max_model_len": "completions end at max_completion_length",
-    "vllm_enable_prefix_caching": "a prompt is computed once for its whole group",
-    "vllm_guided_decoding_regex": "no engine here is held to a pattern; write a reward function that tests it",
-    "vllm_init_kwargs": "there is no vLLM to configure",
-    "wandb_log_unique_prompts": "completions go to files, whole",
-    "include_inputs_for_metrics": "there is no compute_metrics",
-    "use_mps_device": "the device is found by itself",
-    "half_precision_backend": "use bf16",
-    "fp16_opt_level": "use bf16",
-    "adafactor": "pass optimizers=(optimizer, None)",
-    "dispatch_batches": "prompts are read in this process",
-    "split_batches": "prompts are read in this process",
-    "push_to_hub_model_id": "upload the folder of save_model() with `hf upload`",
-    "push_to_hub_organization": "upload the folder of save_model() with `hf upload`",
-    "push_to_hub_token": "upload the folder of save_model() with `hf upload`",
-    "tpu_num_cores": "the launcher says how many processes there are",
-    "use_ipex": "the CPU's own kernels are used",
-    "jit_mode_eval": "nothing is compiled",
+_REMOVED = {
+    "there is one device, where the weights that are trained sample too": "vllm_device",
+    "sampling has the numbers of training": "vllm_dtype",
+    "completions end at max_completion_length": "vllm_max_model_len",
+    "a prompt is computed once for its whole group": "vllm_enable_prefix_caching",
+    "no engine here is held to a pattern; write a reward function that tests it": "vllm_guided_decoding_regex",
+    "there is no vLLM to configure": "vllm_init_kwargs",
+    "completions go to files, whole": "wandb_log_unique_prompts",
+    "there is no compute_metrics": "include_inputs_for_metrics",
+    "the device is found by itself": "use_mps_device",
+    "use bf16": "half_precision_backend fp16_opt_level",
+    "pass optimizers=(optimizer, None)": "adafactor",
+    "prompts are read in this process": "dispatch_batches split_batches",
+    "upload the folder of save_model() with `hf upload`": "push_to_hub_model_id push_to_hub_organization push_to_hub_token",
+    "the launcher says how many processes there are": "tpu_num_cores",
+    "the CPU's own kernels are used": "use_ipex",
+    "nothing is compiled": "jit_mode_eval",
 }
+REMOVED: Mapping[str, str] = {name: why for why, names in _REMOVED.items() for name in names.split()}
 """Arguments of earlier versions of TRL and transformers that their present ones have no more: why they can be left out."""
 
 ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, False), *_read(_FORMER, True)]}
 
 
-_NOTED = {
-    "per_device_train_batch_size", "max_steps", "lr_scheduler_type", "optim", "bf16", "gradient_checkpointing",
-    "save_strategy", "metric_for_best_model", "model_init_kwargs", "router_aux_loss_coef", "disable_dropout",
-    "generation_kwargs", "repetition_penalty", "use_vllm", "epsilon_high", "loss_type",
-    "log_completions",
-}  # fmt: skip
-"""Honoured arguments whose text says more than their documentation in TRL."""
-
-
 def render_table() -> str:
     """Every argument as Markdown, names that share a text in one line: what ``python -m groupwise.trl`` prints."""
     honoured = [row for row in ARGUMENTS.values() if row.fate == "honoured"]
-    lines = ["### Honoured, with a note", "", *(f"- `{row.name}`: {row.text}" for row in honoured if row.name in _NOTED)]
-    plain = [f"`{row.name}`" for row in honoured if row.name not in _NOTED]
+    lines = ["### Honoured, with a note", "", *(f"- `{row.name}`: {row.text}" for row in honoured if row.noted)]
+    plain = [f"`{row.name}`" for row in honoured if not row.noted]
     lines += ["", "### Honoured: they do what TRL's documentation says", "", f"{', '.join(plain)}."]
     for fate, title in (
         ("refused", "### Refused, unless at TRL's default: an error says what to do"),

@@ -8,49 +8,15 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from groupwise.distributed.open import world_size
 from groupwise.errors import ConfigError
-from groupwise.trl.arguments import ARGUMENTS, REMOVED, Argument
+from groupwise.trl.arguments import ARGUMENTS, REMOVED, RULES, Argument
 
-__all__ = ["EIGHT_BIT", "ArgumentError", "GRPOConfig"]
+__all__ = ["ArgumentError", "GRPOConfig"]
 
-EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "optim": ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", *EIGHT_BIT),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch"),
-    "log_level": ("passive", "debug", "info", "warning", "error", "critical"),
-    "importance_sampling_level": ("token", "sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "scale_rewards": ("group", "batch", "none", True, False),
-    "loss_type": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo", "sapo", "vespo"),
-    "lr_scheduler_type": (
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-        "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
-    ),
-    "router_aux_loss_coef": (None, 0.0),
-}  # fmt: skip
-_BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("above 0", lambda x: x > 0, (
-        "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_iterations",
-        "max_completion_length", "temperature", "ref_model_sync_steps", "ddp_timeout", "adam_epsilon", "repetition_penalty",
-        "sapo_temperature_neg", "sapo_temperature_pos", "vespo_lambda_pos", "vespo_lambda_neg",
-    )),
-    ("0 or more", lambda x: x >= 0, (
-        "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "beta", "epsilon", "epsilon_high", "eval_delay",
-        "off_policy_mask_threshold", "entropy_coef",
-    )),
-    ("0 to 1", lambda x: 0 <= x <= 1, ("min_p", "top_entropy_quantile", "warmup_ratio")),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, ("top_p",)),
-    ("0 or more and below 1", lambda x: 0 <= x < 1, ("adam_beta1", "adam_beta2")),
-    ("2 or more, since a completion is judged against the others of its prompt", lambda x: x >= 2, ("num_generations",)),
-    ("1 or more", lambda x: x >= 1, ("num_generations_eval", "generation_batch_size", "steps_per_generation")),
-)  # fmt: skip
-_RULES = {name: (words, holds) for words, holds, names in _BOUNDS for name in names}
 _MODEL_INIT = (
     "dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map", "quantization_config",
 )  # fmt: skip
@@ -224,10 +190,10 @@ def _problem_of(name: str, value: Any) -> str | None:
         return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
     if name == "loss_type" and isinstance(value, str) and ":" in value:
         return None  # a function of the user's
-    if name in _CHOICES:
-        if not isinstance(value, list | dict) and value in _CHOICES[name]:
+    if row.values:
+        if not isinstance(value, list | dict) and value in row.values:
             return None
-        shown = ", ".join(repr(choice) for choice in _CHOICES[name])
+        shown = ", ".join(map(repr, row.values))
         return f"{name}={value!r} is not honoured by groupwise.trl: use one of {shown}"
     if row.kind in ("int", "float", "int?", "float?"):
         return _wrong_number(name, value, row)
@@ -243,12 +209,12 @@ def _problem_of(name: str, value: Any) -> str | None:
 
 
 def _wrong_number(name: str, value: Any, row: Argument) -> str | None:
-    rule, holds = _RULES.get(name, ("a number", lambda x: not math.isnan(x)))
     if value is None and name not in ("max_completion_length", "num_generations"):
         return None
     if not isinstance(value, int | float) or (row.kind.startswith("int") and isinstance(value, float) and value % 1):
         return f"{name} is {value!r}, which is no {'whole ' if row.kind.startswith('int') else ''}number: give it a number"
-    return None if holds(value) else f"{name} is {value}, but it must be {rule}: give it a number that is"
+    why = ", since a completion is judged against the others of its prompt" if name == "num_generations" else ""
+    return None if RULES[row.rule](value) else f"{name} is {value}, but it must be {row.rule}{why}: give it a number that is"
 
 
 def _wrong_keys(name: str, value: Mapping[str, Any] | None, known: tuple[str, ...], remedy: str) -> str | None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, set_seed
 
-from groupwise.algorithm import LossInputs, LossOutputs, Objective
-from groupwise.algorithm.losses import cispo_loss, clip_loss
-from groupwise.config.objective import ClipLoss, GroupAdvantage, LossSection, OwnLoss, SapoLoss, VespoLoss
+from groupwise.algorithm import KL, LossInputs, LossOutputs, Objective
+from groupwise.algorithm.advantages import gdpo_advantage, group_advantage
+from groupwise.algorithm.losses import Loss, cispo_loss, clip_loss, sapo_loss, vespo_loss
+from groupwise.algorithm.registry import find_loss
 from groupwise.config.schema import (
     AlgorithmConfig,
     Config,
@@ -49,31 +50,24 @@ from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
-from groupwise.trl.config import EIGHT_BIT, ArgumentError, GRPOConfig
+from groupwise.trl.config import ArgumentError, GRPOConfig
 
 __all__ = [
-    "GivenOptimizer", "algorithm_config", "check_division", "check_launch", "make_parts", "make_policy", "make_scheduler",
+    "GivenOptimizer", "check_division", "check_launch", "make_parts", "make_policy", "make_scheduler",
     "model_config", "objective", "seed_everything", "to_config",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
-_AGGREGATION = {
-    "grpo": "sequence_mean",
-    "bnpo": "token_mean",
-    "dapo": "token_mean",
-    "cispo": "token_mean",
-    "dr_grpo": "fixed",
-    "luspo": "sequence_sum",
-    "sapo": "sequence_mean",
-    "vespo": "token_mean",
-}
-"""Loss type -> how token losses are summed; the counts that they are divided by are in ``steps.py``. A loss of the user's is averaged
-over tokens, as ``dapo`` is."""
-_SCALE = {"group": "group_std", "batch": "batch_std", "none": "none"}
 
 
 def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
-    """The config of the learner and the engine. Data, rewards and evaluation are the trainer's own, as in TRL."""
+    """The config of the learner and the engine. Data, rewards and evaluation are the trainer's own, as in TRL; so is ``objective``."""
+    kl = KLConfig(
+        beta=args.beta,
+        skip_zero_variance=False,
+        reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
+        reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
+    ) if args.beta else None  # fmt: skip
     return Config(
         model=model,
         rollout=RolloutConfig(
@@ -85,7 +79,7 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
             top_k=args.top_k if args.top_k > 0 else None,
             engine="auto" if args.repetition_penalty == 1 else "transformers",
         ),
-        algorithm=algorithm_config(args),
+        algorithm=AlgorithmConfig(updates_per_batch=args.num_iterations, kl=kl),
         optimizer=OptimizerConfig(
             learning_rate=args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
             betas=(args.adam_beta1, args.adam_beta2),
@@ -93,62 +87,42 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
             weight_decay=args.weight_decay,
             decay="matrices",
             max_grad_norm=args.max_grad_norm or None,
-            precision="masters-8bit" if args.optim in EIGHT_BIT else "masters",
+            precision="masters-8bit" if "8bit" in args.optim else "masters",
         ),
         training=TrainingConfig(seed=args.seed),
     )
 
 
-def algorithm_config(args: GRPOConfig) -> AlgorithmConfig:
-    """The objective, but for what ``objective`` adds to it."""
-    kl = KLConfig(
-        beta=args.beta,
-        skip_zero_variance=False,
-        importance_weighted=args.use_bias_correction_kl,
-        reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
-        reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
-    ) if args.beta else None  # fmt: skip
-    return AlgorithmConfig(
-        updates_per_batch=args.num_iterations,
-        mask_truncated=args.mask_truncated_completions,
-        advantage=GroupAdvantage(scale=_SCALE[str(args.scale_rewards)]),  # type: ignore[arg-type]
-        loss=_loss(args, _AGGREGATION.get(args.loss_type, "token_mean")),
-        kl=kl,
-    )
-
-
-def _loss(args: GRPOConfig, aggregation: Any) -> LossSection:
-    """The loss, but for a clip range of 0, the off-policy mask, and how TRL bounds CISPO's weight: those are ``objective``'s."""
-    if args.loss_type == "sapo":
-        tau = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
-        return SapoLoss(aggregation=aggregation, **tau)
-    if args.loss_type == "vespo":
-        positive = {"k_positive": args.vespo_k_pos, "lambda_positive": args.vespo_lambda_pos}
-        negative = {"k_negative": args.vespo_k_neg, "lambda_negative": args.vespo_lambda_neg}
-        return VespoLoss(aggregation=aggregation, **positive, **negative)
-    if ":" in args.loss_type:
-        return OwnLoss(type=args.loss_type, aggregation=aggregation)
-    return ClipLoss(aggregation=aggregation)
-
-
 def objective(args: GRPOConfig) -> Objective:
-    """With what TRL takes and a config of this project does not: a clip range of 0, the off-policy mask.
+    """The counts that token losses are divided by are in ``steps.py``. A loss of the user's is averaged over tokens, as ``dapo`` is.
 
     A sequence-level ratio has its true gradient, which runs into all tokens of a completion, those outside of
     ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     ratio = "whole_sequence" if args.importance_sampling_level == "sequence" else "token"
-    made = Objective.from_config(algorithm_config(args))
-    loss = made.loss
-    if args.loss_type == "cispo":
-        loss = partial(_cispo, high=high - 1, ratio=ratio)
-    elif args.loss_type == "sapo":
-        loss = partial(made.loss, ratio=ratio)
-    elif args.loss_type in _AGGREGATION and args.loss_type != "vespo":
-        loss = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
-    kl = made.kl and replace(made.kl, importance=made.kl.importance and ratio)
-    return replace(made, loss=loss, kl=kl, off_policy_limit=args.off_policy_mask_threshold)
+    clip = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
+    sapo = partial(sapo_loss, tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg, ratio=ratio)
+    vespo = partial(
+        vespo_loss, k_positive=args.vespo_k_pos, lambda_positive=args.vespo_lambda_pos, k_negative=args.vespo_k_neg,
+        lambda_negative=args.vespo_lambda_neg,
+    )  # fmt: skip
+    losses: dict[str, tuple[str, Loss]] = {
+        "grpo": ("sequence_mean", clip),
+        "bnpo": ("token_mean", clip),
+        "dapo": ("token_mean", clip),
+        "dr_grpo": ("fixed", clip),
+        "luspo": ("sequence_sum", clip),
+        "cispo": ("token_mean", partial(_cispo, high=high - 1, ratio=ratio)),
+        "sapo": ("sequence_mean", sapo),
+        "vespo": ("token_mean", vespo),
+    }
+    aggregation, loss = losses.get(args.loss_type) or ("token_mean", find_loss(args.loss_type, {}))
+    scale = {"group": "group_std", "batch": "batch_std", "none": "none"}[str(args.scale_rewards)]
+    by_function = args.multi_objective_aggregation == "normalize_then_sum"
+    advantage = gdpo_advantage if by_function else partial(group_advantage, scale=scale)
+    kl = KL(args.beta, importance=ratio if args.use_bias_correction_kl else None) if args.beta else None
+    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold)
 
 
 def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:

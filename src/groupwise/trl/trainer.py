@@ -60,12 +60,6 @@ _INTERNALS = frozenset(
     training_step""".split()  # noqa: SIM905
 )
 """Methods of TRL's own trainer that a subclass would override in vain; those of transformers' are asked of it."""
-_LATE = frozenset(
-    """max_steps num_train_epochs logging_strategy logging_steps logging_first_step save_strategy save_steps save_total_limit
-    save_only_model eval_strategy eval_steps eval_delay eval_on_start lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio
-    torch_empty_cache_steps metric_for_best_model greater_is_better output_dir learning_rate run_name project hub_model_id""".split()  # noqa: SIM905
-)
-"""Arguments that ``train()`` reads, so that they may be set on ``trainer.args`` until then."""
 _MOST_DROPPED = 5
 
 
@@ -220,7 +214,8 @@ class GRPOTrainer(Outputs):
         """What was set on ``trainer.args`` since the trainer was made counts, or is an error."""
         GRPOConfig.check(self.args)
         for name, value in self.args.to_dict().items():
-            if name in ARGUMENTS and name not in _LATE and ARGUMENTS[name].fate != "harmless" and value != self._as_made[name]:
+            row = ARGUMENTS.get(name)
+            if row is not None and not row.late and row.fate != "harmless" and value != self._as_made[name]:
                 raise ArgumentError(
                     f"{name} was changed from {self._as_made[name]!r} to {value!r} after the trainer was made: set it before"
                 )
