@@ -442,7 +442,7 @@ def broken(completions, **kwargs):
         ({"train_dataset": Dataset.from_dict({"prompt": ["?"] * 9, "image": ["x"] * 9})}, DataError, "text only"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["?" * 500] * 9})}, DataError, "filter such rows"),
         ({"reward_funcs": None}, RewardError, "pass a function"),
-        ({"reward_funcs": lambda completions, **kwargs: [1.0]}, RewardError, "1 rewards for 8 completions"),
+        ({"reward_funcs": lambda completions, **kwargs: [1.0]}, RewardError, "1 scores for 8 completions"),
         ({"reward_funcs": lambda completions, **kwargs: ["x"] * 8}, RewardError, "a number or None"),
         ({"reward_funcs": broken}, RewardError, "raised ValueError: no"),
         ({"model": 3}, ModelError, "pass a name"),

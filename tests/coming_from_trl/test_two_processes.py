@@ -169,8 +169,8 @@ def test_two_processes_of_trl_are_ours(runs, tiny_folder):
 def test_a_reward_that_fails_in_one_process_ends_both_with_its_error(tiny_folder, tmp_path):
     assert in_two([case_of("failing", tiny_folder, tmp_path, {}, failing=True)], tmp_path) != 0
     said = [(tmp_path / "failing" / f"error-{rank}.txt").read_text() for rank in range(2)]
-    assert said[1].startswith("RewardError: reward function 'letters' raised ValueError: out of luck")
-    assert said[0].startswith("RankError: process 1 of 2 failed: reward function 'letters'")
+    assert said[1].startswith("RewardError: reward 'letters' on the batch of 4 completions raised ValueError: out of luck")
+    assert said[0].startswith("RankError: process 1 of 2 failed: reward 'letters'")
 
 
 @pytest.mark.slow

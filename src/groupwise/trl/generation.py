@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.algorithm import Objective
 from groupwise.batch import Member
 from groupwise.distributed import World
 from groupwise.engines import Engine
@@ -210,6 +211,7 @@ def generate(
     args: GRPOConfig,
     rollout: Any,
     world: World,
+    objective: Objective,
     *,
     group_size: int,
     scope: str,
@@ -225,18 +227,14 @@ def generate(
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
     answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]
-    own = slice(len(flat) * world.rank // world.size, len(flat) * (world.rank + 1) // world.size)
-    columns = {name: [p.problem.columns.get(name) for p, _ in flat[own]] for name in flat[0][0].problem.columns}
-    ids = [list(c.token_ids) for _, c in flat[own]]
-    parts = world.all_gather_object(functions.score(questions[own], answers[own], ids, {**columns, **extras}))
+    first, last = (len(flat) * rank // world.size for rank in (world.rank, world.rank + 1))
+    own = [  # a group may be of several processes
+        (prompt, completions[max(0, first - i * group_size) : max(0, last - i * group_size)])
+        for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
+    ]
+    parts = world.all_gather_object(functions.score([pair for pair in own if pair[1]], extras))
     scores = [[score for part in parts for score in part[index]] for index in range(len(functions.names))]
-    rewards, advantages = combine(
-        scores,
-        functions.weights,
-        group_size,
-        scale={"group": "group_std", "batch": "batch_std", "none": "none"}[str(args.scale_rewards)],
-        normalise_first=args.multi_objective_aggregation == "normalize_then_sum",
-    )
+    rewards, advantages = combine(scores, functions.weights, group_size, objective)
     groups = [
         Group(prompt, tuple(completions), tuple(rewards[i * group_size : (i + 1) * group_size]))
         for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))

@@ -319,7 +319,7 @@ class GRPOTrainer(Outputs):
             "log_metric": lambda name, value: logged[name].append(float(value)),
         }
         generation = generate(
-            self.engine, prompts, self.rewards, self.args, self.config.rollout, self.world,
+            self.engine, prompts, self.rewards, self.args, self.config.rollout, self.world, self.learner.objective,
             group_size=size, scope=scope, extras=extras,
         )  # fmt: skip
         for name, number in generation_numbers(generation, self.rewards.names, self.args).items():
