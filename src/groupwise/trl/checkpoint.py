@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers.trainer_callback import TrainerState
 
 from groupwise.errors import CheckpointError
@@ -28,17 +29,29 @@ from groupwise.training.checkpoint import (
     write_state,
 )
 from groupwise.training.learner import Learner
-from groupwise.trl.steps import EntropyControl
 
-__all__ = ["find", "renew_state", "restore", "save", "save_policy"]
+__all__ = ["ScheduleState", "find", "renew_state", "restore", "save", "save_policy"]
 
-_ENTROPY, _OPTIMIZER, _SCHEDULER, _STATE = (
-    "entropy_ctrl_state.json",
-    "optimizer.safetensors",
-    "scheduler.json",
-    "trainer_state.json",
-)
+_OPTIMIZER, _STATE = "optimizer.safetensors", "trainer_state.json"
 logger = logging.getLogger("groupwise")
+
+
+class ScheduleState:
+    """A learning-rate schedule as a part of the learner's state."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """No tensors; what JSON can hold: all but functions, which the config makes again."""
+        state = self.scheduler.state_dict()
+        return {}, state | ({"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {})
+
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore it, and the optimiser's rates with it."""
+        self.scheduler.load_state_dict(values)
+        for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -55,17 +68,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written ({error}): free space or make it writable") from error
 
 
-def save(
-    output: Path,
-    policy: Policy,
-    learner: Learner,
-    scheduler: Any,
-    state: TrainerState,
-    *,
-    only_model: bool,
-    limit: int | None,
-    entropy: EntropyControl,
-) -> None:
+def save(output: Path, policy: Policy, learner: Learner, state: TrainerState, *, only_model: bool, limit: int | None) -> None:
     """For all processes at once: write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond
     ``limit``. One of this step, of an earlier run, goes when the new one is in its place.
 
@@ -78,8 +81,6 @@ def save(
         save_policy(snapshot.policy, aside)
         if not only_model:
             write_state(aside, snapshot)
-            (aside / _SCHEDULER).write_text(json.dumps(_plain(scheduler.state_dict())))
-            (aside / _ENTROPY).write_text(json.dumps(entropy.state_dict()))
         state.save_to_json(str(aside / _STATE))
         seal(aside, _STATE)  # it is replaced at the end of a run, as a whole
 
@@ -129,10 +130,8 @@ def find(output: Path, wanted: str | bool | None) -> Path | None:
     return Path(wanted)
 
 
-def restore(
-    checkpoint: Path, policy: Policy, learner: Learner, scheduler: Any, entropy: EntropyControl, local_first: bool
-) -> TrainerState:
-    """Weights, optimiser, schedule and reference as they were; returns the trainer's state."""
+def restore(checkpoint: Path, policy: Policy, learner: Learner, local_first: bool) -> TrainerState:
+    """Weights, optimiser, reference and the learner's parts as they were; returns the trainer's state."""
     if not (checkpoint / _OPTIMIZER).is_file():
         by_another = any(
             (checkpoint / name).exists() for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "global_step0")
@@ -148,13 +147,7 @@ def restore(
         elif not learner.sharding.divides_weights:  # else it was read from here before it was divided
             _load_weights(policy.model, checkpoint)
         state = TrainerState.load_from_json(str(checkpoint / _STATE))
-        first_version = {"step": state.global_step, "updates": state.global_step}  # which wrote no state.json
-        restore_state(checkpoint, learner, read_state(checkpoint) if (checkpoint / "state.json").is_file() else first_version)
-        if (checkpoint / _ENTROPY).is_file():
-            entropy.load_state_dict(json.loads((checkpoint / _ENTROPY).read_text()))
-        scheduler.load_state_dict(json.loads((checkpoint / _SCHEDULER).read_text()))
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        restore_state(checkpoint, learner, _state_of_learning(checkpoint, state.global_step))
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint {checkpoint} cannot be resumed ({error}): it is damaged or of another model; use another"
@@ -172,11 +165,13 @@ def _load_weights(model: Any, checkpoint: Path) -> None:
         parameter.data.copy_(saved[name])
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """What of a scheduler's state JSON can hold: all of it, but for functions, which the config makes again."""
-    return {k: v for k, v in state.items() if k != "lr_lambdas"} | (
-        {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
-    )
+def _state_of_learning(checkpoint: Path, step: int) -> dict[str, Any]:
+    """``state.json``, or what version 0.1 wrote in its place."""
+    if (checkpoint / "state.json").is_file():
+        return read_state(checkpoint)
+    files = {"schedule": "scheduler.json", "entropy": "entropy_ctrl_state.json"}
+    parts = {name: json.loads((checkpoint / file).read_text()) for name, file in files.items()}
+    return {"step": step, "updates": step, "parts": parts}
 
 
 def _damage(checkpoint: Path) -> str | None:

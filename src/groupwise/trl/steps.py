@@ -231,11 +231,13 @@ class EntropyControl:
             self.coef = min(self.coef + move, args.entropy_coef_max) if move > 0 else max(self.coef + move, args.entropy_coef_min)
         self._entropy, self._tokens = 0.0, 0.0
 
-    def state_dict(self) -> dict[str, float]:
-        return {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
+    def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As a part of the learner's state."""
+        return {}, {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef, self.last_entropy = float(state["entropy_coef"]), float(state["last_world_entropy"])
+    def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Restore it."""
+        self.coef, self.last_entropy = float(values["entropy_coef"]), float(values["last_world_entropy"])
 
 
 def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: str) -> dict[str, float]:

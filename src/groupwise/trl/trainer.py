@@ -229,10 +229,9 @@ class GRPOTrainer(Outputs):
             for group in self.optimizer.param_groups if not self._own_optimizer else ():
                 group["lr"] = self.args.learning_rate
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
+        self.learner.parts = {"entropy": self.entropy, "schedule": checkpoints.ScheduleState(self.lr_scheduler)}
         if checkpoint is not None:
-            self.state = checkpoints.restore(
-                checkpoint, self.policy, self.learner, self.lr_scheduler, self.entropy, self.is_local_process_zero()
-            )
+            self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.is_local_process_zero())
             if self.state.global_step < updates:
                 self.state.log_history = [row for row in self.state.log_history if "train_runtime" not in row]
         self.engine.refresh(self.learner.updates)
@@ -489,10 +488,8 @@ class GRPOTrainer(Outputs):
         return whole_loss(found)
 
     def _save_checkpoint(self) -> None:
-        checkpoints.save(
-            Path(self.args.output_dir), self.policy, self.learner, self.lr_scheduler, self.state,
-            only_model=self.args.save_only_model, limit=self.args.save_total_limit, entropy=self.entropy,
-        )  # fmt: skip
+        only_model, limit = self.args.save_only_model, self.args.save_total_limit
+        checkpoints.save(Path(self.args.output_dir), self.policy, self.learner, self.state, only_model=only_model, limit=limit)
         self._saved = self.state.global_step
 
 
