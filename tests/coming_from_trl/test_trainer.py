@@ -222,8 +222,9 @@ def test_a_finished_run_that_is_resumed_keeps_its_results(tiny_folder, prompts, 
 
     def script(**changes):
         args = settings(save_strategy="steps", save_steps=1, save_total_limit=kept, **changes)
+        was_there = Path(args.output_dir).exists()
         trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
-        result = trainer.train(resume_from_checkpoint=Path(args.output_dir).exists() or None)
+        result = trainer.train(resume_from_checkpoint=was_there or None)
         trainer.save_metrics("train", result.metrics)
         trainer.save_state()
         trainer.save_model()

@@ -36,6 +36,8 @@ class Argument:
     """Whether ``text`` says more than TRL's documentation."""
     late: bool = False
     """Whether it may be set after the trainer was made: ``train()`` reads it."""
+    warns: bool = False
+    """Whether ``text`` is said where it is not at its default."""
 
     @property
     def type(self) -> Any:
@@ -61,7 +63,8 @@ RULES: Mapping[str, Callable[[float], bool]] = {
 }
 
 # name | type: rule, or the values that it may have | default | fate | text; further lines are indented. Fates: h(onoured),
-# n (honoured, with a note), - (harmless), x (refused); * where train() reads it, so that it may be set on ``trainer.args`` until then.
+# n (honoured, with a note), - (harmless), x (refused); ! where the text is a warning; * where train() reads it, so that it may be set on
+# ``trainer.args`` until then.
 _TABLE = """
 output_dir | str? | None | h* | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
 per_device_train_batch_size | int: above 0 | 8 | n | Completions of a process in one sweep; several may be computed at once or in
@@ -97,7 +100,7 @@ gradient_checkpointing_kwargs | dict? | None | - | Checkpointing is always the n
 torch_compile | bool | False | x | Leave it out: nothing is compiled.
 torch_compile_backend | str? | None | x | Leave it out: nothing is compiled.
 torch_compile_mode | str? | None | x | Leave it out: nothing is compiled.
-use_liger_kernel | bool | False | - | What Liger's loss is for is done anyway: the logits of all tokens never exist at once.
+use_liger_kernel | bool | False | -! | Liger's kernels are not used: the logits of all tokens never exist at once anyway.
 liger_kernel_config | dict? | None | - | Liger's kernels are not used.
 use_cache | bool | False | - | Sampling always has a KV cache, learning never.
 neftune_noise_alpha | float? | None | x | Leave it out: noise would make the sampled policy another than the trained one.
@@ -192,7 +195,7 @@ trust_remote_code | bool | False | h | Run code that comes with a model or rewar
 router_aux_loss_coef | float?: None, 0.0 | None | n | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss
     is not here.
 disable_dropout | bool | False | n | Dropout of the base model never acts here; True silences an adapter's too.
-cast_lm_head_to_fp32 | bool | False | - | `bf16=False` computes all in float32; else the head is bfloat16, its softmax float32.
+cast_lm_head_to_fp32 | bool | False | -! | `bf16=False` computes all in float32; else the head is bfloat16, its softmax float32.
 num_generations | int?: 2 or more | 8 | h | Completions of one prompt: the group, G.
 num_generations_eval | int?: 1 or more | None | h | The same in evaluation; by default `num_generations`.
 max_completion_length | int?: above 0 | 512 | h | Longest completion in tokens; None is refused.
@@ -210,7 +213,7 @@ chat_template_kwargs | dict? | None | h | Handed to the chat template.
 repetition_penalty | float: above 0 | 1.0 | n | As in transformers, in sampling alone; sampled by the model's own module, which is
     slower.
 cache_implementation | str? | None | x | Leave it out: the engine has its own cache.
-use_vllm | bool | False | n | Colocated: groupwise's own engine samples in its place, over the trained weights.
+use_vllm | bool | False | n! | Colocated: groupwise's own engine samples in its place, over the trained weights.
 vllm_mode | str | 'colocate' | h | `colocate`; with `use_vllm`, `server` is refused.
 vllm_model_impl | str | 'vllm' | - | Only matters with `use_vllm`.
 vllm_enable_sleep_mode | bool | False | - | Only matters with `use_vllm`.
@@ -268,9 +271,9 @@ log_multimodal | bool | True | - | There is text only.
 num_completions_to_print | int? | None | h | How many completions are printed.
 log_unique_prompts | bool | False | - | In TRL it thins a table sent to wandb; here completions go to files, whole.
 log_completions_hub_repo | str? | None | x | Leave it out, and upload `completions/` yourself.
-use_transformers_continuous_batching | bool | False | - | groupwise's own engine batches continuously anyway.
+use_transformers_continuous_batching | bool | False | -! | groupwise's own engine samples, and batches continuously.
 transformers_continuous_batching_config | dict? | None | - | Only matters with `use_transformers_continuous_batching`.
-use_transformers_paged | bool | False | - | groupwise's own engine batches continuously anyway.
+use_transformers_paged | bool | False | -! | groupwise's own engine samples, and batches continuously.
 vllm_importance_sampling_cap | float? | None | - | Only matters with `use_vllm`.
 """
 
@@ -295,7 +298,7 @@ def _read(table: str, former: bool) -> Iterator[Argument]:
         values = ast.literal_eval(f"({rule},)") if rule and rule not in RULES else ()
         yield Argument(
             name, kind, ast.literal_eval(default), fates[fate[0]], text, former, values,
-            rule if rule in RULES else "a number", noted=fate[0] == "n", late=fate.endswith("*"),
+            rule if rule in RULES else "a number", noted=fate[0] == "n", late="*" in fate, warns="!" in fate,
         )  # fmt: skip
 
 

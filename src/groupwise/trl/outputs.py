@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import statistics
@@ -24,6 +23,7 @@ from transformers.trainer_callback import (
     TrainerControl,
     TrainerState,
 )
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.distributed import World, together
@@ -73,17 +73,9 @@ def set_verbosity(level: str) -> None:
 
 def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Iterator[str]:
     """What a script should know of how its arguments are taken."""
-    if args.use_vllm:
-        yield "use_vllm=True: groupwise's own engine samples in vLLM's place, from the very weights that are trained"
-    if args.use_transformers_continuous_batching or args.use_transformers_paged:
-        yield "use_transformers_continuous_batching, use_transformers_paged: groupwise's own engine samples, and batches continuously"
-    if args.use_liger_kernel:
-        yield "use_liger_kernel=True: the logits of all tokens never exist at once here anyway; Liger's kernels are not used"
-    if args.cast_lm_head_to_fp32 and args.bf16:
-        yield (
-            "cast_lm_head_to_fp32=True with bf16: sampler and learner compute the head in the same bfloat16, and the softmax over it in "
-            "float32; bf16=False computes all in float32"
-        )
+    for row in ARGUMENTS.values():
+        if row.warns and getattr(args, row.name) != row.default:
+            yield f"{row.name}={getattr(args, row.name)!r}: {row.text}"
     if args.optim.startswith("paged"):
         yield f"optim={args.optim!r}: the optimiser's state is not paged; its numbers are the same"
     if args.repetition_penalty != 1 or args.min_p or args.top_p < 1 or args.top_k > 0:
@@ -185,6 +177,7 @@ class Outputs:
     world: World
     _inside = False
     """A method that all processes call at once."""
+    save_state, save_metrics, log_metrics = save_state, save_metrics, log_metrics
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and show it to callbacks."""
@@ -222,26 +215,6 @@ class Outputs:
     def _save_divided(self, folder: Path) -> None:
         policy = self.learner.sharding.whole_policy(self.policy) or self.policy  # the first process, which writes, has it whole
         self.world.on_rank0(lambda: checkpoints.save_policy(policy, folder))
-
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the run's folder; the first process does."""
-        if not self.world.is_first:
-            return
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``{split}_results.json`` to the run's folder; the first process does."""
-        if not self.world.is_first:
-            return
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        (Path(self.args.output_dir) / f"{split}_results.json").write_text(json.dumps(metrics, indent=4, sort_keys=True))
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print ``metrics``, one a line; the first process does."""
-        if not self.world.is_first:
-            return
-        print(f"***** {split} metrics *****", *(f"  {k} = {v}" for k, v in sorted(metrics.items())), sep="\n")
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Refused: uploading is left to the Hub's own command."""

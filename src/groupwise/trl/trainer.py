@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from groupwise.batch import Member
 from groupwise.config.schema import ModelConfig
@@ -116,6 +116,8 @@ class GRPOTrainer(Outputs):
         if train_dataset is None:
             raise ArgumentError("train_dataset is missing, but it is required: pass a data set with a column 'prompt'")
         self.args: Any = args
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         set_verbosity(args.log_level)
         self.world = join_world(args.device.type == "cpu", args.ddp_timeout)
         for word in words_about(args, model, quantization_config) if self.world.is_first else ():
@@ -193,7 +195,7 @@ class GRPOTrainer(Outputs):
         self._begin(checkpoint, updates)
         if checkpoint is not None and self.state.global_step >= updates:
             return self._finished_before(checkpoint)
-        started, done_before = time.perf_counter(), self.state.global_step
+        started, done_before = time.time(), self.state.global_step
         self.control = self._event("on_train_begin")
         if self.args.eval_on_start:
             self.evaluate()
@@ -201,7 +203,7 @@ class GRPOTrainer(Outputs):
         while self.state.global_step < updates and not self.control.should_training_stop:
             self._epoch(epoch, first)
             epoch, first = epoch + 1, 0
-        metrics = self._summary(time.perf_counter() - started, self.state.global_step - done_before)
+        metrics = self._summary(started, self.state.global_step - done_before)
         metrics |= drain(self._numbers)  # of the steps since the last log
         self.log(metrics)
         self.completion_log.write(self.state.global_step)
@@ -433,16 +435,11 @@ class GRPOTrainer(Outputs):
         if value is not None and (best is None or sign * value > sign * best):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
-    def _summary(self, seconds: float, steps: int) -> dict[str, Any]:
+    def _summary(self, started: float, steps: int) -> dict[str, Any]:
         self._total_loss += self._loss
         completions = steps * self.args.per_device_train_batch_size * self.world.size * self.args.gradient_accumulation_steps
-        return {
-            "train_runtime": seconds,
-            "train_samples_per_second": completions / seconds,
-            "train_steps_per_second": steps / seconds,
-            "total_flos": self.state.total_flos,
-            "train_loss": self._total_loss / max(1, steps),
-        }
+        losses = {"total_flos": self.state.total_flos, "train_loss": self._total_loss / max(1, steps)}
+        return {**speed_metrics("train", started, completions, steps), **losses}
 
     @for_all
     def evaluate(
@@ -459,7 +456,7 @@ class GRPOTrainer(Outputs):
             for name, one in dataset.items():
                 found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        started = time.perf_counter()
+        started = time.time()
         prompts, size = self._prompts(dataset, metric_key_prefix), self.args.num_generations_eval or self.args.num_generations
         per_batch = max(1, self.args.per_device_eval_batch_size * self.world.size // size)
         numbers: dict[str, list[float]] = defaultdict(list)
@@ -467,13 +464,8 @@ class GRPOTrainer(Outputs):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
             generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
             numbers["loss"].append(self._loss_of(generation, numbers))
-        seconds, count = time.perf_counter() - started, len(prompts) * size
-        speeds = {
-            "runtime": seconds,
-            "samples_per_second": count / seconds,
-            "steps_per_second": count / per_batch / size / seconds,
-        }
-        metrics = drain(numbers, f"{metric_key_prefix}_") | {f"{metric_key_prefix}_{k}": v for k, v in speeds.items()}
+        metrics = drain(numbers, f"{metric_key_prefix}_")
+        metrics |= speed_metrics(metric_key_prefix, started, len(prompts) * size, math.ceil(len(prompts) / per_batch))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
