@@ -252,3 +252,21 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
     ratios, advantages = torch.tensor([3.0, 3.0, 1.0]), torch.tensor([1.0, -1.0, 1.0])
     inputs = LossInputs(ratios.log(), torch.zeros(3), advantages, torch.arange(3), 3)
     assert found.loss(inputs).clipped_T.tolist() == [True, False, False]
+
+
+def test_gspo_token_has_gspo_s_gradient():
+    """Where all tokens of a completion have one advantage the two forms are equal (arXiv 2507.18071, section 4.3)."""
+    import torch
+
+    from groupwise.algorithm import LossInputs
+    from groupwise.trl.parts import objective
+
+    gradients = []
+    for level in ("sequence", "sequence_token"):
+        found = objective(GRPOConfig("out", loss_type="grpo", importance_sampling_level=level))
+        logprobs_T = torch.tensor([-0.5, -1.0, -2.0, -0.7], requires_grad=True)
+        inputs = LossInputs(logprobs_T, torch.tensor([-0.6, -1.0, -1.9, -0.8]), torch.ones(4), torch.tensor([0, 0, 0, 1]), 2)
+        (found.loss(inputs).loss_T * torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])).sum().backward()
+        gradients.append(logprobs_T.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().min() > 0.1

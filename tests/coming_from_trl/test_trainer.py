@@ -676,6 +676,27 @@ def test_a_checkpoint_of_trl_s_own_is_called_that(tiny_folder, prompts, letters,
         again.train(resume_from_checkpoint=str(folder))
 
 
+def test_a_checkpoint_of_version_0_1_is_resumed(tiny_folder, prompts, letters, settings):
+    """It had files in place of ``state.json`` and no manifest. A rise of the schedule and of the entropy's coefficient go on."""
+    more = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "warmup_steps": 3, "beta": 0.1, "entropy_target": 9.0}
+    args = settings(**more, use_adaptive_entropy=True, entropy_coef=0.1)
+    whole = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+    whole.train()
+    folder = Path(args.output_dir) / "checkpoint-2"
+    parts = json.loads((folder / "state.json").read_text())["parts"]
+    (folder / "scheduler.json").write_text(json.dumps(parts["schedule"]))
+    (folder / "entropy_ctrl_state.json").write_text(json.dumps(parts["entropy"]))
+    for name in ("state.json", "manifest.json"):
+        (folder / name).unlink()
+    resumed = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.learner.updates == 4
+    assert same(weights(whole), weights(resumed))
+    rows = [[[row[k] for k in ("learning_rate", "entropy_coef", "loss")] for row in t.state.log_history if "loss" in row]
+            for t in (whole, resumed)]  # fmt: skip
+    assert rows[0] == rows[1]
+
+
 def test_long_templates_do_not_escape_the_early_check(tiny_folder, letters, settings):
     """What a template adds is measured, not guessed: the last row is too long by it alone."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

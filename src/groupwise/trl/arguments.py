@@ -238,7 +238,8 @@ vespo_k_pos | float | 2.0 | h | With `loss_type="vespo"`: the power of a complet
 vespo_lambda_pos | float: above 0 | 3.0 | h | With `loss_type="vespo"`: how fast large weights fade, for the same.
 vespo_k_neg | float | 3.0 | h | With `loss_type="vespo"`: the power, for negative advantages.
 vespo_lambda_neg | float: above 0 | 2.0 | h | With `loss_type="vespo"`: how fast large weights fade, for negative advantages.
-importance_sampling_level | str: 'token', 'sequence' | 'token' | h | `token` or `sequence`.
+importance_sampling_level | str: 'token', 'sequence', 'sequence_token' | 'token' | n | `sequence` is GSPO, and `sequence_token` the form of
+    it in `trl.experimental.gspo_token`.
 reward_weights | floats? | None | h | One for each reward function.
 multi_objective_aggregation | str: 'sum_then_normalize', 'normalize_then_sum' | 'sum_then_normalize' | h | `sum_then_normalize` or
     `normalize_then_sum`.

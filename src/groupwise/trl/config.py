@@ -258,8 +258,8 @@ def _contradictions(args: Any) -> Iterator[str]:
         )
     if args.use_vllm and args.vllm_structured_outputs_regex:
         yield "vllm_structured_outputs_regex is not honoured by groupwise.trl: leave it out, and reward what matches the pattern"
-    if args.loss_type == "vespo" and args.importance_sampling_level == "sequence":
-        yield "importance_sampling_level='sequence' with loss_type='vespo', which weighs whole completions by itself: leave it at 'token'"
+    if args.loss_type == "vespo" and args.importance_sampling_level != "token":
+        yield "importance_sampling_level is for ratios, and loss_type='vespo' weighs whole completions by itself: leave it at 'token'"
     if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
         yield (
             f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "

@@ -88,12 +88,12 @@ def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Itera
             "loss_type='cispo' holds every token's weight at or below epsilon_high (by default epsilon), here at 1 or below, where it "
             "only scales the loss: 5.0 is usual"
         )
-    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+    if args.importance_sampling_level != "token" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         yield (
-            f"importance_sampling_level='sequence' with loss_type={args.loss_type!r}, which adds up tokens: it weights each sequence by "
-            "its completion length, where GSPO weighs all alike: loss_type='grpo' is GSPO's"
+            f"importance_sampling_level={args.importance_sampling_level!r} with loss_type={args.loss_type!r}, which adds up tokens: it "
+            "weights each sequence by its completion length, where GSPO weighs all alike: loss_type='grpo' is GSPO's"
         )
-    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+    if args.loss_type == "luspo" and args.importance_sampling_level == "token":
         yield "loss_type='luspo' is meant for importance_sampling_level='sequence'"
     if not isinstance(model, str) and (args.model_init_kwargs or quantization_config is not None):
         yield "model_init_kwargs and quantization_config are for a model that is given by its name: this one is loaded already"

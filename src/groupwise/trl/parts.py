@@ -100,7 +100,7 @@ def objective(args: GRPOConfig) -> Objective:
     ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    ratio = "whole_sequence" if args.importance_sampling_level == "sequence" else "token"
+    ratio = {"token": "token", "sequence": "whole_sequence", "sequence_token": "sequence"}[args.importance_sampling_level]
     clip = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
     sapo = partial(sapo_loss, tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg, ratio=ratio)
     vespo = partial(
