@@ -242,7 +242,6 @@ class GRPOTrainer(Outputs):
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, updates)
         self._loss, self._total_loss, self._last_logged = 0.0, 0.0, self.state.global_step
-        self._first_step = self.state.global_step
         self._saved: int | None = None
 
     def _epoch(self, epoch: int, first: int) -> None:
