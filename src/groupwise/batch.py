@@ -1,8 +1,9 @@
 """One step's completions as flat tensors: what passes, objective, checkpoints and other processes read and write.
 
-Axes: N completions, T their tokens, flattened and ragged: there is no padding. Names end with the axis. Per-token columns lie on the
-device that computes. A micro-batch is a range of completions, and its `view` shares the batch's memory: cutting the batch again moves no
-number.
+Axes: N completions, T the tokens that the policy sampled in them, S all their tokens, those that a tool or an environment gave included;
+flattened and ragged: there is no padding. Names end with the axis. What a loss, a mean or a count is about is T: a given token is context,
+as the prompt is. Columns of T lie on the device that computes. A micro-batch is a range of completions, and its `view` shares the batch's
+memory: cutting the batch again moves no number.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ class Batch:
     member_N: Tensor
     """Index of each completion in its group, on the CPU."""
     length_N: Tensor
-    """Tokens of each completion, on the CPU."""
+    """Sampled tokens of each completion, on the CPU."""
+    span_N: Tensor
+    """All tokens of each completion, on the CPU."""
     learnt: int
     temperature: float
     """At which every token was sampled, and is scored."""
-    token_ids_T: Tensor
+    token_ids_S: Tensor
     """On the CPU."""
-    sampled_T: Tensor
-    """True where the policy sampled the token; others (a tool's answer) are context and are not trained."""
+    sampled_S: Tensor
+    """True where the policy sampled the token, on the CPU."""
     sampler_logprobs_T: Tensor
     """Log-probabilities under the distribution that each token was drawn from, in nats."""
     weights_T: Tensor
@@ -84,20 +87,20 @@ class Batch:
                 f"the batch was sampled at temperatures {', '.join(f'{t:g}' for t in temperatures)}, but log-probabilities are scored at "
                 "one: sample a step's completions with one rollout.temperature"
             )
-        length_N = torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.long)
-        tokens = int(length_N.sum())
-        logprobs = torch.tensor([x for c in chosen for x in c.logprobs], dtype=torch.float32)
+        sampled_S = torch.tensor([sampled for c in chosen for sampled in c.sampled], dtype=torch.bool)
+        logprobs_T = torch.tensor([x for c in chosen for x in c.logprobs], dtype=torch.float32)[sampled_S]
         return cls(
             prompts={g: groups[g].prompt.token_ids for g, _ in members},
             group_N=torch.tensor([g for g, _ in members], dtype=torch.long),
             member_N=torch.tensor([m for _, m in members], dtype=torch.long),
-            length_N=length_N,
+            length_N=torch.tensor([c.sampled_tokens for c in chosen], dtype=torch.long),
+            span_N=torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.long),
             learnt=len(members) if learnt is None else learnt,
             temperature=temperatures[0] if temperatures else 1.0,
-            token_ids_T=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
-            sampled_T=torch.ones(tokens, dtype=torch.bool, device=device),
-            sampler_logprobs_T=logprobs.to(device),
-            weights_T=torch.zeros(tokens, device=device),
+            token_ids_S=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
+            sampled_S=sampled_S,
+            sampler_logprobs_T=logprobs_T.to(device),
+            weights_T=torch.zeros(len(logprobs_T), device=device),
         )
 
     def __len__(self) -> int:
@@ -120,24 +123,24 @@ class Batch:
 
     @property
     def sequence_T(self) -> Tensor:
-        """Which of the N completions each token belongs to."""
+        """Which of the N completions each sampled token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.length_N).to(self.weights_T.device)
 
     def tokens(self, rows: range) -> slice:
-        """The tokens of the completions ``rows``."""
-        start = int(self.length_N[: rows.start].sum())
-        return slice(start, start + int(self.length_N[rows.start : rows.stop].sum()))
+        """Where the sampled tokens of the completions ``rows`` lie."""
+        return _part(self.length_N, rows)
 
     def view(self, rows: range) -> Batch:
         """The completions ``rows`` alone: their columns are parts of this batch's."""
-        span, chosen = self.tokens(rows), slice(rows.start, rows.stop)
-        parts = {name: column[chosen if name.endswith("_N") else span] for name, column in self._columns()}
+        chosen = slice(rows.start, rows.stop)
+        by_axis = {"N": chosen, "T": self.tokens(rows), "S": _part(self.span_N, rows)}
+        parts = {name: column[by_axis[name[-1]]] for name, column in self._columns()}
         groups = dict.fromkeys(self.group_N[chosen].tolist())
         learnt = max(0, min(self.learnt, rows.stop) - rows.start)
         return Batch({g: self.prompts[g] for g in groups}, learnt=learnt, temperature=self.temperature, **parts)
 
     def note(self, rows: range, **columns: Tensor) -> None:
-        """Write numbers about the tokens of ``rows`` into columns, which are made where they are not there yet."""
+        """Write numbers about the sampled tokens of ``rows`` into columns, which are made where they are not there yet."""
         span = self.tokens(rows)
         for name, values in columns.items():
             column = getattr(self, name)
@@ -148,12 +151,12 @@ class Batch:
 
     def packing(self) -> list[tuple[tuple[int, ...], list[list[int]]]]:
         """``(prompt ids, [completion ids, ...])`` of each group, as ``Scorer.prepare`` takes them."""
-        ids = [piece.tolist() for piece in self.token_ids_T.split(self.length_N.tolist())]
+        ids = [piece.tolist() for piece in self.token_ids_S.split(self.span_N.tolist())]
         numbered = zip(self.group_N.tolist(), ids, strict=True)
         return [(self.prompts[g], [own for _, own in pieces]) for g, pieces in groupby(numbered, key=lambda pair: pair[0])]
 
     def by_member(self, numbers_T: Tensor) -> Iterator[tuple[Member, Tensor]]:
-        """One number per token, split by completion."""
+        """One number per sampled token, split by completion."""
         return zip(self.members, numbers_T.split(self.length_N.tolist()), strict=True)
 
     def notes(self) -> dict[str, Tensor]:
@@ -177,9 +180,15 @@ class Batch:
 _NOTED = frozenset(("advantages_T", "reference_T", "policy_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T"))
 
 
+def _part(sizes_N: Tensor, rows: range) -> slice:
+    """Where the elements of the completions ``rows`` lie, of which each has so many."""
+    start = int(sizes_N[: rows.start].sum())
+    return slice(start, start + int(sizes_N[rows.start : rows.stop].sum()))
+
+
 def tokens_of(groups: Sequence[Group], members: Sequence[Member]) -> Tensor:
-    """Where the tokens of ``members`` lie among those of all completions of ``groups``, in the order of ``groups``: ``[T]``."""
-    lengths = torch.tensor([len(c.token_ids) for group in groups for c in group.completions], dtype=torch.long)
+    """Where the sampled tokens of ``members`` lie among those of all completions of ``groups``, in the order of ``groups``: ``[T]``."""
+    lengths = torch.tensor([c.sampled_tokens for group in groups for c in group.completions], dtype=torch.long)
     first = [0, *torch.tensor([len(group.completions) for group in groups]).cumsum(0).tolist()]
     ends = lengths.cumsum(0)
     rows = [first[g] + m for g, m in members]

@@ -63,7 +63,7 @@ class Rollout:
         groups = [*self.groups, *self.replaced]
         completions = [c for group in groups for c in group.completions]
         lengths = [len(c.token_ids) for c in completions]
-        verdicts = [grade(c.text, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
+        verdicts = [grade(c.answer, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
         metrics: dict[str, Metric] = {
             "reward/mean": Mean.of(r for g in groups for r in g.rewards),
             "reward/std": Mean.of(statistics.stdev(g.rewards) for g in groups),
@@ -76,10 +76,10 @@ class Rollout:
             "accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None),
             "time/sample_s": Sum(self.sampling_s),
             "time/score_s": Sum(self.scoring_s),
-            "speed/sampled_tokens_per_s": Mean(sum(lengths), self.sampling_s),
+            "speed/sampled_tokens_per_s": Mean(sum(c.sampled_tokens for c in completions), self.sampling_s),
         }
         if style == "xml":
-            metrics["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.text for c in completions], score=1.0))
+            metrics["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.answer for c in completions], score=1.0))
         names = groups[0].components if groups else ()
         for name in names:
             metrics[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)

@@ -10,10 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
-__all__ = ["Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "told_apart"]
+__all__ = [
+    "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn", "told_apart",
+]  # fmt: skip
 
-FinishReason = Literal["stop", "length"]
-"""``stop``: the policy sampled one of the model's end tokens. ``length``: it hit the token limit first."""
+FinishReason = Literal["stop", "length", "max_turns", "context_full"]
+"""``stop``: the policy sampled one of the model's end tokens, and nothing answered it. ``length``: it hit the token limit first.
+``max_turns``: it called a tool in its last turn. ``context_full``: what the tool returned did not fit within the token limit."""
+CallFailure = Literal["invalid", "raised", "timed_out"]
+"""``invalid``: nothing was called, since the call could not be read or there is no such tool or argument."""
 
 
 class Message(TypedDict):
@@ -76,15 +81,44 @@ def told_apart(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool in an episode, and what came back."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: str
+    """What the policy was told: the result as text, or what went wrong."""
+    failure: CallFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One part of an episode: tokens that the policy sampled (``assistant``), or that it was given (any other role)."""
+
+    role: str
+    text: str
+    """Without special tokens; of a given turn the content alone, without what the chat template puts around it."""
+    tokens: int
+    """Of the completion's, what the template puts around the turn included."""
+    calls: tuple[ToolCall, ...] = ()
+    """Those that the policy made in this turn."""
+
+    @property
+    def sampled(self) -> bool:
+        return self.role == "assistant"
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy sampled for one prompt. Every token in ``token_ids`` was sampled, the stop token included, and so every
-    token is trained: masks come from provenance, never from a comparison with a pad id."""
+    """What followed one prompt. A token is trained because the policy sampled it, the stop token included: masks come from provenance,
+    never from a comparison with a pad id. In an episode of several turns the tokens between the policy's turns were given."""
 
     text: str
     """``token_ids`` decoded without special tokens."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Log-probability of each sampled token under the distribution it was drawn from, in nats; as long as ``token_ids``."""
+    """Log-probability of each sampled token under the distribution it was drawn from, in nats; as long as ``token_ids``. 0 for a token
+    that was given."""
     finish_reason: FinishReason
     sample: int = 0
     """Index within the group, 0 to G - 1; part of the completion's seed."""
@@ -92,10 +126,42 @@ class Completion:
     """How many optimiser steps the sampling weights had seen."""
     temperature: float = 1.0
     """At which it was sampled; its log-probabilities are scored at the same."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an episode, which the tokens are divided among in order; empty where every token was sampled in one turn."""
 
     @property
     def stopped(self) -> bool:
+        """Whether it ended by itself, and not at a limit."""
         return self.finish_reason == "stop"
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """For each token, whether the policy sampled it."""
+        if not self.turns:
+            return (True,) * len(self.token_ids)
+        return tuple(turn.sampled for turn in self.turns for _ in range(turn.tokens))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(turn.tokens for turn in self.turns if turn.sampled) if self.turns else len(self.token_ids)
+
+    @property
+    def answer(self) -> str:
+        """What is judged: the text of the policy's last turn, so that nothing that a tool returned counts as the policy's own."""
+        return next((turn.text for turn in reversed(self.turns) if turn.sampled), self.text)
+
+    @property
+    def messages(self) -> list[Message]:
+        """As a conversation that follows the prompt's."""
+        if not self.turns:
+            return [{"role": "assistant", "content": self.text}]
+        return [{"role": turn.role, "content": turn.text} for turn in self.turns]
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """All calls of tools, in order."""
+        return tuple(call for turn in self.turns for call in turn.calls)
 
 
 @dataclass(frozen=True, slots=True)

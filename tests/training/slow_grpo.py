@@ -4,6 +4,7 @@
 import copy
 import random
 import statistics
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from groupwise.config.schema import Config
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
-from groupwise.types import Completion, Group, Problem, Prompt
+from groupwise.types import Completion, Group, Problem, Prompt, Turn
 
 END = 2
 
@@ -57,13 +58,32 @@ def make_groups(model, rewards, seed=0, vocabulary=128, longest=9, temperature=1
     return groups
 
 
+def divided_in_turns(groups, seed=0):
+    """The same tokens as episodes: what the policy sampled and what it was given take turns, at random places. Half of the completions end
+    with what was given, and some have one turn alone. Given tokens have the log-probability 0."""
+    rng = random.Random(seed)
+
+    def divided(completion):
+        left, turns = len(completion.token_ids), []
+        while left:
+            size = rng.randint(1, left)
+            turns.append(Turn("tool" if len(turns) % 2 else "assistant", "", size))
+            left -= size
+        episode = replace(completion, turns=tuple(turns))
+        own = zip(episode.sampled, completion.logprobs, strict=True)
+        return replace(episode, logprobs=tuple(x if sampled else 0.0 for sampled, x in own))
+
+    return [replace(group, completions=tuple(map(divided, group.completions))) for group in groups]
+
+
 def slow_advantages(rewards, epsilon=1e-4):
     mean = sum(rewards) / len(rewards)
     return [(r - mean) / (statistics.stdev(rewards) + epsilon) for r in rewards]
 
 
 def slow_loss(model, groups, *, old=None, reference=None, beta=0.0, epsilon=0.2, temperature=1.0):
-    """-(1/N) sum_i (1/|o_i|) sum_t { min(ratio A, clip(ratio) A) - beta k3 }, and the share of tokens that the clip cuts off."""
+    """-(1/N) sum_i (1/|o_i|) sum_t { min(ratio A, clip(ratio) A) - beta k3 }, and the share of tokens that the clip cuts off: over the
+    tokens that the policy sampled."""
     count = sum(len(group.completions) for group in groups)
     loss, cut, tokens = 0.0, 0, 0
     for group in groups:
@@ -72,7 +92,8 @@ def slow_loss(model, groups, *, old=None, reference=None, beta=0.0, epsilon=0.2,
             new = slow_logprobs(model, *ids, temperature)
             with torch.no_grad():
                 before = new if old is None else slow_logprobs(old, *ids, temperature)
-            for t in range(len(new)):
+            own = [t for t in range(len(new)) if completion.sampled[t]]
+            for t in own:
                 ratio = torch.exp(new[t] - before[t].detach())
                 free, bound = ratio * advantage, torch.clamp(ratio, 1 - epsilon, 1 + epsilon) * advantage
                 term = torch.min(free, bound)
@@ -83,7 +104,7 @@ def slow_loss(model, groups, *, old=None, reference=None, beta=0.0, epsilon=0.2,
                         anchor = slow_logprobs(reference, *ids, temperature)[t]
                     log_ratio = anchor - new[t]
                     term = term - beta * (torch.exp(log_ratio) - log_ratio - 1)
-                loss = loss - term / (len(new) * count)
+                loss = loss - term / (len(own) * count)
     return loss, cut / tokens
 
 

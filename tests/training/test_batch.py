@@ -26,9 +26,9 @@ def batch(groups):
 
 def test_it_holds_every_token_with_its_provenance(groups, batch):
     completions = [c for group in groups for c in group.completions]
-    assert batch.token_ids_T.tolist() == [t for c in completions for t in c.token_ids]
+    assert batch.token_ids_S.tolist() == [t for c in completions for t in c.token_ids]
     assert batch.sampler_logprobs_T.tolist() == pytest.approx([x for c in completions for x in c.logprobs])
-    assert batch.sampled_T.all()
+    assert batch.sampled_S.all()
     assert batch.length_N.tolist() == [len(c.token_ids) for c in completions]
     assert batch.packing() == [(g.prompt.token_ids, [list(c.token_ids) for c in g.completions]) for g in groups]
 
@@ -46,7 +46,7 @@ def test_a_view_is_a_window_onto_the_columns(batch):
 
 
 def _by_group(view):
-    ids = [piece.tolist() for piece in view.token_ids_T.split(view.length_N.tolist())]
+    ids = [piece.tolist() for piece in view.token_ids_S.split(view.span_N.tolist())]
     groups = view.group_N.tolist()
     return [(g, [x for x, other in zip(ids, groups, strict=True) if other == g]) for g in dict.fromkeys(groups)]
 
@@ -56,7 +56,7 @@ def test_micro_batches_are_ranges_in_order_whatever_the_budget(tiny_llama, batch
     learner, _ = learner_of(tiny_llama(), config_of())
     parts = cut(batch, range(len(batch)), learner.scorer, budget)
     assert [n for part in parts for n in part.rows] == list(range(len(batch)))
-    assert torch.equal(torch.cat([part.packed.targets_T for part in parts]), batch.token_ids_T)
+    assert torch.equal(torch.cat([part.packed.targets_T for part in parts]), batch.token_ids_S)
     assert all(part.tokens <= budget or len(part.rows) == 1 for part in parts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def make_record(prompt: Prompt, completion: Completion, style: AnswerStyle, samp
         "prompt": prompt.text,
         "expected": problem.expected,
         **({"accepted": list(problem.accepted)} if problem.also else {}),
-        **verdicts(completion.text, problem.accepted, style),
+        **verdicts(completion.answer, problem.accepted, style),
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.token_ids),
-        "response": completion.text,
+        "response": completion.answer,
+        **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
     }
 
 

@@ -37,13 +37,17 @@ CompletionText = str | Sequence[Message] | Sequence[Mapping[str, object]]
 
 
 def text_of(completion: CompletionText) -> str:
-    """The words of a completion in either form; several messages are joined by newlines.
+    """The words of a completion in either form; several messages are joined by newlines. Of an episode, in which a tool or an environment
+    answered, the policy's last message: nothing that it was given counts as its own.
 
     >>> text_of([{"role": "assistant", "content": "42"}])
     '42'
     """
     if isinstance(completion, str):
         return completion
+    own = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    if own and len(own) < len(completion):
+        return str(own[-1]["content"])
     return "\n".join(str(message["content"]) for message in completion)
 
 

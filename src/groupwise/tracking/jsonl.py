@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def completion_rows(
             "components": {name: scores[g] for name, scores in group.components.items()},
             **({"steps": {name: scores.steps[g] for name, scores in group.process.items()}} if group.process else {}),
             "advantage": advantages[g] if advantages is not None else None,
-            **(verdict(completion.text, group.prompt.problem.accepted, style) if style else {}),
+            **(verdict(completion.answer, group.prompt.problem.accepted, style) if style else {}),
+            **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
             "finish_reason": completion.finish_reason,
             "tokens": len(completion.token_ids),
             "policy_version": completion.policy_version,
@@ -147,11 +149,13 @@ def verdict(text: str, accepted: Sequence[str], style: AnswerStyle) -> dict[str,
 
 
 def token_columns(completion: Completion, advantages: Sequence[float] | None = None) -> dict[str, Any]:
-    """Ids, to three decimals the log-probabilities that they were sampled with, and their advantages where these differ."""
+    """Ids, to three decimals the log-probabilities that they were sampled with, and their advantages where these differ: 0 for those that
+    were given. ``advantages``: of the sampled tokens."""
     columns: dict[str, Any] = {
         "token_ids": list(completion.token_ids),
         "logprobs": [round(value, 3) for value in completion.logprobs],
     }
     if advantages:
-        columns["token_advantages"] = [float(f"{value:.4g}") for value in advantages]
+        of_sampled = iter(advantages)
+        columns["token_advantages"] = [float(f"{next(of_sampled) if own else 0.0:.4g}") for own in completion.sampled]
     return columns

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -24,6 +24,7 @@ from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tracking.run_folder import RunFolder
+from groupwise.types import FinishReason
 
 __all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run"]
 
@@ -294,7 +295,7 @@ def completion_record(
         reward=number(row.get("reward")),
         components={text(k): number(v) for k, v in components.items()} if isinstance(components, dict) else {},
         advantage=number(row.get("advantage")),
-        finish_reason="stop" if row.get("finish_reason") == "stop" else "length",
+        finish_reason=finish_reason(row),
         tokens=max(0, whole(row.get("tokens"))),
         policy_version=None if number(row.get("policy_version")) is None else whole(row.get("policy_version")),
         strict=strict,
@@ -303,6 +304,11 @@ def completion_record(
         logprobs=numbers(logprobs),
         token_advantages=numbers(advantages),
     )
+
+
+def finish_reason(row: Mapping[str, Any]) -> str:
+    """``length`` for one that is not known."""
+    return row["finish_reason"] if row.get("finish_reason") in get_args(FinishReason) else "length"
 
 
 def numbers(values: object) -> tuple[float, ...]:
@@ -337,6 +343,6 @@ def evaluation_record(row: Mapping[str, Any]) -> dict[str, Any]:
         **{key: text(row.get(key)) for key in ("problem", "question", "prompt", "expected", "response")},
         **{key: row.get(key) is True for key in ("strict", "lenient", "format")},
         "extracted": None if extracted is None else text(extracted),
-        "finish_reason": "stop" if row.get("finish_reason") == "stop" else "length",
+        "finish_reason": finish_reason(row),
         "tokens": max(0, whole(row.get("tokens"))),
     }

@@ -42,7 +42,7 @@ def advantage_inputs(
     world = world or World()
     flat = [(group, i) for group in groups for i in range(len(group.completions))]
     rewards_N = torch.tensor([group.outcomes[i] for group, i in flat], dtype=torch.float64)
-    length_N = torch.tensor([len(group.completions[i].token_ids) for group, i in flat], dtype=torch.long)
+    length_N = torch.tensor([group.completions[i].sampled_tokens for group, i in flat], dtype=torch.long)
     penalties_T = values_T = None
     if batch is not None:
         places, tokens = tokens_of(groups, batch.members), int(length_N.sum())
@@ -94,7 +94,9 @@ def _functions(groups: Sequence[Group]) -> dict[str, FunctionScores]:
 
 
 def _steps(groups: Sequence[Group], length_N: Tensor) -> dict[str, StepRewards]:
-    """Rewards of steps by function; each step by the place of its last token among all tokens."""
+    """Rewards of steps by function; each step by the place of its last sampled token among all of the step's.
+
+    One that ends within what the policy was given rewards what it had sampled before."""
     start = (length_N.cumsum(0) - length_N).tolist()
     found = {}
     for name in dict.fromkeys(name for group in groups for name in group.process):
@@ -105,12 +107,12 @@ def _steps(groups: Sequence[Group], length_N: Tensor) -> dict[str, StepRewards]:
         for group in groups:
             scores = group.process.get(name)
             for i in range(len(group.completions)):
-                n = len(weights)
+                n, sampled = len(weights), group.completions[i].sampled
                 weights.append(0.0 if scores is None else scores.weight)
                 for end, reward in scores.steps[i] if scores is not None and scores.steps else ():
-                    assert 0 <= end < len(group.completions[i].token_ids), "a step ends with one of the completion's tokens"
+                    assert 0 <= end < len(sampled), "a step ends with one of the completion's tokens"
                     sequence.append(n)
-                    ends.append(start[n] + end)
+                    ends.append(start[n] + max(0, sum(sampled[: end + 1]) - 1))
                     rewards.append(reward)
         found[name] = StepRewards(
             torch.tensor(sequence, dtype=torch.long),

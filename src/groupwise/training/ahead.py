@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from groupwise.models.load import Policy
 from groupwise.rollout import Sampled, deal_prompts, rollout_scope, rollout_settings
 from groupwise.training.learner import Learner
 from groupwise.training.sharding import Sharding
+from groupwise.training.window import turns_of
 from groupwise.types import Completion, Group, Prompt
 
 __all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
@@ -299,7 +300,21 @@ class _WaitingEngine(Engine):
 def _texts(pairs: Pairs) -> list[list[Any]]:
     """All but the numbers, by place; and how many tokens each completion has."""
     return [
-        [place, [[c.text, c.finish_reason, c.sample, c.policy_version, c.temperature, len(c.token_ids)] for c in completions]]
+        [
+            place,
+            [
+                [
+                    c.text,
+                    c.finish_reason,
+                    c.sample,
+                    c.policy_version,
+                    c.temperature,
+                    len(c.token_ids),
+                    [asdict(turn) for turn in c.turns],
+                ]
+                for c in completions
+            ],
+        ]
         for place, completions in pairs
     ]
 
@@ -315,10 +330,12 @@ def _numbers(pairs: Pairs) -> dict[str, Tensor]:
 def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) -> Pairs:
     flat_tokens, flat_logprobs = iter(tokens.tolist()), iter(logprobs.tolist())
 
-    def completion(text: str, finish_reason: Any, sample: int, version: int, temperature: float, size: int) -> Completion:
+    def completion(
+        text: str, finish_reason: Any, sample: int, version: int, temperature: float, size: int, turns: Any = ()
+    ) -> Completion:
         ids = tuple(next(flat_tokens) for _ in range(size))
         logprobs = tuple(next(flat_logprobs) for _ in range(size))
-        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature)
+        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature, turns_of(turns))
 
     return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]
 

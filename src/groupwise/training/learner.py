@@ -256,9 +256,9 @@ class Learner:
         return groups[group].completions[index].stopped or not self.config.algorithm.mask_truncated
 
     def counts(self, groups: Sequence[Group]) -> BatchCounts:
-        """Completions and tokens of a whole batch, those that the passes skip included, but not the tokens of masked completions."""
+        """Completions and sampled tokens of a whole batch, those that passes skip included, but not the tokens of masked completions."""
         everyone = _everyone(groups)
-        tokens = sum(len(groups[g].completions[m].token_ids) for g, m in everyone if self._counts(groups, (g, m)))
+        tokens = sum(groups[g].completions[m].sampled_tokens for g, m in everyone if self._counts(groups, (g, m)))
         return BatchCounts(len(everyone), max(1, tokens), self.config.rollout.max_completion_tokens)
 
     def window(self, groups: Sequence[Group], learnt: list[Member] | None = None, with_judged: bool = False) -> Window:
@@ -287,7 +287,7 @@ class Learner:
         """The record of some completions, with their weights in the loss."""
         batch = Batch.of(groups, [*learnt, *(judged or [])], self.scorer.device, len(learnt))
         sequence_T = batch.sequence_T.cpu()
-        batch.weights_T = self.objective.weights(batch.length_N, sequence_T, counts).to(self.scorer.device) * batch.sampled_T
+        batch.weights_T = self.objective.weights(batch.length_N, sequence_T, counts).to(self.scorer.device)
         if self.objective.needs_values:
             batch.value_weights_T = torch.full_like(batch.weights_T, 1 / counts.tokens)
         return batch
@@ -335,7 +335,7 @@ class Learner:
         rows = [row for row, (group, _) in enumerate(members) if group in own]
         batch = Batch.of(groups, [members[row] for row in rows], self.scorer.device)
         sequence_T = batch.sequence_T
-        batch.weights_T = weights_N[rows].to(sequence_T.device)[sequence_T] * batch.sampled_T
+        batch.weights_T = weights_N[rows].to(sequence_T.device)[sequence_T]
         batch.advantages_T = advantages_N[rows].to(sequence_T.device)[sequence_T]
         window = Window(groups, batch, self._cut(batch))
 
@@ -511,7 +511,7 @@ class Learner:
         entropy, batch = self.config.algorithm.entropy, window.batch
         if entropy is None or not self._chooses_tokens:
             return {}
-        groups, tokens = window.groups, sum(len(c.token_ids) for group in window.groups for c in group.completions)
+        groups, tokens = window.groups, sum(c.sampled_tokens for group in window.groups for c in group.completions)
         own_T = torch.zeros(len(batch.weights_T)) if batch.entropy_T is None else batch.entropy_T
         everywhere = self.world.assemble(own_T, tokens_of(groups, batch.members), tokens)[tokens_of(groups, learnt)]
         ordered = everywhere.sort(descending=True).values
@@ -526,7 +526,11 @@ class Learner:
             return False
         if entropy.floor is None or not self.config.samples_are_the_policys:
             return True
-        return Mean.of(-x for group in groups for c in group.completions for x in c.logprobs).value < entropy.floor
+        everything = [c for group in groups for c in group.completions]
+        return (
+            Mean(-math.fsum(x for c in everything for x in c.logprobs), sum(c.sampled_tokens for c in everything)).value
+            < entropy.floor
+        )
 
     def _choose_bonus(self, window: Window) -> dict[str, Metric]:
         """The entropy bonus of this batch, by the entropy that its tokens show: the same however the batch is cut."""

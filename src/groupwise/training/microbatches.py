@@ -6,8 +6,8 @@ Where memory runs out all the same, the budget is halved and the pass is made ag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ def cut(batch: Batch, rows: range, scorer: Scorer, budget: int) -> list[MicroBat
     out, start = [], rows.start
     for parts in cut_batch(sizes, budget):
         chosen = range(start, start + sum(len(part.members) for part in parts))
-        out.append(MicroBatch(batch, chosen, scorer.prepare(batch.view(chosen).packing())))
+        view = batch.view(chosen)
+        out.append(MicroBatch(batch, chosen, _sampled_alone(scorer.prepare(view.packing()), view)))
         start = chosen.stop
     return out
 
@@ -75,7 +76,17 @@ def pack_for(scorer: Scorer, batch: Batch) -> PackedTokens:
     def known(token_ids: Sequence[int]) -> list[int]:
         return [min(token, last) for token in token_ids]
 
-    return scorer.prepare([(known(prompt), [known(ids) for ids in completions]) for prompt, completions in batch.packing()])
+    groups = [(known(prompt), [known(ids) for ids in completions]) for prompt, completions in batch.packing()]
+    return _sampled_alone(scorer.prepare(groups), batch)
+
+
+def _sampled_alone(packed: Any, batch: Batch) -> PackedTokens:
+    """``packed``, which predicts every token of ``batch``, so that it predicts those alone that the policy sampled."""
+    if bool(batch.sampled_S.all()):
+        return packed  # type: ignore[no-any-return]
+    kept_S = batch.sampled_S.to(packed.targets_T.device)
+    chosen = {name: getattr(packed, name)[kept_S] for name in ("predict_rows_T", "targets_T", "sequence_T")}
+    return replace(packed, **chosen, lengths_N=batch.length_N.to(packed.lengths_N.device))  # type: ignore[no-any-return]
 
 
 def _embedded(scorer: Scorer) -> int:

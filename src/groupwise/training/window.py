@@ -19,9 +19,9 @@ from groupwise.errors import CheckpointError
 from groupwise.metrics import Metric
 from groupwise.training.advantages import Advantages
 from groupwise.training.microbatches import MicroBatch
-from groupwise.types import Completion, Group, Prompt, StepScores
+from groupwise.types import Completion, Group, Prompt, StepScores, ToolCall, Turn
 
-__all__ = ["HeldWindow", "Paused", "Stateful", "Window"]
+__all__ = ["HeldWindow", "Paused", "Stateful", "Window", "turns_of"]
 
 _METRICS = {kind.__name__: kind for kind in (metrics.Mean, metrics.Sum, metrics.Max, metrics.Min)}
 
@@ -126,6 +126,11 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, Metric]:
     return {name: _METRICS[kind](*kept) for name, (kind, *kept) in values.items()}
 
 
+def turns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
+    """What ``dataclasses.asdict`` made of turns, read back from JSON."""
+    return tuple(Turn(**{**row, "calls": tuple(ToolCall(**call) for call in row["calls"])}) for row in rows)
+
+
 def _group_values(group: Group) -> dict[str, Any]:
     return {
         "problem": group.prompt.problem.id,
@@ -140,7 +145,14 @@ def _group_values(group: Group) -> dict[str, Any]:
 
 def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
     completions = tuple(
-        Completion(**{**row, "token_ids": tuple(row["token_ids"]), "logprobs": tuple(row["logprobs"])})
+        Completion(
+            **{
+                **row,
+                "token_ids": tuple(row["token_ids"]),
+                "logprobs": tuple(row["logprobs"]),
+                "turns": turns_of(row.get("turns", ())),
+            }
+        )
         for row in values["completions"]
     )
     components = {name: tuple(scores) for name, scores in values["components"].items()}
