@@ -59,6 +59,7 @@ def test_defaults_are_trl_s():
     assert (config.beta, config.epsilon, config.loss_type, config.learning_rate) == (0.0, 0.2, "dapo", 1e-6)
     assert (config.generation_batch_size, config.steps_per_generation, config.bf16) == (8, 1, True)
     assert config.output_dir == "trainer_output"
+    assert GRPOConfig(fp16=True).bf16 is False
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_defaults_are_trl_s():
         ({"learning_rate": "fast"}, "give it a number"),
         ({"per_device_train_batch_size": 2.5}, "no whole number"),
         ({"delta": 1.1}, "raise it"),
+        ({"fp16": True, "bf16": True}, "leave out either"),
         ({"sync_ref_model": True}, "set beta"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 6}, "num_generations_eval"),
         ({"model_init_kwargs": {"max_memory": {}}}, "load the model yourself"),
@@ -159,18 +161,18 @@ def test_an_old_script_is_told_all_that_must_change_at_once():
         assert sum(name in line for line in said[1:]) == 1
     assert isinstance(refusal.value, ValueError)
     with pytest.raises(ConfigError, match="2 arguments"):
-        GRPOConfig(fp16=True, torch_compile=True)
+        GRPOConfig(bf16_full_eval=True, torch_compile=True)
 
 
 def test_an_attribute_that_is_set_later_is_held_to_the_rules():
     config = GRPOConfig("out")
     for name, value in {
-        "deepspeed": {"x": 1}, "optim": "lion_8bit", "generation_kwargs": {"num_beams": 2}, "fp16": True, "temperature": 0,
+        "deepspeed": {"x": 1}, "optim": "lion_8bit", "generation_kwargs": {"num_beams": 2}, "bf16_full_eval": True, "temperature": 0,
         "model_init_kwargs": {"max_memory": {}}, "min_p": 2.0,
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             setattr(config, name, value)
-    assert (config.temperature, config.fp16) == (1.0, False)
+    assert (config.temperature, config.bf16_full_eval) == (1.0, False)
     config.model_init_kwargs = {"dtype": "float32", "revision": None, "attn_implementation": None, "trust_remote_code": False}
     config.lr_scheduler_type, config.per_device_train_batch_size, config.scale_rewards = SchedulerType.COSINE, 16, False
     config.check()
@@ -209,8 +211,8 @@ def test_a_subclass_keeps_every_check(kind):
     ]:
         with pytest.raises(ConfigError, match=sentence):
             kind(output_dir="out", **arguments)
-    with pytest.raises(ConfigError, match="fp16"):
-        config.fp16 = True
+    with pytest.raises(ConfigError, match="bf16_full_eval"):
+        config.bf16_full_eval = True
 
 
 def test_a_subclass_that_is_a_dataclass_has_its_own_fields():

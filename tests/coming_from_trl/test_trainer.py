@@ -588,6 +588,18 @@ def test_loss_types_learn(tiny_folder, prompts, letters, settings, loss_type):
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
+@pytest.mark.parametrize("as_object", [False, True])
+def test_float16_learns_with_a_scaled_loss(tiny_folder, load_tiny, prompts, letters, settings, as_object):
+    args = settings(fp16=True, bf16=None, max_steps=3, beta=0.1)
+    trainer = GRPOTrainer(load_tiny().half() if as_object else str(tiny_folder), letters, args, prompts)
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.model.dtype == torch.float16
+    assert trainer.learner.optimizer.loss_scale > 1
+    assert not same(before, weights(trainer))
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+
+
 def test_eight_bit_moments_and_a_base_in_four_bits(tiny_folder, prompts, letters, settings):
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")

@@ -207,7 +207,7 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
 def test_what_the_launcher_asks_for_and_is_not_honoured_is_said(monkeypatch):
     args = GRPOConfig("out", bf16=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ConfigError, match="bf16 of GRPOConfig"):
+    with pytest.raises(ConfigError, match="bf16 and fp16 of GRPOConfig"):
         check_launch(args, 2)
     assert check_launch(GRPOConfig("out"), 2) == "none"
 

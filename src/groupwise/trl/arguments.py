@@ -90,8 +90,8 @@ gradient_accumulation_steps | int: above 0 | 1 | h | Sweeps of `per_device_train
 average_tokens_across_devices | bool | True | - | Losses are always divided by counts over all processes.
 max_grad_norm | float: 0 or more | 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
 label_smoothing_factor | float | 0.0 | - | GRPO has no labels, in TRL neither.
-bf16 | bool? | None | n | A model loaded by name computes in bfloat16 with fp32 master weights; False: in float32.
-fp16 | bool | False | x | Use `bf16=True`, or `bf16=False` for float32: float16 would need loss scaling.
+bf16 | bool? | None | n | A model loaded by name computes in bfloat16 with fp32 master weights; False without `fp16`: in float32.
+fp16 | bool | False | n | A model loaded by name computes in float16, its loss scaled, with fp32 master weights.
 bf16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
 fp16_full_eval | bool | False | x | Leave it out: evaluation computes in the numbers of training.
 tf32 | bool? | None | h | Switches TF32 for float32 products on CUDA.

@@ -232,7 +232,7 @@ def _follow_old_names(args: Any) -> None:
     own = args.__dict__
     own["output_dir"] = "trainer_output" if args.output_dir is None else str(args.output_dir)
     own["scale_rewards"] = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
-    own["bf16"] = True if args.bf16 is None else bool(args.bf16)
+    own["bf16"] = not args.fp16 if args.bf16 is None else bool(args.bf16)
     own["use_cpu"] = args.use_cpu or args.no_cuda
     if args.warmup_ratio and not args.warmup_steps:
         own["warmup_steps"] = args.warmup_ratio
@@ -251,6 +251,8 @@ def _contradictions(args: Any) -> Iterator[str]:
         steps = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "steps" and not steps > 0:
             yield f"{name}_steps is {steps} with {name}_strategy='steps', but it must be above 0: raise it or set {name}_strategy='no'"
+    if args.fp16 and args.bf16:
+        yield "fp16 and bf16 are both True, but a model computes in one of the two: leave out either"
     if args.use_vllm and args.vllm_mode == "server":
         yield (
             "vllm_mode='server' is not honoured by groupwise.trl: leave it and use_vllm out, groupwise's own engine samples from the "

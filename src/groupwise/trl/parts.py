@@ -149,7 +149,7 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
     return ModelConfig(
         name=name,
         revision=given.get("revision"),
-        dtype="bfloat16" if wanted == "bfloat16" else "auto" if args.bf16 else wanted,  # type: ignore[arg-type]
+        dtype="bfloat16" if wanted == "bfloat16" else "float16" if args.fp16 else "auto" if args.bf16 else wanted,  # type: ignore[arg-type]
         attention=given.get("attn_implementation") or "auto",
         gradient_checkpointing=args.gradient_checkpointing,
         device="cpu" if args.use_cpu else "auto",
@@ -248,12 +248,12 @@ def check_launch(args: GRPOConfig, processes: int) -> str:
     Raises ConfigError for what is not honoured of it.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision == "bf16" and args.bf16:
+    if precision in ("bf16", "fp16") and getattr(args, precision):
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # what it asks for is done, and is not asked for again
     elif precision not in ("no", ""):
         raise ArgumentError(
             f"the configuration of accelerate launch sets mixed_precision to {precision}, and bf16 is {args.bf16}: set it to no, since "
-            "bf16 of GRPOConfig says what is computed in"
+            "bf16 and fp16 of GRPOConfig say what is computed in"
         )
     return chosen_sharding("auto", processes)
 
@@ -345,8 +345,8 @@ def _load_quantised(config: ModelConfig, how: Any) -> Any:
 
 
 def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
-    if model.dtype not in (torch.float32, torch.bfloat16):
-        raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16")
+    if model.dtype not in (torch.float32, torch.bfloat16, *([torch.float16] if args.fp16 else [])):
+        raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16, or in float16 with fp16=True")
     quantised = getattr(base_module(model), "is_quantized", False)
     if quantised and not (quantised_layers(model) and (is_adapted(model) or adapted)):
         raise ModelError(
