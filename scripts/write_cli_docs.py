@@ -14,7 +14,7 @@ from groupwise.cli import app
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command prints its part of this page, with examples, by `--help`. `scripts/write_cli_docs.py` writes it.
+A command's `--help` prints its part of this page, with examples. `scripts/write_cli_docs.py` writes it.
 
 Common to the commands, and left out below:
 
@@ -56,11 +56,20 @@ def commands(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str,
 def render() -> str:
     parts = [HEAD]
     for name, text in commands(typer.main.get_command(app), "groupwise"):
-        lines = [_plain(line).rstrip() for line in text.splitlines() if not line.strip().startswith(COMMON)]
+        lines = [_plain(line).rstrip() for line in _own(text.removeprefix("Usage: ").splitlines())]
         text = re.sub(r"\n\n  Examples:\n(    .*\n?)+", "\n", "\n".join(lines).strip("\n"))
         words = re.sub(r"\n\n(Options|Arguments):(?=\n\n|$)", "", text)
         parts.append(f"## {name}\n\n```text\n{words}\n```\n")
     return "\n".join(parts)
+
+
+def _own(lines: list[str]) -> Iterator[str]:
+    """Without the common arguments and options, nor the further lines of their descriptions."""
+    left_out = False
+    for line in lines:
+        left_out = line.strip().startswith(COMMON) or (left_out and line.startswith(" " * 12))
+        if not left_out:
+            yield line
 
 
 def _plain(line: str) -> str:
