@@ -12,6 +12,9 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Result, finish, median, parser, print_table, quotient
@@ -42,7 +45,43 @@ def options() -> argparse.ArgumentParser:
         "--neighbour", action="store_true",
         help="in place of TRL: our step beside a process that keeps one core busy, with threads that give way and with a fixed number",
     )  # fmt: skip
+    out.add_argument("--against", type=Path, metavar="CHECKOUT", help="in place of TRL: another checkout of groupwise")
     return out
+
+
+def against_a_checkout(args: argparse.Namespace) -> Result:
+    """Steps of the same seeds by this checkout and by another, by turns; ``ratio`` is the other's time to ours, step by step."""
+    model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
+    workload = {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens}
+    settings = {"role": "step", "model": model, "workload": workload}
+    steps: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
+    with ExitStack() as stack:
+        workers = {
+            side: stack.enter_context(
+                Worker(
+                    "benchmarks.ours_worker", settings, threads=args.threads, keep_memory=args.malloc == "keep", checkout=checkout
+                )
+            )
+            for side, checkout in (("this", None), ("other", args.against))
+        }
+        for pair in range(-_WARM_UP, args.pairs):
+            for side in sorted(workers, reverse=pair % 2 == 0):
+                step = workers[side].ask(seed=pair + _WARM_UP)
+                if pair >= 0:
+                    steps[side].append(step)
+    sides = {side: _summary(found) for side, found in steps.items()}
+    rows: list[list[Any]] = [["whole step, s", *(s["step_s"] for s in sides.values()), _by_step(steps, lambda s: s["total"])]]
+    for phase in PHASES[:-1]:
+        ratio = _by_step(steps, lambda s, p=phase: s["phases"][p])
+        rows.append([f"  {phase.replace('_', ' + ')}, s", *(s["phases_s"][phase] for s in sides.values()), ratio])
+    rows.append(["peak memory, GiB", *(s["peak_memory_gib"] for s in sides.values()), None])
+    print_table("Workload W, medians; ratio: the median over steps", ("", "this checkout", "the other", "ratio"), rows)
+    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    return Result("step against a checkout", rows[0][-1], rows[0][1], rows[0][2], "s/step", shown, {"steps": steps, **sides})
+
+
+def _by_step(steps: dict[str, list[dict[str, Any]]], pick: Callable[[dict[str, Any]], float]) -> float:
+    return median([pick(other) / pick(this) for this, other in zip(steps["this"], steps["other"], strict=True)])
 
 
 def beside_a_neighbour(args: argparse.Namespace) -> Result:
@@ -179,8 +218,8 @@ def _result(args: argparse.Namespace, details: dict[str, Any]) -> Result:
 
 def main() -> None:
     args = options().parse_args()
-    if args.neighbour:
-        finish(beside_a_neighbour(args), args.output)
+    if args.neighbour or args.against:
+        finish(against_a_checkout(args) if args.against else beside_a_neighbour(args), args.output)
         return
     if not args.ours_only and importlib.util.find_spec("trl") is None:
         print("TRL is not installed (pip install '.[bench]'): only groupwise is measured.")

@@ -39,20 +39,26 @@ class Worker:
         threads: for OpenMP and PyTorch.
         keep_memory: start it with ``KEEP_MEMORY``; otherwise with the C library's own defaults.
         python: interpreter of another environment.
+        checkout: another checkout of groupwise, whose sources and benchmarks it runs.
     """
 
     def __init__(
-        self, module: str, settings: dict[str, Any], *, threads: int, keep_memory: bool = True, python: str = sys.executable
-    ) -> None:
+        self, module: str, settings: dict[str, Any], *, threads: int, keep_memory: bool = True, python: str = sys.executable,
+        checkout: Path | None = None,
+    ) -> None:  # fmt: skip
         self.module = module
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("GLIBC_TUNABLES", None)
         if keep_memory:
             environment["GLIBC_TUNABLES"] = KEEP_MEMORY
+        home = Path(__file__).resolve().parents[1]
+        if checkout is not None:
+            home = checkout.resolve()
+            environment["PYTHONPATH"] = os.pathsep.join([str(home / "src"), str(home)])
         self._log = tempfile.NamedTemporaryFile(prefix=f"{module}-", suffix=".log")  # noqa: SIM115  # closed with the worker
         self._process = subprocess.Popen(
             [python, "-m", module, json.dumps({**settings, "threads": threads})],
-            cwd=Path(__file__).resolve().parents[1], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._log, text=True,
         )  # fmt: skip
         self.hello = self._answer()
