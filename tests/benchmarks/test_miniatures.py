@@ -94,3 +94,13 @@ def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
         assert 4 <= found["tokens"] <= 20
     else:
         assert found["tokens"] == 20
+
+
+@pytest.mark.slow
+def test_step_against_a_checkout(run: Any, tiny_folder: Path) -> None:
+    size = ["--groups", "2", "--completions", "2", "--max-tokens", "6", "--pairs", "2"]
+    result = run(step, "--model", str(tiny_folder), "--against", str(Path(__file__).resolve().parents[2]), *size)
+    this, other = (result["details"]["steps"][side] for side in ("this", "other"))
+    assert len(this) == len(other) == 2
+    assert [s["lengths"] for s in this] == [s["lengths"] for s in other]  # the same seeds, the same weights
+    assert result["ratio"] > 0
