@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from groupwise.distributed.failures import Board, Watch
+from groupwise.distributed.failures import Board, Seal, Watch
 from groupwise.distributed.launch import launch
 
 SLOW_TO_ANSWER = """
@@ -55,7 +55,7 @@ class AnswersLate:
 
 def test_nobody_leaves_while_the_board_is_asked():
     store = AnswersLate()
-    watch = store.watch = Watch(Board(store, 0), 2, None)
+    watch = store.watch = Watch(Board(store, 0, 2, Seal("secret", "run 1")), 2, None)
     watch.start()
     assert store.asked.wait(60)
     watch.finish()

@@ -4,30 +4,35 @@ import hashlib
 import json
 import os
 import pickle
+import socket
+import stat
 import subprocess
 import sys
 
 import pytest
 
+from groupwise.distributed import join_world
 from groupwise.distributed.failures import Board, Seal
-from groupwise.distributed.launch import launch
+from groupwise.distributed.launch import SECRET, launch
+from groupwise.distributed.secret import handed_out, received, refuse_without_secret
+from groupwise.errors import ConfigError, RankError
 from tests.warm import python
 
 LISTENS = """
-import os, sys
+import json, os, sys, time
 from pathlib import Path
 from groupwise.distributed import open_world
 with open_world(True, 600) as world:
     world.all_gather_object(b"x" * 1000 * (world.rank + 1))
     if world.rank == 0:
-        pids = os.getpid(), int(os.environ["LAUNCHED_BY"])
+        pids = os.getpid(), int(os.environ.get("LAUNCHED_BY", os.getpid()))
         inodes = {os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1] for pid in pids for fd in os.listdir(f"/proc/{pid}/fd")
                   if os.path.lexists(f"/proc/{pid}/fd/{fd}") and "socket" in os.readlink(f"/proc/{pid}/fd/{fd}")}
         for kind in ("tcp", "tcp6"):
             for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
                 field = line.split()
                 if field[3] == "0A" and field[9] in inodes:
-                    print(kind, field[1].partition(":")[0], os.environ["MASTER_PORT"], flush=True)
+                    print(kind, field[1].partition(":")[0], flush=True)
         import socket
         stranger = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -35,35 +40,146 @@ with open_world(True, 600) as world:
             outer = stranger.getsockname()[0]
         except OSError:
             outer = "127.0.0.1"
-        if not outer.startswith("127."):
+        if not outer.startswith("127.") and "TORCHELASTIC_RUN_ID" not in os.environ:  # at that port torchrun itself listens
             try:
                 socket.create_connection((outer, int(os.environ["MASTER_PORT"])), timeout=20).close()
                 print("strangers come in")
             except ConnectionRefusedError:
                 pass
+        # who has found the store all the same, another user of this machine, tells the processes that one of them failed
+        ends = json.dumps({"rank": 1, "message": "a stranger ends this run", "exit_code": 3})
+        world._board.store.compare_set("failure", "", ends.encode().hex())
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        time.sleep(0.1)
     assert world.all_gather_object(world.rank) == [0, 1]
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_processes_of_one_machine_listen_to_it_alone(tmp_path):
-    script = tmp_path / "listens.py"
-    script.write_text(LISTENS)
+def by_our_launcher(script, environment):
     program = (
         "import os, sys; from groupwise.distributed.launch import launch; os.environ['LAUNCHED_BY'] = str(os.getpid()); "
         f"sys.exit(launch([sys.executable, {str(script)!r}], 2))"
     )
-    outside = {
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
-    }  # as somebody sets it who also has runs on several nodes
-    environment = {**os.environ, **outside, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([python(), "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    heard = done.stdout.splitlines()
-    assert len(heard) >= 2, "the store, and gloo"
-    assert {tuple(line.split()[:2]) for line in heard} == {("tcp", "0100007F")}
+    # as somebody sets it who also has runs on several nodes
+    outside = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    return [subprocess.Popen([python(), "-c", program], env=environment | outside, stdout=subprocess.PIPE)]
+
+
+def by_torchrun(script, environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    return [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)]
+
+
+def by_hand(script, environment):
+    """As any launcher does it that makes no secret; each process has a parent of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    told = environment | place | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [told | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [subprocess.Popen([python(), str(script)], env=own, stdout=subprocess.PIPE) for own in ranks]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    "start", [by_hand, pytest.param(by_our_launcher, marks=pytest.mark.slow), pytest.param(by_torchrun, marks=pytest.mark.slow)]
+)
+def test_processes_of_one_machine_listen_to_it_and_to_each_other_alone(start, tmp_path):
+    """Without anything that the user does."""
+    script = tmp_path / "listens.py"
+    script.write_text(LISTENS)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", SECRET)}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    started = start(script, environment)
+    heard = "".join(process.communicate(timeout=300)[0].decode() for process in started)
+    assert [process.returncode for process in started] == [0] * len(started)
+    assert len(heard.splitlines()) >= 2, "the store, and gloo"
+    assert set(heard.splitlines()) == {"tcp 0100007F"}
+    assert not list(tmp_path.glob("groupwise-launches/*")), "the secret is removed"
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """A launch of two on one machine that has no secret; the folder in which one is shared."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(SECRET, raising=False)
+    return tmp_path / "groupwise-launches"
+
+
+def test_the_secret_that_processes_share_is_in_a_file_for_their_user_alone(alone):
+    before = os.umask(0)
+    try:
+        with handed_out(4321) as secret:
+            (file,) = alone.iterdir()
+            assert [stat.S_IMODE(path.stat().st_mode) for path in (alone, file)] == [0o700, 0o600]
+            assert received(60) == (secret, 4321)
+    finally:
+        os.umask(before)
+    assert not list(alone.iterdir())
+    with handed_out(4321) as other:
+        assert len(secret) == len(other) == 64
+        assert secret != other
+
+
+def link_to_another_folder(folder):
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def folder_that_others_write(folder):
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+@pytest.mark.parametrize("plant", [link_to_another_folder, folder_that_others_write])
+def test_a_folder_that_is_not_the_users_own_alone_gets_no_secret(alone, plant):
+    plant(alone)
+    with pytest.raises(ConfigError, match=r"groupwise-launches.*export GROUPWISE_SECRET="), handed_out(1):
+        pass
+    with pytest.raises(ConfigError, match=r"groupwise-launches.*export GROUPWISE_SECRET="):
+        received(60)
+    assert not list((alone.parent / "elsewhere").glob("*"))
+
+
+@pytest.mark.parametrize("plant", ["a link", "a file that others read", "something else"])
+def test_a_planted_file_is_no_secret(alone, plant):
+    with handed_out(4321):
+        (file,) = alone.iterdir()
+        if plant == "a link":
+            file.rename(alone.parent / "planted")
+            file.symlink_to(alone.parent / "planted")
+        elif plant == "something else":
+            file.write_text('["secret"]')
+        else:
+            file.chmod(0o640)
+        with pytest.raises(ConfigError, match=r"cannot be shared in .*export GROUPWISE_SECRET="):
+            received(60)
+
+
+def test_what_a_process_left_that_is_no_more_is_no_secret(alone):
+    child = os.fork()
+    if child == 0:
+        with handed_out(4321):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert list(alone.iterdir())
+    with pytest.raises(ConfigError, match="handed out no secret"):
+        received(0.2)
+    with handed_out(4322) as secret:
+        assert received(60) == (secret, 4322)
+
+
+@pytest.mark.parametrize("here", ["1", None])
+def test_processes_on_several_machines_without_a_secret_are_refused(monkeypatch, alone, here):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE") if here is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    with pytest.raises(ConfigError, match=r"2 processes were started.*GROUPWISE_SECRET.*is not set.*`openssl rand -hex 32`"):
+        join_world(True, 1)
+    monkeypatch.setenv(SECRET, "0" * 64)
+    refuse_without_secret()
 
 
 def test_the_launcher_gives_each_run_a_secret(tmp_path):
@@ -87,7 +203,6 @@ def test_a_seal_is_of_one_message_of_one_run():
     assert seal.opened(message[:-1] + b"x", "value 1 of process 0") is None
     assert seal.opened(b"body", "value 1 of process 0") is None
     assert seal.opened(hashlib.sha256(b"body").digest() + b"body", "value 1 of process 0") is None
-    assert Seal().opened(Seal().closed(b"body", "a"), "a") == b"body"
 
 
 class Store(dict):
@@ -123,15 +238,16 @@ def test_a_failure_that_a_stranger_wrote_ends_nothing():
         ([], None),
     ],
 )
-def test_without_a_secret_a_failure_is_believed_within_bounds(written, read):
-    board = Board(Store({"failure": json.dumps(written).encode().hex().encode()}), 0, 2)
+def test_a_failure_of_an_own_process_is_believed_within_bounds(written, read):
+    """As far as its form goes: a process that was taken over knows the secret too."""
+    seal = Seal("secret", "run 1")
+    board = Board(Store({"failure": seal.closed(json.dumps(written).encode(), "failure").hex().encode()}), 0, 2, seal)
     found = board.read()
     assert (None if found is None else (found.rank, found.message, found.exit_code)) == read
 
 
 def test_what_a_stranger_sends_in_place_of_a_value_is_not_opened(monkeypatch, tmp_path):
     from groupwise.distributed.world import World
-    from groupwise.errors import RankError
 
     class Opens:
         def __reduce__(self):

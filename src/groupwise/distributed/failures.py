@@ -64,14 +64,12 @@ class Failure:
 
 
 class Seal:
-    """What a message of this run's own processes carries: a code that takes their secret to make (HMAC, SHA-256).
-
-    Without a secret, as other launchers start processes, a message carries nothing, and whoever reaches the processes is believed.
-    """
+    """What a message of this run's own processes carries: a code that takes their secret to make (HMAC, SHA-256)."""
 
     size = hashlib.sha256().digest_size
 
-    def __init__(self, secret: str = "", run: str = "") -> None:
+    def __init__(self, secret: str, run: str) -> None:
+        assert secret
         self._secret, self._run = secret.encode(), run
 
     def closed(self, body: bytes, what: str) -> bytes:
@@ -80,24 +78,21 @@ class Seal:
 
     def opened(self, message: bytes, what: str) -> bytes | None:
         """The body, or None where nobody of this run can have written it."""
-        code = self._code(b"", what)[:0] if not self._secret else message[: self.size]
-        body = message[len(code) :]
+        code, body = message[: self.size], message[self.size :]
         return body if hmac.compare_digest(code, self._code(body, what)) else None
 
     def _code(self, body: bytes, what: str) -> bytes:
-        if not self._secret:
-            return b""
         return hmac.new(self._secret, f"{self._run}, {what}\n".encode() + body, hashlib.sha256).digest()
 
 
 class Board:
     """A place that all processes can read, where the first failure is written: the key-value store of torch.distributed.
 
-    What stands there is believed as far as it is sealed, in the form of a failure, and no longer than a message should be.
+    What stands there is believed if it is sealed, in the form of a failure, and no longer than a message should be.
     """
 
-    def __init__(self, store: Any, rank: int, size: int = 1 << 30, seal: Seal | None = None) -> None:
-        self.store, self.rank, self.size, self.seal = store, rank, size, seal or Seal()
+    def __init__(self, store: Any, rank: int, size: int, seal: Seal) -> None:
+        self.store, self.rank, self.size, self.seal = store, rank, size, seal
 
     def post(self, error: BaseException) -> None:
         known = isinstance(error, GroupwiseError)

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "launch", "stop_signals"]
+__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "launch", "on_this_machine", "stop_signals"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it does."""
 SECRET = "GROUPWISE_SECRET"
-"""In the environment of all processes of a run, by which they know each other's messages. Set it yourself for several machines."""
+"""In the environment of all processes of a run, by which they know each other's messages; see secret.py."""
 _GRACE_S = 30.0
 _LOOK_EVERY_S = 0.2
 
@@ -38,9 +38,7 @@ def _launch(command: Sequence[str], processes: int, environment: Mapping[str, st
         **environment, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32),
     }  # fmt: skip
-    if sys.platform.startswith("linux"):  # nothing that this machine's processes say to each other is for its network
-        for library in ("GLOO", "NCCL"):
-            shared[f"{library}_SOCKET_IFNAME"] = "lo"
+    shared |= on_this_machine()
     shared.setdefault("OMP_NUM_THREADS", str(cores_per_process(processes)))
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -89,6 +87,11 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _as_shells_have_it(child: subprocess.Popen[bytes]) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def on_this_machine() -> dict[str, str]:
+    """The environment in which nothing that this machine's processes say to each other is for its network."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform.startswith("linux") else {}
 
 
 def cores_per_process(processes: int) -> int:

@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from groupwise.distributed.failures import Board, Seal
-from groupwise.distributed.launch import LAUNCHER, SECRET
+from groupwise.distributed.launch import LAUNCHER, SECRET, on_this_machine
+from groupwise.distributed.secret import handed_out, received, refuse_without_secret
 from groupwise.distributed.world import World
 from groupwise.errors import ConfigError
 
@@ -59,6 +60,7 @@ def join_world(on_cpu: bool, timeout_s: float) -> World:
     if world_size() == 1:
         return World()
     if _joined is None:
+        refuse_without_secret()
         _check(on_cpu)
         _join(on_cpu, timeout_s)
     return _next_world(timeout_s)
@@ -86,6 +88,7 @@ class _Joined:
     rank: int
     size: int
     device: torch.device
+    secret: str
     runs: int = 0
     done: bool = False
     """Whether its last run came to its end, so that no other process waits for this one."""
@@ -107,28 +110,52 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
-        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **_own_store(timeout_s))
-    _joined = _Joined(state.process_index, state.num_processes, state.device)
+        secret, store = _meet(timeout_s)
+        own: dict[str, Any] = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size()}
+        if store is None or (not on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
+            own = {}  # Accelerate hands it to DeepSpeed there, which takes none
+        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **own)
+    _joined = _Joined(state.process_index, state.num_processes, state.device, secret)
     atexit.register(_leave)
 
 
-def _own_store(timeout_s: float) -> dict[str, Any]:
-    """Where our own launcher started us, all on this machine: a store that listens to this machine alone. Torch's own would listen to the
-    network, whatever MASTER_ADDR is, and do what anybody there says."""
-    if LAUNCHER not in os.environ:
-        return {}
+def _meet(timeout_s: float) -> tuple[str, Any]:
+    """This run's secret, and a store that listens to this machine alone; None in place of the store where the user set the secret.
+
+    Torch's own store listens to the network, whatever MASTER_ADDR is, and does what anybody there says.
+    """
     import torch.distributed as dist
 
-    rank, size, place = int(os.environ["RANK"]), world_size(), ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-    listening = None
-    if rank == 0:
-        with socket.socket() as door:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(place)
-            door.listen(128)
-            listening = door.detach()
-    store = dist.TCPStore(*place, size, rank == 0, timedelta(seconds=timeout_s), master_listen_fd=listening)
-    return {"store": store, "rank": rank, "world_size": size}
+    def store(port: int, door: socket.socket | None = None) -> Any:
+        """The first process's is made once all others are there."""
+        handle = None if door is None else door.detach()
+        return dist.TCPStore(
+            "127.0.0.1", port, world_size(), door is not None, timedelta(seconds=timeout_s), master_listen_fd=handle
+        )
+
+    given, first = os.environ.get(SECRET, ""), is_first_process()
+    if LAUNCHER in os.environ:
+        port = int(os.environ["MASTER_PORT"])
+        return given, store(port, _listening(port) if first else None)
+    if given:
+        return given, None
+    os.environ.update(on_this_machine())
+    if not first:
+        secret, port = received(timeout_s)
+        return secret, store(port)
+    door = _listening(0)
+    port = int(door.getsockname()[1])
+    with handed_out(port) as secret:
+        return secret, store(port, door)
+
+
+def _listening(port: int) -> socket.socket:
+    """A socket that this machine alone reaches; 0: at a free port."""
+    door = socket.socket()
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    door.bind(("127.0.0.1", port))
+    door.listen(128)
+    return door
 
 
 def _leave() -> None:
@@ -159,7 +186,7 @@ def _next_world(timeout_s: float) -> World:
     _joined.runs += 1
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     store = dist.PrefixStore(f"groupwise/{_joined.runs}", dist.distributed_c10d._get_default_store())
-    seal = Seal(os.environ.get(SECRET, ""), f"run {_joined.runs}")
+    seal = Seal(_joined.secret, f"run {_joined.runs}")
     board = Board(store, _joined.rank, _joined.size, seal)
     return World(_joined.rank, _joined.size, control=control, board=board, device=_joined.device, seal=seal)
 

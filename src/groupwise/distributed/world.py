@@ -59,7 +59,7 @@ class World:
         """``control``: the process group for Python objects, on CPUs whatever computes. ``device``: this process's part of the group
         in which tensors are added up; None where that takes tensors wherever they are. ``seal``: by which objects are known."""
         self.rank, self.size = rank, size
-        self._seal, self._gathered = seal or Seal(), 0
+        self._seal, self._gathered = seal, 0
         self._control, self._board, self._device = control, board, device
 
     @property
@@ -75,6 +75,7 @@ class World:
         """Every process's value, in the order of the processes. A collective call. Raises RankError for one without this run's seal."""
         if self.size == 1:
             return [value]
+        assert self._seal is not None
         self._gathered += 1
         what = [f"value {self._gathered} of process {rank}" for rank in range(self.size)]
         found = []
