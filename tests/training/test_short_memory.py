@@ -1,7 +1,9 @@
 """Short memory: foreseen where the planner says so, and told where it ran out."""
 
 import io
+import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from rich.console import Console
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
 from groupwise.memory import available_memory_bytes
-from groupwise.training import short_memory
+from groupwise.planner.memory import beside_state, evaluation, passes
+from groupwise.training import microbatches, short_memory
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 
@@ -148,12 +151,63 @@ def test_an_evaluation_that_will_not_fit_samples_fewer_at_once_and_the_steps_aft
     assert "memory is short" not in said
     assert set(rows_of_each_call) == {12}
     rows_of_each_call.clear()
-    monkeypatch.setattr("groupwise.training.run.rows_that_fit", lambda setup, rows: 2)
+    fitting = "groupwise.training.run.rows_that_fit"
+    monkeypatch.setattr(fitting, lambda setup, rows, items: 2 if items is evaluation else rows)
     said, short = judged("short")
-    assert said.count("memory is short: 2 sequences are sampled at once in this evaluation instead of 12") == 3
+    assert said.count("memory is short: at most 2 of 12 sequences are sampled at once in an evaluation") == 1
     assert rows_of_each_call == [2, 12, 2, 12, 2], "before the steps, two steps with one between them, and after them"
     assert [one["strict_accuracy"] for one in short] == [one["strict_accuracy"] for one in as_usual]
     assert [one["mean_tokens"] for one in short] == [one["mean_tokens"] for one in as_usual]
+
+
+def test_a_run_that_will_not_fit_takes_fewer_sequences_and_smaller_passes_and_stays_the_same(
+    small_config, letters, tmp_path, monkeypatch, rows_of_each_call
+):
+    """Token for token, and to rounding in what it learns, since fewer are added up at once."""
+    made, cut = [], microbatches.cut
+
+    def watched(*args):
+        made.append(len(cut(*args)))
+        return cut(*args)
+
+    monkeypatch.setattr("groupwise.training.learner.cut", watched)
+
+    def trained(folder):
+        said = io.StringIO()
+        config = small_config(rollout={"max_concurrent_sequences": 12}, training={"steps": 3})
+        train(config, rewards=letters, console=Console(file=said, width=300), run_folder=tmp_path / folder)
+        return said.getvalue(), [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+
+    said, as_usual = trained("enough")
+    assert "memory is short" not in said
+    assert set(rows_of_each_call) == {12}
+    assert set(made) == {1}
+    rows_of_each_call.clear()
+    made.clear()
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: type("Memory", (), {"rss": 0}))
+    said, short = trained("short")
+    assert said.count("memory is short: at most 1 of 12 sequences are sampled at once in a step") == 1
+    assert said.count("memory is short: a pass of a step has at most") == 1
+    assert set(rows_of_each_call) == {1}
+    assert set(made) == {12}, "a completion in each pass"
+    texts = [(tmp_path / name / "completions.jsonl").read_text() for name in ("enough", "short")]
+    assert texts[0] == texts[1]
+    for name in ("policy/loss", "optimizer/grad_norm", "reward/mean"):
+        assert [row[name] for row in short] == pytest.approx([row[name] for row in as_usual], rel=1e-4, abs=1e-7)
+
+
+def test_passes_are_halved_until_they_fit_or_have_one_completion(small_config):
+    setup = short_memory.planned(small_config(training={"micro_batch_tokens": 4096}), CPU, 20)
+    need = [beside_state(setup, passes(setup, 4096 // 2**i, 8)) for i in range(10)]
+    assert need == sorted(need, reverse=True)
+    assert short_memory.tokens_that_fit(setup, 4096, 8, free=need[0]) == 4096
+    fits = next(i for i in range(10) if need[i] < need[0])
+    assert short_memory.tokens_that_fit(setup, 4096, 8, free=need[fits]) == 4096 // 2**fits
+    least = short_memory.tokens_that_fit(setup, 4096, 8, free=0)
+    assert 1 < least < 20 + 4 * 8
+    assert short_memory.tokens_that_fit(None, 4096, 8, free=0) == 4096
+    assert short_memory.tokens_that_fit(replace(setup, device="cuda"), 4096, 8, free=0) == 4096
 
 
 def test_a_limit_that_was_halved_in_an_evaluation_stays_halved(

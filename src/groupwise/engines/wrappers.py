@@ -10,8 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -167,6 +167,16 @@ class RowLimit:
 
     def metrics(self) -> dict[str, Metric]:
         return {"memory/sampling_halvings": Sum(self.halvings)}
+
+    @contextmanager
+    def lowered(self, rows: int) -> Iterator[None]:
+        """At most ``rows`` in here. Where memory ran out all the same, what was halved stays so."""
+        before, self.rows = self.rows, rows
+        try:
+            yield
+        finally:
+            if self.rows == rows:
+                self.rows = before
 
     def attempt(self, action: Callable[[], T], at_once: Callable[[], int]) -> T:
         """``action``; while it runs out of the accelerator's memory, again with half the rows. It keeps by itself what it has finished.

@@ -36,8 +36,8 @@ from groupwise.planner.state import (
 )
 
 __all__ = [
-    "Item", "Phase", "disk_bytes", "evaluation", "head_bytes", "host_bytes", "kept_bytes", "kept_formula", "passing_bytes",
-    "peak_bytes", "peak_phase", "phases", "prefill_bytes",
+    "Item", "Phase", "beside_state", "disk_bytes", "evaluation", "head_bytes", "host_bytes", "kept_bytes", "kept_formula", "passes",
+    "passing_bytes", "peak_bytes", "peak_phase", "phases", "prefill_bytes", "sampling", "warm_start",
 ]  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def phases(setup: Setup) -> list[Phase]:
     """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the
     next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
     output head's is given beside it where it is another one."""
-    passing = {"sampling": _sampling(setup, setup.prompts, setup.config.rollout.completions_per_prompt)}
+    passing = {"sampling": sampling(setup)}
     if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
         passing["evaluation"] = evaluation(setup)
     if setup.parked and setup.has_reference:
@@ -181,13 +181,35 @@ def _loading(setup: Setup) -> list[Item]:
 
 def _warm_start(setup: Setup) -> Phase:
     """Supervised passes, before there is a reference or a critic: an example is a group of one, as long as a completion may be."""
-    examples = setup.changed(
-        rollout__prompts_per_step=setup.config.warm_start.examples_per_step, rollout__completions_per_prompt=1, rollout__ahead=0,
-        algorithm__kl=None, algorithm__value=None,
-    )  # fmt: skip
+    examples = warm_start(setup)
     fullest = max(_learning(examples), key=lambda items: sum(item.bytes for item in items))
     phase = _phase("warm start", [*state(examples), *fullest, _fragmentation(examples, fullest)])
     return _with_aligned_blocks(examples, phase)
+
+
+def warm_start(setup: Setup) -> Setup:
+    """The warm start as a run of its own."""
+    return setup.changed(
+        rollout__prompts_per_step=setup.config.warm_start.examples_per_step, rollout__completions_per_prompt=1, rollout__ahead=0,
+        algorithm__kl=None, algorithm__value=None,
+    )  # fmt: skip
+
+
+def beside_state(setup: Setup, items: Sequence[Item]) -> int:
+    """Bytes of what comes and goes beside the run's state, with what the allocator loses of it."""
+    return sum(item.bytes for item in (*items, _fragmentation(setup, items)))
+
+
+def sampling(setup: Setup, rows: int | None = None) -> list[Item]:
+    """What sampling a step takes beside the run's state; with at most ``rows`` sequences at once, by default as many as it may."""
+    made = setup if rows is None else setup.changed(rollout__max_concurrent_sequences=rows)
+    return _sampling(made, made.prompts, made.config.rollout.completions_per_prompt)
+
+
+def passes(setup: Setup, tokens: int, completion: int) -> list[Item]:
+    """What the passes take beside the run's state at their fullest. ``tokens``: of a micro-batch; ``completion``: of each completion."""
+    made = setup.changed(training__micro_batch_tokens=tokens, rollout__max_completion_tokens=completion)
+    return max(_learning(made), key=lambda items: sum(item.bytes for item in items))
 
 
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:

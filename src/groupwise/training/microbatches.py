@@ -5,7 +5,8 @@ Where memory runs out all the same, the budget is halved and the pass is made ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -107,6 +108,16 @@ class PassBudget:
         self.tokens, self.fixed, self.tell = tokens, fixed, tell
         self.halvings = 0
         """Since the run began."""
+
+    @contextmanager
+    def lowered(self, tokens: int) -> Iterator[None]:
+        """At most ``tokens`` in here. Where memory ran out all the same, what was halved stays so."""
+        before, self.tokens = self.tokens, tokens
+        try:
+            yield
+        finally:
+            if self.tokens == tokens:
+                self.tokens = before
 
     def attempt(self, action: Callable[[], T], largest: Callable[[], int | None], restart: Callable[[], None]) -> T:
         """``action``, which speaks to no other process; while it runs out of the accelerator's memory, again with half the tokens.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,9 @@ from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
+from groupwise.planner import Setup
+from groupwise.planner.memory import Item, evaluation, sampling
+from groupwise.planner.memory import warm_start as plan_of_warm_start
 from groupwise.rollout import Rollout
 from groupwise.threads import threads_in_use
 from groupwise.tracking import Phase, RunFolder, Trackers
@@ -42,11 +45,11 @@ from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
 from groupwise.training.sharding import Sharding, with_whole_weights
-from groupwise.training.short_memory import planned, rows_that_fit
+from groupwise.training.short_memory import planned, rows_that_fit, tokens_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow, Paused
-from groupwise.types import Group
+from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport"]
 
@@ -99,6 +102,8 @@ class Run:
     batches: Batches = field(init=False)
     notices: Notices = field(init=False)
     budget: PassBudget = field(init=False)
+    told_of_room: set[str] = field(default_factory=set)
+    """What was said of memory that is short."""
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
     known: dict[str, Any] = field(default_factory=dict)
@@ -147,7 +152,8 @@ class Run:
         if not self.prepared.held_out_prompts:
             return
         release_freed_memory()  # its batches are of other sizes than a step's
-        with self.stopping(), self.signals.abandonable(), self._room_for_evaluation():
+        room = self._room_to_sample(self.prepared.held_out_prompts, evaluation, "an evaluation")
+        with self.stopping(), self.signals.abandonable(), room:
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -157,26 +163,44 @@ class Run:
         self.evaluations.extend(results)
 
     @contextmanager
-    def _room_for_evaluation(self) -> Iterator[None]:
+    def _room_to_sample(self, prompts: Sequence[Prompt], items: Callable[[Setup, int], list[Item]], where: str) -> Iterator[None]:
         """Fewer sequences at once in here, where the planner says that as many as it may sample will not fit now."""
         limit = self.engine.limit
         if limit is None:
             yield
             return
-        longest, before = max(len(prompt.token_ids) for prompt in self.prepared.held_out_prompts), limit.rows
-        lowered = rows_that_fit(planned(self.config, self.scorer.device, longest, self.world.size), before)
-        if lowered < before:
-            self.trackers.say(
-                f"memory is short: {lowered:,} sequences are sampled at once in this evaluation instead of {before:,}, and the "
-                "completions stay the same",
-                "yellow",
-            )
-        limit.rows = lowered
-        try:
+        rows = rows_that_fit(self._planned(prompts), limit.rows, items)
+        self._tell_of_room(
+            f"at most {rows:,} of {limit.rows:,} sequences are sampled at once in {where}, and the completions stay the same",
+            rows < limit.rows,
+        )
+        with limit.lowered(rows):
             yield
-        finally:
-            if limit.rows == lowered:  # else memory ran out all the same, and what was halved stays so
-                limit.rows = before
+
+    @contextmanager
+    def _room_to_learn(self, setup: Setup | None, completion: int, where: str) -> Iterator[None]:
+        """Smaller passes in here, where the planner says that those of ``training.micro_batch_tokens`` will not fit now."""
+        tokens = tokens_that_fit(setup, self.budget.tokens, completion)
+        self._tell_of_room(
+            f"a pass of {where} has at most {tokens:,} tokens instead of {self.budget.tokens:,}, and its numbers stay the same",
+            tokens < self.budget.tokens,
+        )
+        with self.budget.lowered(tokens):
+            yield
+
+    @cached_property
+    def _plan(self) -> Setup | None:
+        return planned(self.config, self.scorer.device, processes=self.world.size)
+
+    def _planned(self, prompts: Sequence[Prompt]) -> Setup | None:
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        return None if self._plan is None else replace(self._plan, prompt_tokens=longest)
+
+    def _tell_of_room(self, sentence: str, short: bool) -> None:
+        """Once for each sentence: the next step may have to do the same."""
+        if short and sentence not in self.told_of_room:
+            self.told_of_room.add(sentence)
+            self.notices.note(f"memory is short: {sentence}")
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
@@ -201,8 +225,11 @@ class Run:
         settings = self.config.warm_start
         if settings.steps == 0:
             return
-        abandonable = self.signals.abandonable()
-        with self.stopping(), abandonable, self.trackers.phase("warm start", settings.steps, "steps") as bar:
+        abandonable, setup = self.signals.abandonable(), self._planned([self.prepared.train_prompts[0]])
+        room = self._room_to_learn(
+            None if setup is None else plan_of_warm_start(setup), self.config.rollout.max_completion_tokens, "the warm start"
+        )
+        with self.stopping(), abandonable, room, self.trackers.phase("warm start", settings.steps, "steps") as bar:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
@@ -290,7 +317,9 @@ class Run:
         try:
             with self.signals.abandonable():
                 ready = None if self.ahead is None else self.ahead.take(step, progress)
-                rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
+                room = self._room_to_sample(self.batches.prompts(step), sampling, "a step") if ready is None else nullcontext()
+                with room:
+                    rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:
             self.prepared.rewards.load_state_dict(self.known)
             self.stop()
@@ -312,13 +341,15 @@ class Run:
         if not rollout.groups:
             return []
         self.writer.finish()  # it writes from the weights that are about to change
-        learnt = self.learner.learn(
-            rollout.groups,
-            step=self.done,
-            stop=self.signals.at_once_and_received,
-            held=self.held.take(),
-            within=self.ahead is None,
-        )
+        longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
+        with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
+            learnt = self.learner.learn(
+                rollout.groups,
+                step=self.done,
+                stop=self.signals.at_once_and_received,
+                held=self.held.take(),
+                within=self.ahead is None,
+            )
         if isinstance(learnt, Paused):
             if learnt.window.updates == 0:
                 self.prepared.rewards.load_state_dict(self.known)

@@ -20,13 +20,14 @@ from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
 from groupwise.planner import Setup, peak_phase, phases
-from groupwise.planner.memory import disk_bytes, evaluation
+from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation, passes
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
 
 __all__ = [
     "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",
+    "tokens_that_fit",
 ]  # fmt: skip
 
 _GIB = 2**30
@@ -97,18 +98,44 @@ def planned(config: Config, device: torch.device, prompt_tokens: int = 0, proces
     )
 
 
-def rows_that_fit(setup: Setup | None, rows: int, free: int | None = None) -> int:
-    """How many sequences an evaluation on a CPU may sample at once, at most ``rows``: halved until what the planner gives it beside the
-    run's state is no more than what is free, and what the process holds beyond that state (``free``: both, by default of this moment)."""
+def rows_that_fit(
+    setup: Setup | None, rows: int, items: Callable[[Setup, int], list[Item]] = evaluation, free: int | None = None
+) -> int:
+    """How many sequences may be sampled at once on a CPU, at most ``rows``: halved until they fit.
+
+    ``items``: what the planner gives so many of them beside the run's state, in an evaluation or in a step. ``free``: see ``_free``.
+    """
     if setup is None or setup.device != "cpu" or not setup.by_builtin:
         return rows
-    kept = sum(item.bytes for item in state(setup))
-    if free is None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", setup.world_size))  # they share what is free
-        free = available_memory_bytes() // here + max(0, psutil.Process().memory_info().rss - kept)
-    while rows > 1 and sum(item.bytes for item in evaluation(setup, rows)) > free:
+    free = _free(setup) if free is None else free
+    while rows > 1 and beside_state(setup, items(setup, rows)) > free:
         rows //= 2
     return rows
+
+
+def tokens_that_fit(setup: Setup | None, tokens: int, completion: int, free: int | None = None) -> int:
+    """The most tokens of a pass on a CPU, at most ``tokens``: halved until the passes fit, or each has one completion.
+
+    ``completion``: the longest there is, in tokens. ``free``: see ``_free``.
+    """
+    if setup is None or setup.device != "cpu":
+        return tokens
+    free = _free(setup) if free is None else free
+    while _divisible(setup, tokens, completion) and beside_state(setup, passes(setup, tokens, completion)) > free:
+        tokens //= 2
+    return tokens
+
+
+def _divisible(setup: Setup, tokens: int, completion: int) -> bool:
+    made = setup.changed(training__micro_batch_tokens=tokens, rollout__max_completion_tokens=completion)
+    return any(sum(count for _, count in batch.groups) > 1 for batch in made.micro_batches)
+
+
+def _free(setup: Setup) -> int:
+    """Bytes for what comes and goes at this moment: what is free, and what the process holds beyond the run's state, to use again."""
+    kept = sum(item.bytes for item in state(setup))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", setup.world_size))  # they share what is free
+    return available_memory_bytes() // here + max(0, psutil.Process().memory_info().rss - kept)
 
 
 def disk_note(config: Config, folder: Path) -> str | None:
