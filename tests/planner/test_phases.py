@@ -80,9 +80,9 @@ def test_an_evaluation_that_does_not_fit_samples_fewer_at_once():
     assert short_memory.rows_that_fit(None, 256, free=0) == 256
 
 
-@pytest.mark.parametrize(("free", "told"), [(2**40, False), (2**30, True)])
+@pytest.mark.parametrize(("free", "told"), [(2**40, False), (3 * 2**30, True)])
 def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path, monkeypatch, free, told):
-    """A GiB holds the model, but not its checkpoints."""
+    """3 GiB hold the model and a checkpoint, but not all that are kept."""
     config = load_config("quickstart", ["model.dtype=bfloat16", "output.checkpoint_every=10", "training.steps=60"])
     monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: free)
     note = short_memory.disk_note(config, tmp_path)

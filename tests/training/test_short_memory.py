@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
 from groupwise.memory import available_memory_bytes
-from groupwise.planner.memory import beside_state, evaluation, passes
+from groupwise.planner.memory import beside_state, disk_bytes, evaluation, passes
 from groupwise.training import microbatches, short_memory
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
@@ -243,6 +244,29 @@ def test_a_final_model_that_the_disk_cannot_hold_is_refused_before_the_run(small
     assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), (
         "it is there already, and may only have to be judged"
     )
+
+
+def test_a_disk_that_holds_the_final_model_and_no_checkpoint_is_refused_before_the_run(
+    small_config, letters, quiet, tmp_path, monkeypatch
+):
+    """Of a tiny model: 4 bytes a weight for the model, 12 for a checkpoint. What is there already needs no room."""
+    config = small_config(output={"checkpoint_every": 1})
+    checkpoint, model = disk_bytes(short_memory.planned(config, CPU))
+    assert checkpoint == 3 * model
+    monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model + checkpoint - 1)
+    with pytest.raises(
+        TrainingError,
+        match=r"^a checkpoint will take .* beside the final model .* at .*run, so that .*: free space, .*output\.checkpoint_every=0$",
+    ):
+        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert "GiB are free" not in str(short_memory.disk_note(small_config(output={"checkpoint_every": 0}), tmp_path / "run"))
+    assert "GiB are free" not in str(short_memory.disk_note(small_config(output={"checkpoint_every": 3}), tmp_path / "run"))
+    monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model + checkpoint)
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model)
+    shutil.rmtree(tmp_path / "run" / "final_model")
+    assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), "a checkpoint is there, and the final model fits"
 
 
 def test_an_adapter_that_fits_where_its_merged_model_does_not_is_named(monkeypatch, tmp_path):

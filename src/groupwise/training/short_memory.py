@@ -24,6 +24,7 @@ from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation,
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
+from groupwise.training.checkpoint import latest_checkpoint
 
 __all__ = [
     "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",
@@ -141,7 +142,8 @@ def _free(setup: Setup) -> int:
 def disk_note(config: Config, folder: Path) -> str | None:
     """A sentence where the final model and the checkpoints that are kept are more than what is free on ``folder``'s disk.
 
-    Raises TrainingError where the final model alone is, and ``folder`` holds none yet, as that of a run which is resumed to be judged.
+    Raises TrainingError where the final model alone is, and ``folder`` holds none yet, as that of a run which is resumed to be judged;
+    and where there is no room for one checkpoint beside it, and ``folder`` holds none yet.
     """
     setup = planned(config, resolve_device(config.model.device))
     if setup is None:
@@ -158,6 +160,12 @@ def disk_note(config: Config, folder: Path) -> str | None:
         raise TrainingError(
             f"the final model will take {model / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free at {folder}, so that the run would "
             f"end without it: {remedy}{smaller}"
+        )
+    begun = RunFolder(folder).final_model.exists() or latest_checkpoint(RunFolder(folder).checkpoints) is not None
+    if kept and model + checkpoint > free and not begun:
+        raise TrainingError(
+            f"a checkpoint will take {checkpoint / _GIB:.1f} GiB beside the final model of {model / _GIB:.1f}, and {free / _GIB:.1f} GiB "
+            f"are free at {folder}, so that the run could not be resumed: {remedy}, or go without by output.checkpoint_every=0"
         )
     return (
         f"this run will write about {needed / _GIB:.1f} GiB (the final model {model / _GIB:.1f}, and {kept} checkpoints of "
