@@ -1,7 +1,10 @@
 """A dry run finds every mistake that can be found without weights, and says it in one sentence with exit code 2."""
 
 import json
+import re
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -86,6 +89,36 @@ def test_a_learning_rate_of_5_is_refused_before_any_weights(groupwise, small, no
     assert result.exit_code == 2
     assert "optimizer.learning_rate is 5" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A megabyte is free."""
+    from groupwise.training import short_memory
+
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: SimpleNamespace(rss=0))
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry run", "run"])
+def test_far_too_little_memory_is_refused_before_any_weights(groupwise, small, no_weights, little_memory, tmp_path, dry):
+    began = time.monotonic()
+    result = groupwise("train", "quickstart", *small, "--run-folder", tmp_path / "run", *dry)
+    assert time.monotonic() - began < 20, "it takes well below a second, and is not to be a matter of minutes anywhere"
+    assert result.exit_code == 2
+    assert re.search(r"this run will need about \d\.\d GiB of memory .* and 0\.0 GiB are free", result.stderr)
+    assert "training.micro_batch_tokens" in result.stderr
+    assert "--no-check" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_too_little_memory_can_be_begun_knowingly(groupwise, small, little_memory, tmp_path):
+    result = groupwise("train", "quickstart", *small, "--no-check", "--run-folder", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "this run will need about" in said
+    assert said.count("memory is short: a pass of a step has at most") == 1
 
 
 def test_what_is_critical_can_be_run_knowingly(groupwise, small, tmp_path):
