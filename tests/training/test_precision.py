@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from slow_grpo import config_of, learner_of, make_groups
 from torch import nn
 
 from groupwise.config import build_config
@@ -265,12 +266,25 @@ def test_an_optimiser_with_a_home_of_its_own_walks_the_same_path(dtype):
 def test_the_run_s_seed_names_the_bits_of_stochastic_rounding():
     """And two optimisers of one run (a critic's beside the policy's) do not round alike."""
     found = {}
-    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+    for name, *seed in (("one", 0, 5), ("again", 0, 5), ("other", 1, 5), ("later", 0, 6), ("critic", 0, 5, 1)):
         parameter = nn.Parameter(torch.linspace(-1, 1, 400, dtype=torch.bfloat16))
         optimizer = MasterAdamW([("weight", parameter)], OptimizerConfig(learning_rate=1e-4, precision="stochastic"))
-        seed_noise([optimizer], seed, 5)
+        seed_noise([optimizer], *seed)
         parameter.sum().backward()
         optimizer.step(1e-4)
         found[name] = parameter.detach().clone()
     assert torch.equal(found["one"], found["again"])
-    assert not torch.equal(found["one"], found["other"])
+    assert all(not torch.equal(found["one"], found[name]) for name in ("other", "later", "critic"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_is_learnt_with_the_bits_of_the_run_s_seed(tiny_qwen2):
+    """Which its advantages and passes do not depend on: the same batch, by learners of two runs."""
+    moved = {}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        optimizer = {"precision": "stochastic", "learning_rate": 1e-4}
+        learner, before = learner_of(tiny_qwen2().bfloat16(), config_of(training={"seed": seed}, optimizer=optimizer))
+        learner.learn(make_groups(before, [[1.0, 0.0, 0.5, 0.0]]))
+        moved[name] = [parameter.detach().clone() for _, parameter in learner.scorer.named_parameters()]
+    assert all(map(torch.equal, moved["one"], moved["again"]))
+    assert not all(map(torch.equal, moved["one"], moved["other"]))

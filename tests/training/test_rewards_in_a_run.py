@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,6 +44,27 @@ def test_running_statistics_are_carried_on_bit_for_bit(small_config, letters, qu
     assert all(torch.equal(one[name], other[name]) for name in one)
     statistics = json.loads((checkpoint / "state.json").read_text())["parts"]["rewards"]["statistics"]
     assert {name: state[0] for name, state in statistics.items()} == {"letters": 12, "length": 12, "total": 12}
+
+
+def test_what_a_score_is_worth_does_not_depend_on_the_round_it_was_sampled_in(small_config, letters, quiet, tmp_path):
+    """Both groups of the first round are flat but one; what joins it is divided by that round's spread, and shifted by its mean."""
+    rewards = {"functions": [{"function": "letters", "normalise": "mean_std"}]}
+    config = small_config(rewards=rewards, training={"steps": 1}, rollout={"refill_rounds": 1, "prompts_per_step": 2})
+    rounds = []
+
+    def scaled(completions, **columns):
+        """Group by group: as it is, flat, and, of the refill, ten times as large."""
+        rounds.append(letters["letters"](completions))
+        return [[x, 1.0, 10 * x][len(rounds) - 1] for x in rounds[-1]]
+
+    steps = []
+    train(config, rewards={"letters": scaled}, console=quiet, run_folder=tmp_path / "run", on_step=steps.append)
+    assert len(rounds) == 3
+    own, refill = rounds[0], [10 * x for x in rounds[2]]
+    first = np.array([*own, 1.0, 1.0, 1.0, 1.0])
+    found = sorted(reward for group in steps[0].groups for reward in group.rewards)
+    expected = sorted((np.array([*own, *refill]) - first.mean()) / first.std(ddof=1))
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_step_that_was_abandoned_leaves_no_trace_in_the_statistics(small_config, letters, quiet, tmp_path):
