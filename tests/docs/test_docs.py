@@ -134,6 +134,26 @@ def test_the_keywords_and_fields_that_python_snippets_use_exist():
     assert set(re.findall(r'metrics\.get\("([^"]+)"', page("README.md"))) <= set(METRICS)
 
 
+def fallen_rows(text):
+    """Rows of tables under no head: a blank line, or a missing one, has cut them off."""
+    lines = FENCE.sub("", text).splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("|") and (i == 0 or not lines[i - 1].startswith("|"))]
+    lines.append("")
+    return [lines[i] for i in starts if not re.fullmatch(r"\|(\s*:?-+:?\s*\|)+\s*", lines[i + 1])]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))], ids=lambda p: p.name)
+def test_no_row_falls_off_its_table(path):
+    assert fallen_rows(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_row_that_fell_off_its_table_is_found():
+    table = "| a | b |\n|---|:-:|\n| 1 | 2 |\n| 3 | 4 |\n"
+    assert fallen_rows(f"x\n\n{table}\ny\n") == fallen_rows("```\n| 1 |\n```\n") == []
+    assert fallen_rows(table.replace("| 3", "\n| 3")) == ["| 3 | 4 |"]
+    assert fallen_rows(table.replace("|---", "\n|---")) == ["| a | b |", "|---|:-:|"]
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_links_and_named_files_resolve(path):
     text = path.read_text(encoding="utf-8")
