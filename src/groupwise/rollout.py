@@ -80,10 +80,27 @@ class Rollout:
         }
         if style == "xml":
             metrics["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.answer for c in completions], score=1.0))
+        metrics |= _of_episodes(completions)
         names = groups[0].components if groups else ()
         for name in names:
             metrics[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
         return metrics | dict(self.of_scoring)
+
+
+def _of_episodes(completions: Sequence[Completion]) -> dict[str, Metric]:
+    """What went on between turns; nothing where the run has no tools."""
+    if not any(c.turns for c in completions):
+        return {}
+    calls = [call for c in completions for call in c.calls]
+    return {
+        "episodes/turns": Mean.of(sum(turn.sampled for turn in c.turns) for c in completions),
+        "episodes/calls": Mean.of(len(c.calls) for c in completions),
+        "episodes/invalid_calls": Mean.of(call.failure == "invalid" for call in calls),
+        "episodes/failed_calls": Mean.of(call.failure in ("raised", "timed_out") for call in calls),
+        "episodes/given_tokens": Mean.of(len(c.token_ids) - c.sampled_tokens for c in completions),
+        "episodes/max_turns": Mean.of(c.finish_reason == "max_turns" for c in completions),
+        "episodes/context_full": Mean.of(c.finish_reason == "context_full" for c in completions),
+    }
 
 
 def rollout_settings(config: RolloutConfig) -> SamplingSettings:

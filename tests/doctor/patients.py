@@ -280,12 +280,13 @@ def no_end_token() -> Iterator[None]:
     """Worked examples lose every token that is the padding token, and with it their end."""
     from groupwise.training import warm_start
 
-    real = warm_start.worked_tokens
+    real = warm_start.worked_episode
 
-    def masked(prompt: Any, style: Any, tokenizer: Any) -> list[int]:
-        return [token for token in real(prompt, style, tokenizer) if token != tokenizer.pad_token_id]
+    def masked(prompt: Any, style: Any, tokenizer: Any, episodes: Any) -> tuple[list[int], list[bool]]:
+        worked = [token for token in real(prompt, style, tokenizer, episodes)[0] if token != tokenizer.pad_token_id]
+        return worked, [True] * len(worked)
 
-    with mock.patch.object(warm_start, "worked_tokens", masked):
+    with mock.patch.object(warm_start, "worked_episode", masked):
         yield
 
 

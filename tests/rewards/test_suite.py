@@ -135,6 +135,7 @@ def test_chat_prompts_arrive_as_messages_with_every_column():
         "answer_style": ["boxed", "boxed"],
         "completion_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]],
         "finish_reason": ["length", "stop"],
+        "calls": [[], []],
         "group_index": [0, 0],
     }
 
@@ -175,7 +176,7 @@ def test_a_column_that_the_data_lacks_is_named(on_error):
     suite = make_suite({"f": lambda completions, difficulty: [0.0]}, on_error=on_error)
     suite.require_columns(make_prompt(columns={"difficulty": 3}).problem)
     with pytest.raises(
-        RewardError, match=r"'f' needs 'difficulty', but the data has no such column .*answer, answer_style, colour"
+        RewardError, match=r"'f' needs 'difficulty', but the data has no such column .*answer, answer_style, calls, colour"
     ):
         suite.require_columns(make_prompt(columns={"colour": "red"}).problem)
     with pytest.raises(RewardError, match="'f' needs 'difficulty'"):

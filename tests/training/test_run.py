@@ -15,6 +15,7 @@ from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
 from groupwise.training import run as run_module
 from groupwise.training.loop import train
+from tests.tiny import write_tiny_llama
 
 UNTIMED = ("time", "speed", "memory")
 
@@ -257,7 +258,7 @@ def test_four_in_a_row_do_not(go, monkeypatch):
     assert [row["optimizer/dropped_updates"] for row in rows] == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
 
 
-def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go, letters):
+def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go, letters, tmp_path):
     """Over runs that between them use everything: a reference, several updates a batch, several rewards, both answer styles."""
     logged = set()
     plain = go("plain", model={"dtype": "float16"}, rollout={"ahead": 1}).folder  # whose loss is scaled
@@ -285,7 +286,12 @@ def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go
         rollout={"refill_rounds": 1},
     ).folder  # fmt: skip
     ahead = go("ahead", rollout={"ahead": 1}).folder
-    for folder in (plain, full, beyond, ahead):
+    tools = go(
+        "tools",
+        rollout={"tools": ["calculator"]},
+        model={"name": str(write_tiny_llama(tmp_path / "roomy", max_position_embeddings=1024))},
+    ).folder
+    for folder in (plain, full, beyond, ahead, tools):
         for row in lines_of(folder / "metrics.jsonl"):
             logged |= row.keys() - {"step", "time_s"}
     assert [name for name in sorted(logged) if describe_metric(name) is None] == []

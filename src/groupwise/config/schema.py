@@ -94,6 +94,8 @@ class ArithmeticConfig(Section):
     """Largest number in a problem."""
     operations: list[Literal["+", "-", "x"]] = Field(default=["+", "-", "x"], min_length=1)
     """Operations of problems. Small models add best and subtract worst."""
+    largest_factor: int = Field(default=5, ge=2, le=100_000)
+    """Largest factor of x after a problem's first number."""
     steps: int = Field(default=2, ge=1, le=4)
     """Operations that an answer takes."""
     problems: int = Field(default=20_000, ge=1)
@@ -198,6 +200,21 @@ class RolloutConfig(Section):
     """Sample so many steps ahead while one is learnt from, with a copy of the weights for each."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache and changes no sample."""
+    tools: list[str] = Field(default=[])
+    """What the policy may call in the middle of a completion: `calculator`, or typed functions of your own, `my_tools.py:search`. Their
+    results count in `max_completion_tokens` and are not trained."""
+    max_turns: int = Field(default=4, ge=2)
+    """With `tools`: turns of the policy, the answer included."""
+    call_format: Literal["auto", "tags", "hermes", "llama3"] = "auto"
+    """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `tags`: `<call>name(arguments)</call>`.
+    `auto` follows the chat template."""
+    tool_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds that a call may take; then the policy is told so."""
+    concurrent_tool_calls: int = Field(default=16, ge=1)
+    """Calls that run side by side."""
+    rewritten_history: Literal["refuse", "append"] = "refuse"
+    """For chat templates that rewrite earlier turns, such as dropping their thinking: stop at the start, or append all the same, so that
+    the policy sees its turns as it sampled them."""
 
     @field_validator("engine")
     @classmethod
@@ -209,6 +226,16 @@ class RolloutConfig(Section):
                 "my_engine.py:MyEngine"
             )
         return engine
+
+    @model_validator(mode="after")
+    def check_tools(self) -> RolloutConfig:
+        inert = ("max_turns", "call_format", "tool_timeout_s", "concurrent_tool_calls", "rewritten_history")
+        for name in inert if not self.tools else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but tools is empty, so that it would do nothing: set tools, or leave it out"
+                )
+        return self
 
     @property
     def engine_is_yours(self) -> bool:

@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 HELD_OUT_SHARE = 5
 """One sum in five belongs to the held-out split."""
-LARGEST_FACTOR = 5
 ATTEMPTS_PER_PROBLEM = 200
 """Draws without a new problem before the space of problems counts as used up."""
 
@@ -199,6 +198,14 @@ class Sum:
         lines = zip(results, self.operations, results[1:], strict=False)
         return " ".join(f"{before} {sign} {number} = {after}." for before, (sign, number), after in lines)
 
+    def expression(self) -> str:
+        """``(17 + 25) * 3``: the whole sum as one expression, computed from left to right."""
+        text = str(self.start)
+        for index, (sign, number) in enumerate(self.operations):
+            grouped = f"({text})" if sign == "x" and index and self.operations[index - 1][0] != "x" else text
+            text = f"{grouped} {'*' if sign == 'x' else sign} {number}"
+        return text
+
     def split(self) -> Split:
         key = f"{self.start}" + "".join(f"{sign}{number}" for sign, number in self.operations)
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
@@ -208,8 +215,8 @@ class Sum:
 def generate(config: ArithmeticConfig, count: int, seed: int, split: Split) -> list[Problem]:
     """``count`` different problems, the same for the same arguments; a longer list begins with the shorter one.
 
-    No sum of one split occurs in the other, whatever the seeds. ``columns`` holds the worked ``solution`` and the number of
-    ``steps``. Raises DataError where the settings do not allow for that many different problems.
+    No sum of one split occurs in the other, whatever the seeds. ``columns`` holds the worked ``solution``, the sum as one ``expression``
+    and the number of ``steps``. Raises DataError where the settings do not allow for that many different problems.
     """
     rng = random.Random(_seed(seed, split))
     problems: list[Problem] = []
@@ -225,7 +232,7 @@ def generate(config: ArithmeticConfig, count: int, seed: int, split: Split) -> l
             continue
         idle = 0
         seen.add(question)
-        columns = {"solution": arithmetic.worked(), "steps": config.steps}
+        columns = {"solution": arithmetic.worked(), "expression": arithmetic.expression(), "steps": config.steps}
         answer = str(arithmetic.partial_results()[-1])
         problems.append(Problem(f"arithmetic:{split}:{len(problems)}", question, answer, columns))
     return problems
@@ -262,7 +269,7 @@ def _draw_sum(rng: random.Random, config: ArithmeticConfig) -> Sum | None:
     start = value = _between(rng, 2, largest)
     operations: list[tuple[str, int]] = []
     for _ in range(config.steps):
-        operation = _draw_operation(rng, value, largest, config.operations)
+        operation = _draw_operation(rng, value, config)
         if operation is None:
             return None
         sign, number = operation
@@ -271,11 +278,12 @@ def _draw_sum(rng: random.Random, config: ArithmeticConfig) -> Sum | None:
     return Sum(start, tuple(operations))
 
 
-def _draw_operation(rng: random.Random, value: int, largest: int, allowed: Sequence[str]) -> tuple[str, int] | None:
-    """One operation that is possible on ``value``: at least 1 is left by -, and x does not run away (at most 4 x largest)."""
-    factors = [k for k in range(2, min(LARGEST_FACTOR, largest) + 1) if value * k <= 4 * largest]
+def _draw_operation(rng: random.Random, value: int, config: ArithmeticConfig) -> tuple[str, int] | None:
+    """One operation that is possible on ``value``: at least 1 is left by -, and x does not run away (by default at most 4 x largest)."""
+    largest, most = config.largest_number, (config.largest_factor - 1) * config.largest_number
+    factors = range(2, min(config.largest_factor, largest, most // value) + 1)
     possible = {"+": True, "-": value >= 3, "x": bool(factors)}
-    signs = [sign for sign, can in possible.items() if can and sign in allowed]
+    signs = [sign for sign, can in possible.items() if can and sign in config.operations]
     if not signs:
         return None
     sign = _choose(rng, signs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
@@ -60,15 +60,17 @@ def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, 
     return prompt.system, mentioned[0] if mentioned else default_style(data)
 
 
-def render(problem: Problem, tokenizer: Any, prompt: PromptConfig, system: str | None) -> Prompt:
-    """The prompt of ``problem`` for the model whose tokenizer this is.
+def render(
+    problem: Problem, tokenizer: Any, prompt: PromptConfig, system: str | None, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Prompt:
+    """The prompt of ``problem`` for the model whose tokenizer this is. ``tools``: schemas that the chat template describes.
 
     ``chat``: the ids are the tokenizer's own ``apply_chat_template`` ids with the generation prompt. A conversation keeps its own
     system turn. Raises ModelError where the tokenizer has no chat template or the template refuses the conversation.
     """
     messages = _conversation(problem.question, system)
     if prompt.style == "chat":
-        return _render_chat(problem, tokenizer, messages)
+        return _render_chat(problem, tokenizer, messages, tools)
     text = _plain_text(messages) if prompt.style == "plain" else "\n\n".join(m["content"] for m in messages)
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
 
@@ -85,11 +87,13 @@ def _plain_text(messages: Sequence[Message]) -> str:
     return "\n".join([*lines, "Assistant: "])
 
 
-def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message]) -> Prompt:
+def _render_chat(
+    problem: Problem, tokenizer: Any, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> Prompt:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError("the tokenizer has no chat template: set prompt.style to plain or concat, or take an instruct model")
     try:
-        text = _template(tokenizer, messages, tokenize=False)
+        text = _template(tokenizer, messages, tokenize=False, tools=tools)
         # Some templates leave a system turn out without a word; the model would never see its instructions.
         whole = messages[0]["role"] != "system" or messages[0]["content"].strip() in text
     except Exception as error:
@@ -99,10 +103,10 @@ def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message]) -> P
     if not whole:
         messages = _merge_system(messages)
         try:
-            text = _template(tokenizer, messages, tokenize=False)
+            text = _template(tokenizer, messages, tokenize=False, tools=tools)
         except Exception as error:
             raise ModelError(_refused(problem, error)) from error
-    return Prompt(problem, text, tuple(_template(tokenizer, messages, tokenize=True)), tuple(messages))
+    return Prompt(problem, text, tuple(_template(tokenizer, messages, tokenize=True, tools=tools)), tuple(messages))
 
 
 def _refused(problem: Problem, error: Exception) -> str:
@@ -112,8 +116,11 @@ def _refused(problem: Problem, error: Exception) -> str:
     )
 
 
-def _template(tokenizer: Any, messages: Sequence[Message], *, tokenize: bool) -> Any:
-    rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=tokenize)
+def _template(
+    tokenizer: Any, messages: Sequence[Message], *, tokenize: bool, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Any:
+    described = {} if tools is None else {"tools": [dict(tool) for tool in tools]}
+    rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=tokenize, **described)
     # transformers 5 returns a BatchEncoding where 4 returned the list of ids.
     return rendered["input_ids"] if tokenize and hasattr(rendered, "keys") else rendered
 

@@ -308,9 +308,11 @@ def evaluate_stage(
 
 
 def held_out_prompts(
-    problems: Sequence[Problem], tokenizer: Any, config: Config, system: str | None, context_length: int
-) -> list[Prompt]:
-    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens.
+    problems: Sequence[Problem], tokenizer: Any, config: Config, system: str | None, context_length: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Prompt]:  # fmt: skip
+    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens; ``tools`` as for
+    ``data.prompts.render``.
 
     Raises:
         DataError: there are none, or one is too long and ``data.on_long_prompt`` says ``error``.
@@ -318,7 +320,7 @@ def held_out_prompts(
     """
     from groupwise.data.prompts import drop_long_prompts, render
 
-    prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems[: config.evaluation.problems]]
+    prompts = [render(problem, tokenizer, config.prompt, system, tools) for problem in problems[: config.evaluation.problems]]
     if not prompts:
         raise DataError(NO_PROBLEMS)
     completion_tokens = sampling_settings(config, "sampled").max_tokens

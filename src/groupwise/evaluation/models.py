@@ -48,8 +48,18 @@ def evaluate_model(
     from groupwise.engines import make_engine
     from groupwise.engines.vllm.engine import check_vllm
     from groupwise.engines.wrappers import DealtEngine
+    from groupwise.episodes import open_episodes, playing, with_tools_described
     from groupwise.models.adapters import load_trained
-    from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer, with_base
+    from groupwise.models.load import (
+        check_model,
+        context_length,
+        end_token_ids,
+        generation_config,
+        load_model_config,
+        load_policy,
+        load_tokenizer,
+        with_base,
+    )
 
     revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
     model_config, adapter = with_base(config.model.model_copy(update={"name": model, "revision": revision}))
@@ -61,12 +71,14 @@ def evaluate_model(
     hf_config = load_model_config(model_config)
     room = context_length(hf_config, tokenizer)
     room = min(room, check_vllm(config.rollout, hf_config, model) or room)
-    prompts = held_out_prompts(problems, tokenizer, config, system, room)
+    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)))
+    system = with_tools_described(system, episodes)
+    prompts = held_out_prompts(problems, tokenizer, config, system, room, None if episodes is None else episodes.template.schemas)
     world = world or World()
     policy = load_policy(model_config)
     if adapter is not None:
         policy = load_trained(policy, adapter)
-    engine = make_engine(policy, config.rollout, world=world)
+    engine = playing(make_engine(policy, config.rollout, world=world), episodes)
     try:
         results = evaluate_stage(
             DealtEngine(engine, world),

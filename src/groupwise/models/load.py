@@ -46,6 +46,7 @@ __all__ = [
     "context_length",
     "copy_to_cpu",
     "end_token_ids",
+    "generation_config",
     "load_model_config",
     "load_policy",
     "load_tokenizer",
@@ -125,7 +126,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
     config = with_dtype(config)
     check_model(config)
     hf_config, tokenizer = load_model_config(config), load_tokenizer(config)
-    end_ids = end_token_ids(tokenizer, hf_config, _generation_config(config))
+    end_ids = end_token_ids(tokenizer, hf_config, generation_config(config))
     if not end_ids:
         raise ModelError(
             f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
@@ -283,7 +284,7 @@ def _origin(config: ModelConfig) -> dict[str, Any]:
     return origin
 
 
-def _generation_config(config: ModelConfig) -> GenerationConfig | None:
+def generation_config(config: ModelConfig) -> GenerationConfig | None:
     try:
         with quiet():
             origin = {key: value for key, value in _origin(config).items() if key != "trust_remote_code"}

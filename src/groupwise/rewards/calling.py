@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ class RewardArguments:
             "answer_style": [self.answer_style for _ in chosen],
             "completion_ids": [list(c.token_ids) for _, _, c in chosen],
             "finish_reason": [c.finish_reason for _, _, c in chosen],
+            "calls": [[asdict(call) for call in c.calls] for _, _, c in chosen],
             "group_index": [g for g, _, _ in chosen],
         }
         if self.max_completion_tokens is not None:

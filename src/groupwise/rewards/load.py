@@ -49,6 +49,7 @@ OFFERED = (
     "answer_style",
     "completion_ids",
     "finish_reason",
+    "calls",
     "max_completion_tokens",
     "group_index",
 )
@@ -285,7 +286,7 @@ def _read_signature(
 def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, object], limit: int) -> None:
     """Call one of ours on a toy completion, so that a bad argument is refused now and not after the first rollout."""
     sample = {"prompts": ["?"], "completions": ["1 2"], "completion_ids": [[1, 2]], "answer": ["1"], "answer_style": ["xml"]}
-    sample |= {"finish_reason": ["stop"], "max_completion_tokens": [limit], "group_index": [0]}
+    sample |= {"finish_reason": ["stop"], "calls": [[]], "max_completion_tokens": [limit], "group_index": [0]}
     try:
         function(**{**sample, **arguments})
     except RewardError:

@@ -21,6 +21,7 @@ from groupwise.distributed import World
 from groupwise.engines import Engine, SamplingSettings, make_engine
 from groupwise.engines.base import Progress, SampleRequest
 from groupwise.engines.wrappers import QueuedRequest, SamplingThread
+from groupwise.episodes import EpisodeEngine, playing
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
 from groupwise.models.adapters import is_adapted
@@ -123,7 +124,8 @@ class Ahead:
             engine = make_engine(copied.policy, rollout)
         if self.engine.limit is not None:
             engine.limit = self.engine.limit  # what one learns about how many sequences fit, the other knows
-        return SamplerSlot(engine, copied)
+        episodes = self.engine.episodes if isinstance(self.engine, EpisodeEngine) else None
+        return SamplerSlot(playing(engine, episodes), copied)
 
     def take(self, step: int, on_progress: Callable[[int, int], None] | None = None) -> tuple[Sequence[Prompt], Sampled]:
         """The step's prompts and what was sampled of them, once it is there. The batch ``ahead`` steps later is begun, with the weights

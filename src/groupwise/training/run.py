@@ -233,7 +233,7 @@ class Run:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
-                world=self.world, sharding=self.sharding, budget=self.budget,
+                world=self.world, sharding=self.sharding, budget=self.budget, episodes=self.prepared.episodes,
             )  # fmt: skip
         release_freed_memory()  # its optimiser has ended, and its batches are of other sizes than a step's
         self.notices.exchange()

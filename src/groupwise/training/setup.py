@@ -21,10 +21,19 @@ from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
 from groupwise.engines.vllm.engine import check_vllm
+from groupwise.episodes import Episodes, open_episodes, with_tools_described
 from groupwise.errors import ConfigError
 from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
-from groupwise.models.load import check_model, context_length, load_model_config, load_tokenizer, resolve_device
+from groupwise.models.load import (
+    check_model,
+    context_length,
+    end_token_ids,
+    generation_config,
+    load_model_config,
+    load_tokenizer,
+    resolve_device,
+)
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
 from groupwise.rewards.load import Rewards, named_rewards
@@ -83,8 +92,10 @@ class Prepared:
     tokenizer: Any
     answer_style: str
     system: str | None
-    """The system prompt that was resolved, or None."""
+    """The system prompt that was resolved, with tools described where the chat template does not; or None."""
     hf_config: Any
+    episodes: Episodes | None
+    """How completions of several turns are played; None without tools."""
     context_length: int
     """Positions of the model: prompt and completion together, in tokens."""
     notes: list[str] = field(default_factory=list)
@@ -122,13 +133,15 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)))
+    system = with_tools_described(system, episodes)
     check_sharding(config, hf_config, processes)
     context = context_length(hf_config, tokenizer)
     context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
     check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:
-        return render(problem, tokenizer, config.prompt, system)
+        return render(problem, tokenizer, config.prompt, system, None if episodes is None else episodes.template.schemas)
 
     remarks: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
@@ -141,7 +154,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     if note := _note_on_idle_gpus(config, processes or world_size()):
         remarks.append(note)
     suite.check_prompt(train[0])
-    check_worked_examples(config, train, tokenizer, answer_style, context)
+    check_worked_examples(config, train, tokenizer, answer_style, context, episodes)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
@@ -163,6 +176,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         answer_style=answer_style,
         system=system,
         hf_config=hf_config,
+        episodes=episodes,
         context_length=context,
         notes=remarks,
         short_of_memory=short,

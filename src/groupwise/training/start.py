@@ -17,6 +17,7 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import make_engine
+from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory
@@ -207,7 +208,7 @@ def start(
             policy = replace(_load(config.model, beginning.model, aside), adapter_only=config.output.adapter_only)
             scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
             sharding = make_sharding(config, world, scorer)
-            engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)
+            engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
         release_freed_memory()
     except BaseException:
         prepared.rewards.close()

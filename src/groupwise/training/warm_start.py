@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from groupwise.batching import cut_batch
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.order import problems_for_step
-from groupwise.data.prompts import worked_completion
 from groupwise.distributed import World
+from groupwise.episodes import Episodes, worked_episode
 from groupwise.errors import DataError
 from groupwise.models.scorer import Scorer
 from groupwise.training.microbatches import PassBudget
@@ -23,27 +25,23 @@ from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
 from groupwise.types import Prompt
 
-__all__ = ["check_worked_examples", "warm_start", "worked_tokens"]
+__all__ = ["check_worked_examples", "warm_start"]
 
-Example = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of its worked answer."""
+Example = tuple[Sequence[int], Sequence[int], Sequence[bool]]
+"""Tokens of a prompt and of its worked answer, and which of the latter are learnt: not what a tool returned."""
 _ORDER_SEED = 0x5EED
 """Set apart from the seed of GRPO's problem order, so that the two visit problems in different orders."""
 _BEFORE_ALL = -1
 """Sets the noise of its steps apart from that of GRPO's updates, which count from 0."""
 
 
-def worked_tokens(prompt: Prompt, style: AnswerStyle, tokenizer: Any) -> list[int]:
-    """The worked answer as the tokens the policy should have sampled, its end token included."""
-    text = worked_completion(prompt.problem, style)
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-
-
-def check_worked_examples(config: Config, prompts: Sequence[Prompt], tokenizer: Any, style: AnswerStyle, context: int) -> None:
+def check_worked_examples(
+    config: Config, prompts: Sequence[Prompt], tokenizer: Any, style: AnswerStyle, context: int, episodes: Episodes | None = None
+) -> None:
     """Raise DataError where an example of the warm start does not fit into a context of so many tokens."""
     for step in range(config.warm_start.steps):
         for prompt in (prompts[i] for i in _examples(config, len(prompts), step)):
-            asked, worked = len(prompt.token_ids), len(worked_tokens(prompt, style, tokenizer))
+            asked, worked = len(prompt.token_ids), len(worked_episode(prompt, style, tokenizer, episodes)[0])
             if asked + worked > context:
                 raise DataError(
                     f"the warm start would learn from problem {prompt.problem.id}, whose prompt of {asked} tokens and worked answer of "
@@ -69,6 +67,7 @@ def warm_start(
     world: World | None = None,
     sharding: Sharding | None = None,
     budget: PassBudget | None = None,
+    episodes: Episodes | None = None,
 ) -> None:
     """Minimise -log p(worked answer), averaged over the tokens of a step, with an optimiser of its own; divided among ``world``.
 
@@ -86,7 +85,7 @@ def warm_start(
     in_a_row = 0
     for step in range(settings.steps):
         chosen = [prompts[i] for i in _examples(config, len(prompts), step)]
-        examples = [(prompt.token_ids, worked_tokens(prompt, style, tokenizer)) for prompt in chosen]
+        examples = [(prompt.token_ids, *worked_episode(prompt, style, tokenizer, episodes)) for prompt in chosen]
         passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
         loss = sum(world.all_gather_object(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
@@ -108,17 +107,17 @@ class _Passes:
     ) -> None:  # fmt: skip
         """``noise`` seeds an adapter's dropout."""
         self.scorer, self.optimizer, self.sharding, self.budget, self.noise = scorer, optimizer, sharding, budget, noise
-        self.tokens = sum(len(target) for _, target in examples)
-        """Tokens of all processes."""
-        self.examples = [examples[i] for i in world.assigned([len(prompt) + len(target) for prompt, target in examples])]
+        self.tokens = sum(sum(learnt) for _, _, learnt in examples)
+        """Learnt ones, of all processes."""
+        self.examples = [examples[i] for i in world.assigned([len(prompt) + len(target) for prompt, target, _ in examples])]
 
     def _cut(self) -> list[list[Example]]:
-        sizes = [(len(prompt), [len(target)]) for prompt, target in self.examples]
+        sizes = [(len(prompt), [len(target)]) for prompt, target, _ in self.examples]
         return [[self.examples[part.group] for part in parts] for parts in cut_batch(sizes, self.budget.tokens)]
 
     def largest_divisible(self) -> int | None:
         """Tokens of the largest pass of several examples."""
-        sizes = [sum(len(prompt) + len(target) for prompt, target in chosen) for chosen in self._cut() if len(chosen) > 1]
+        sizes = [sum(len(prompt) + len(target) for prompt, target, _ in chosen) for chosen in self._cut() if len(chosen) > 1]
         return max(sizes, default=None)
 
     def backward(self) -> float:
@@ -127,8 +126,9 @@ class _Passes:
         scale, total, passes = self.optimizer.loss_scale, 0.0, self._cut()
         with self.sharding.evened(self.scorer, len(passes)):
             for chosen in passes:
-                batch = self.scorer.prepare([(prompt, [target]) for prompt, target in chosen])
-                loss = -self.scorer.logprobs(batch).sum() / self.tokens
+                batch = self.scorer.prepare([(prompt, [target]) for prompt, target, _ in chosen])
+                learnt_T = torch.tensor([own for _, _, learnt in chosen for own in learnt], device=self.scorer.device)
+                loss = -self.scorer.logprobs(batch)[learnt_T].sum() / self.tokens
                 self.sharding.backward(loss if scale == 1 else loss * scale)
                 total += float(loss.detach())
         return total

@@ -1,0 +1,158 @@
+"""How a model writes calls of tools in its text, and how they are read: by the model's own format, or by tags for tiny models.
+
+A call that cannot be read is a call all the same: the policy is told what is wrong with it, and it is counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["FORMATS", "Asked", "CallFormat", "format_of_template"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call as the policy wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """By name."""
+    positions: tuple[Any, ...] = ()
+    """By position."""
+    text: str | None = None
+    """The arguments as they were written, in a format in which they may also be one piece of text: ``12 * 3``."""
+    problem: str | None = None
+    """Why it cannot be read."""
+
+
+class CallFormat(Protocol):
+    """One way to write calls."""
+
+    native: bool
+    """Whether the model's chat template describes the tools; else the system prompt does."""
+
+    def read(self, text: str) -> list[Asked]:
+        """Every call in a turn's text, in order; empty where it has none, and so is an answer."""
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of one call."""
+
+
+class Tags:
+    """``<call>calculator(12 * 3)</call>``, for models without a format of their own. Arguments are Python's literals, by position or by
+    name; a tool of one argument that is text also takes it without quotes."""
+
+    native = False
+    _CALL = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
+    _PARTS = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
+
+    def read(self, text: str) -> list[Asked]:
+        return [self._one(found[1], bool(found[2])) for found in self._CALL.finditer(text)]
+
+    def _one(self, inside: str, closed: bool) -> Asked:
+        parts = self._PARTS.fullmatch(inside)
+        name = parts[1] if parts else inside.strip()[:40]
+        if not closed:
+            return Asked(name, problem="a call ends with </call>")
+        if parts is None:
+            return Asked(name, problem="a call has the form <call>name(arguments)</call>")
+        try:
+            call = ast.parse(f"f({parts[2]})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+            if len(named) == len(call.keywords):
+                return Asked(name, named, tuple(map(ast.literal_eval, call.args)), parts[2].strip())
+        except (SyntaxError, ValueError, TypeError, AssertionError, MemoryError, RecursionError):
+            pass
+        return Asked(name, text=parts[2].strip())
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if len(arguments) == 1 and isinstance(text := next(iter(arguments.values())), str) and self._survives(name, text):
+            return f"<call>{name}({text})</call>"
+        return f"<call>{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})</call>"
+
+    def _survives(self, name: str, text: str) -> bool:
+        """Whether the bare text is read back as itself."""
+        read = self.read(f"<call>{name}({text})</call>")
+        return (
+            len(read) == 1
+            and read[0].text == text
+            and not read[0].arguments
+            and not any(isinstance(p, str) for p in read[0].positions)
+        )
+
+
+class Hermes:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Qwen, Hermes and others."""
+
+    native = True
+    _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+    def read(self, text: str) -> list[Asked]:
+        found = []
+        for match in self._CALL.finditer(text):
+            try:
+                found.append(_of_json(json.loads(match[1])))
+            except (ValueError, RecursionError):
+                found.append(Asked("", problem="what stands in <tool_call></tool_call> is no JSON object"))
+        return found
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        inside = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        return f"<tool_call>\n{inside}\n</tool_call>"
+
+
+class Llama3:
+    """``{"name": ..., "parameters": {...}}`` as the whole turn, several one after the other: Llama 3.1 and later."""
+
+    native = True
+    _TAG = "<|python_tag|>"
+
+    def read(self, text: str) -> list[Asked]:
+        rest, found = text.strip().removeprefix(self._TAG).strip(), []
+        if not rest.startswith("{"):
+            return []
+        while rest:
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError):
+                meant = bool(found) or re.match(r'\{\s*"name"\s*:', rest) is not None
+                return [*found, Asked("", problem="the call is no JSON object")] if meant else []
+            if not found and not (
+                isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+            ):
+                return []  # an answer that is JSON
+            found.append(_of_json(value))
+            rest = rest[end:].lstrip(" \n\t;,")
+        return found
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
+
+
+def _of_json(value: object) -> Asked:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Asked("", problem='a call is a JSON object with "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return Asked(value["name"], problem="its arguments are no JSON object")
+    return Asked(value["name"], arguments)
+
+
+FORMATS: dict[str, CallFormat] = {"tags": Tags(), "hermes": Hermes(), "llama3": Llama3()}
+
+
+def format_of_template(template: str | None) -> str:
+    """The name of the format that a chat template speaks of; ``tags`` where it knows no tools."""
+    if template and "<tool_call>" in template:
+        return "hermes"
+    if template and "ipython" in template and "parameters" in template:
+        return "llama3"
+    return "tags"

@@ -1,0 +1,109 @@
+"""What a model's chat template puts between a turn of the policy and its next, as tokens.
+
+A conversation is never rendered again to go on: the tokens of the prompt and of all turns stay as they were sampled or given, and only
+what is new is rendered and appended. A template that would have written the past otherwise (it drops the thinking of earlier turns, or
+moves text) is found before the run: what the policy sees in training would then not be what a chat program shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.errors import ModelError
+from groupwise.importing import in_one_line
+
+__all__ = ["TurnTemplate"]
+
+_MARK = "groupwise-marks-a-turn"
+_ANSWERS = ("It is done.", "<think>\nLet me see.\n</think>\n\nIt is done.")
+"""What a policy may have said: without and with thinking."""
+
+
+class TurnTemplate:
+    """Renders what the policy is given between its turns.
+
+    Raises ModelError for a tokenizer without a chat template, and for a template whose turns do not end with an end token.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """``schemas``: of the tools, where the template describes them."""
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ModelError(
+                "rollout.tools needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
+            )
+        self.tokenizer, self.schemas = tokenizer, None if schemas is None else [dict(schema) for schema in schemas]
+        self._ends = [tokenizer.decode([token]) for token in end_token_ids]
+        self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
+        self.role = "tool" if self._knows_tools() else "user"
+        """Of a tool's result. A template that does not know tools is given it as the user's words."""
+        self._tail("")
+
+    def given(self, results: Sequence[str]) -> tuple[list[int], str]:
+        """The tokens that follow a turn of the policy up to its next, and the role that they speak in. One message for each result."""
+        return self.tokenizer(self._tail(*results), add_special_tokens=False)["input_ids"], self.role
+
+    def rewrites(self) -> str | None:
+        """How the template changes what stands already when a conversation goes on; None where it only appends."""
+        opened = self._render([_user("Go on.")])
+        for said in _ANSWERS:
+            before = opened + said
+            messages = [_user("Go on."), _assistant(said), self._message("42")]
+            for _ in range(2):
+                now = self._render(messages)
+                if not now.startswith(before):
+                    alike = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(now))
+                    first = max(0, alike - 20)
+                    return f"{before[first : first + 60]!r} becomes {now[first : first + 60]!r}"
+                before = now + said
+                messages += [_assistant(said), self._message("43")]
+        return None
+
+    def _tail(self, *results: str) -> str:
+        """What stands after the end token of the policy's turn."""
+        text = self._render([_user("Go on."), _assistant(_MARK), *map(self._message, map(self._harmless, results))])
+        after = text[text.index(_MARK) + len(_MARK) :]
+        ended = next((end for end in self._ends if end and after.startswith(end)), None)
+        if ended is None:
+            raise ModelError(
+                f"the chat template writes {after[:20]!r} after a turn of the policy, and no end token of the model "
+                f"({', '.join(self._ends)}): turns cannot be told apart, so use a model whose template ends them"
+            )
+        return after[len(ended) :]
+
+    def _harmless(self, text: str) -> str:
+        """A result cannot end its turn or begin another: what would be read as a special token loses that meaning."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _message(self, result: str) -> dict[str, Any]:
+        return {"role": self.role, "content": result}
+
+    def _knows_tools(self) -> bool:
+        try:
+            return _MARK * 2 in self._render([_user("Go on."), _assistant("42"), {"role": "tool", "content": _MARK * 2}])
+        except ModelError:
+            return False
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text, up to where the policy's next turn begins."""
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tools=self.schemas, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ModelError(
+                f"the chat template refuses a conversation in which the {messages[-1]['role']} answers the policy ({in_one_line(error)}): "
+                "it cannot be used for episodes"
+            ) from error
+        return rendered
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,242 @@
+"""Tools that a policy may call: typed Python functions, by name, by import path or from Python; how they are described and called.
+
+Whatever happens in a tool is told to the policy as text: a call of something that does not exist, arguments that do not fit, an exception,
+a time-out, a result that is no text. None of it ends a run, and all of it is counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.episodes.formats import Asked
+from groupwise.errors import ConfigError
+from groupwise.importing import import_member, in_one_line, nearest
+from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
+from groupwise.types import ToolCall
+
+__all__ = ["BUILTIN", "Tool", "Toolbox", "calculator", "load_tools"]
+
+LONGEST_RESULT = 2000
+"""Characters of a result that the policy is given; the rest is cut, and the policy is told so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a policy may call, with its description as JSON schema."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    """As transformers' ``get_json_schema`` makes it, which chat templates take."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of its arguments, in order."""
+        return list(self.schema["function"]["parameters"]["properties"])
+
+    @property
+    def summary(self) -> str:
+        """``calculator(expression): Computes an arithmetic expression.``"""
+        return f"{self.name}({', '.join(self.parameters)}): {self.schema['function']['description'].splitlines()[0]}"
+
+
+def load_tools(named: Sequence[str]) -> dict[str, Tool]:
+    """The tools that a config names, by the name that a policy calls them: built-in ones, and functions by import path.
+
+    Raises ConfigError for one that cannot be found or described, and for two of one name.
+    """
+    tools: dict[str, Tool] = {}
+    for spec in named:
+        if ":" in spec:
+            function, _ = import_member(spec, "tool", ConfigError)
+        elif spec in BUILTIN:
+            function = BUILTIN[spec]
+        else:
+            raise ConfigError(
+                f"rollout.tools names {spec!r}, which is no tool{nearest(spec, BUILTIN)}: use {', '.join(BUILTIN)}, or a function of your "
+                "own, such as my_tools.py:search"
+            )
+        tool = describe(function, spec)
+        if tool.name in tools:
+            raise ConfigError(f"rollout.tools has two tools that are called {tool.name}: rename one of them")
+        tools[tool.name] = tool
+    return tools
+
+
+def describe(function: Any, place: str) -> Tool:
+    """``function`` as a tool. Raises ConfigError where its signature or docstring do not say what a policy must know."""
+    from transformers.utils import get_json_schema
+
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(f"rollout.tools names {place}, which is no function: name one with types and a docstring")
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # the library has several kinds, and a docstring may hold anything
+        raise ConfigError(
+            f"the tool {place} cannot be described to a policy ({in_one_line(error)}): give each argument a type, and the docstring a "
+            "sentence on what it does and a line for each argument under 'Args:'"
+        ) from error
+    return Tool(schema["function"]["name"], function, schema)
+
+
+class Toolbox:
+    """The tools of a run, as a policy calls them.
+
+    Args:
+        timeout_s: seconds that one call may take.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float) -> None:
+        self.tools, self.timeout_s = dict(tools), timeout_s
+
+    def call(self, asked: Asked) -> ToolCall:
+        """Makes the call, and returns what the policy is told of it. Raises nothing."""
+        tool, problem = self.tools.get(asked.name), asked.problem
+        if problem is None and tool is None:
+            problem = f"there is no tool {asked.name!r}{nearest(asked.name, self.tools)}; there is {', '.join(self.tools)}"
+        if problem is not None or tool is None:
+            return _failed(asked, "invalid", str(problem))
+        try:
+            arguments = _bound(tool, asked)
+        except (TypeError, ValueError) as error:
+            return _failed(asked, "invalid", f"{error}; it is called as {tool.name}({', '.join(tool.parameters)})")
+        named = Asked(asked.name, arguments)
+        try:
+            result = as_text(call_with_limit(tool.function, arguments, self.timeout_s), tool.name)
+        except CallTimedOut:
+            return _failed(named, "timed_out", f"{tool.name} did not answer within {self.timeout_s:g} seconds")
+        except CallRaised as raised:
+            return _failed(named, "raised", in_one_line(raised.__cause__ or raised))
+        except TypeError as error:
+            return _failed(named, "raised", str(error))
+        return ToolCall(tool.name, _plain(arguments), shortened(result))
+
+
+def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
+    """The arguments by name. Raises TypeError or ValueError where they do not fit."""
+    given = dict(asked.arguments)
+    if asked.text and not given:
+        quoted = len(asked.positions) == 1 and isinstance(asked.positions[0], str)
+        if not quoted and (name := _only_text(tool)) is not None:
+            return {name: asked.text}
+        if not asked.positions:
+            raise ValueError(f"the arguments {asked.text!r:.80} cannot be read")
+    if asked.positions:
+        names = tool.parameters
+        if len(asked.positions) > len(names):
+            raise ValueError(f"{len(asked.positions)} arguments are too many")
+        given = dict(zip(names, asked.positions, strict=False)) | given
+    inspect.signature(tool.function).bind(**given)
+    for name, value in given.items():
+        wanted = tool.schema["function"]["parameters"]["properties"].get(name, {}).get("type")
+        if isinstance(wanted, str) and not _is_a(value, wanted):
+            raise ValueError(f"the argument {name} must be of the type {wanted}, and {value!r:.80} is not")
+    return given
+
+
+def _only_text(tool: Tool) -> str | None:
+    """The one argument that must be given, where it is text."""
+    parameters = tool.schema["function"]["parameters"]
+    names = parameters.get("required") or tool.parameters
+    return names[0] if len(names) == 1 and parameters["properties"][names[0]].get("type") == "string" else None
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list, tuple), "object": (dict,),
+}  # fmt: skip
+
+
+def _is_a(value: object, wanted: str) -> bool:
+    if isinstance(value, bool) and wanted != "boolean":
+        return False
+    return isinstance(value, _TYPES.get(wanted, (object,)))
+
+
+def _failed(asked: Asked, failure: Any, why: str) -> ToolCall:
+    return ToolCall(asked.name, _plain(asked.arguments), shortened(f"error: {why}"), failure)
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As a record can hold them."""
+    return json.loads(json.dumps(dict(arguments), default=repr))  # type: ignore[no-any-return]
+
+
+def as_text(result: object, name: str) -> str:
+    """Text as it is, and JSON for what has that form. Raises TypeError for anything else."""
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            raise TypeError(f"{name} returned {type(result).__name__}, which is neither text nor JSON") from None
+    return result.encode("utf-8", "replace").decode("utf-8")  # half a character has no tokens
+
+
+def shortened(text: str) -> str:
+    if len(text) <= LONGEST_RESULT:
+        return text
+    return f"{text[:LONGEST_RESULT]} ... (the first {LONGEST_RESULT:,} of {len(text):,} characters)"
+
+
+# The built-in calculator. Nothing is evaluated as Python: a tree of numbers and operators is walked.
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
+_LONGEST_EXPRESSION = 200
+_LARGEST_BITS = 400
+"""Of a whole number in between, about 120 digits: what is larger would take memory and time, not teach anything."""
+_SIGNS = str.maketrans({"x": "*", "×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": "", "_": " "})
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: Numbers, parentheses and + - * / // % **, such as 12 * (3 + 4).
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError(f"an expression of {len(expression)} characters is too long")
+    try:
+        tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+    value = _value(tree.body)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_value(node.operand))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) * max(1, _bits(left)) > _LARGEST_BITS:
+            raise ValueError("the result is too large")
+        try:
+            value = _OPERATORS[type(node.op)](left, right)
+        except ZeroDivisionError:
+            raise ValueError("division by zero") from None
+    else:
+        raise ValueError("only numbers, parentheses and + - * / // % ** can be computed")
+    if isinstance(value, complex) or _bits(value) > _LARGEST_BITS:
+        raise ValueError("the result is too large, or no real number")
+    return value  # type: ignore[no-any-return]
+
+
+def _bits(value: float) -> int:
+    if isinstance(value, int):
+        return value.bit_length()
+    return 0 if value != value or abs(value) < 1 else min(10_000, int(abs(value)).bit_length() if abs(value) < 1e300 else 10_000)
+
+
+BUILTIN: dict[str, Callable[..., Any]] = {"calculator": calculator}

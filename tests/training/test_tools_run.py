@@ -1,0 +1,254 @@
+"""Runs with tools, from settings to the final model, over a tiny model whose turns are calls by chance."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from slow_grpo import slow_logprobs
+
+from groupwise.episodes import worked_episode
+from groupwise.episodes.driver import EpisodeEngine
+from groupwise.episodes.formats import FORMATS, Asked
+from groupwise.errors import ConfigError, DataError, ModelError
+from groupwise.evaluation.models import evaluate_model
+from groupwise.models.load import load_policy
+from groupwise.models.scorer import make_scorer
+from groupwise.training.loop import train
+from groupwise.training.setup import prepare
+from groupwise.training.warm_start import warm_start
+from tests.tiny import tiny_config, write_tiny_llama
+
+QUIET = Console(quiet=True)
+
+
+class HalfOfThem:
+    """A turn of an even number of characters is a call."""
+
+    native = False
+
+    def read(self, text: str) -> list[Asked]:
+        return [Asked("calculator", {"expression": f"{len(text)} * 3"})] if len(text) % 2 == 0 else []
+
+    def write(self, name: str, arguments: Any) -> str:
+        return f"<call>{name}({next(iter(arguments.values()), '')})</call>"
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model") / "tiny", tie_word_embeddings=False, stop_weight=12.0, max_position_embeddings=1024
+    )
+
+
+@pytest.fixture
+def config_of(roomy, sums):
+    def make(**sections):
+        rollout = {"tools": ["calculator"], "max_completion_tokens": 150, "max_turns": 3, **sections.pop("rollout", {})}
+        return tiny_config(
+            roomy, sums, rollout=rollout, output={"log_completions": 3, "log_tokens": 3, **sections.pop("output", {})}, **sections
+        )
+
+    return make
+
+
+@pytest.fixture
+def by_chance(monkeypatch):
+    monkeypatch.setitem(FORMATS, "tags", HalfOfThem())
+
+
+def rows(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_with_tools_resumes_to_the_same_weights(config_of, by_chance, letters, tmp_path, ahead):
+    config = config_of(rollout={"ahead": ahead}, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 4})
+    whole = train(config, rewards=letters, console=QUIET, run_folder=tmp_path / "whole").folder
+    logged = rows(whole, "completions")
+    several = [row for row in logged if len(row["turns"]) > 1]
+    assert several, "the test needs episodes of several turns"
+    for row in several:
+        assert row["turns"][0]["calls"][0]["result"] == str(3 * len(row["turns"][0]["text"]))
+        assert sum(turn["tokens"] for turn in row["turns"]) == row["tokens"] == len(row["token_ids"])
+    metrics = rows(whole, "metrics")
+    assert all(row["episodes/turns"] > 1 for row in metrics)
+    assert all(row["policy/sampler_mismatch"] < 1e-4 for row in metrics[:1])
+    again = train(
+        config, rewards=letters, console=QUIET, run_folder=tmp_path / "again", resume_from=whole / "checkpoints" / "step-2"
+    ).folder
+    ours, theirs = (load_file(folder / "final_model" / "model.safetensors") for folder in (whole, again))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [row["turns"] for row in rows(again, "completions")] == [row["turns"] for row in logged if row["step"] > 2]
+
+
+def test_rewards_see_the_conversation_and_the_calls(config_of, by_chance, tmp_path):
+    seen = []
+
+    def spy(completions, calls, finish_reason, **columns):
+        seen.extend(zip(completions, calls, finish_reason, strict=True))
+        return [float(len(one)) for one in calls]
+
+    config = config_of(rewards={"functions": [{"function": "spy"}]}, training={"steps": 1})
+    train(config, rewards={"spy": spy}, console=QUIET, run_folder=tmp_path / "run")
+    called = [(messages, calls) for messages, calls, reason in seen if calls and reason == "stop"]
+    assert called
+    for messages, calls in called:
+        assert [m["role"] for m in messages] == ["assistant", "tool"] * len(calls) + ["assistant"]
+        assert [m["content"] for m in messages if m["role"] == "tool"] == [call["result"] for call in calls]
+        assert all(call["name"] == "calculator" and call["failure"] is None for call in calls)
+
+
+def test_evaluation_plays_episodes_and_judges_the_last_turn(config_of, by_chance, roomy):
+    (result,) = evaluate_model(str(roomy), config_of())
+    turns = [record["turns"] for record in result.records]
+    assert any(len(one) > 1 for one in turns)
+    assert all(
+        record["response"] == [t for t in record["turns"] if t["role"] == "assistant"][-1]["text"] for record in result.records
+    )
+
+
+def scripted(folder, script):
+    path = folder / "scripted.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"{a} * 7 = ?", "answer": str(7 * a), "script": script(a)}) + "\n" for a in range(24))
+    )
+    return path
+
+
+def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roomy, tmp_path):
+    data = scripted(tmp_path, lambda a: [f"<call>calculator({a} * 7)</call>", f"It is {7 * a}."])
+    config = tiny_config(
+        roomy, data, rollout={"tools": ["calculator"]}, warm_start={"steps": 1, "examples_per_step": 4},
+        rewards={"functions": [{"function": "correctness"}]},
+    )  # fmt: skip
+    prepared = prepare(config)
+    policy = load_policy(config.model)
+    before = copy.deepcopy(policy.model).double()
+    losses: list[float] = []
+    used = []
+    ids, own = worked_episode(prepared.train_prompts[3], prepared.answer_style, policy.tokenizer, prepared.episodes)
+    a = int(prepared.train_prompts[3].problem.question.split()[0])
+    assert policy.tokenizer.decode(ids) == (
+        f"<call>calculator({a} * 7)</call><|im_end|>\n<|im_start|>tool\n{7 * a}<|im_end|>\n<|im_start|>assistant\nIt is {7 * a}.<|im_end|>"
+    )
+    said = policy.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if s])
+    assert said == f"<call>calculator({a} * 7)</call><|im_end|>It is {7 * a}.<|im_end|>"
+
+    def spied(*arguments):
+        used.append((arguments[0], *worked_episode(*arguments)))
+        return used[-1][1:]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.training.warm_start.worked_episode", spied)
+        warm_start(
+            make_scorer(policy, config.model), prepared.train_prompts, policy.tokenizer, prepared.answer_style, config,
+            lambda step, loss: losses.append(loss), episodes=prepared.episodes,
+        )  # fmt: skip
+    with torch.no_grad():
+        expected = torch.cat([slow_logprobs(before, p.token_ids, ids)[torch.tensor(own)] for p, ids, own in used])
+    assert losses == [pytest.approx(-expected.mean().item(), abs=1e-5)]
+
+
+def test_the_generator_s_problems_are_worked_with_the_calculator(roomy):
+    config = tiny_config(
+        roomy, "arithmetic", data={"holdout": 5, "arithmetic": {"problems": 20, "operations": ["x"], "steps": 1,
+        "largest_factor": 99, "largest_number": 999}},
+        rollout={"tools": ["calculator"]}, rewards={"functions": [{"function": "correctness"}]},
+    )  # fmt: skip
+    prepared = prepare(config)
+    for prompt in prepared.train_prompts[:10]:
+        ids, _ = worked_episode(prompt, prepared.answer_style, prepared.tokenizer, prepared.episodes)
+        text = prepared.tokenizer.decode(ids)
+        assert text.startswith(f"<call>calculator({prompt.problem.columns['expression']})</call>")
+        assert f"tool\n{prompt.problem.answer}<|im_end|>" in text
+        assert "Tools: calculator(expression): Computes an arithmetic expression." in prompt.text
+
+
+@pytest.mark.parametrize("script", [[], "one text", [1], {}])
+def test_a_script_that_is_no_list_of_texts_is_refused(roomy, tmp_path, script):
+    config = tiny_config(
+        roomy, scripted(tmp_path, lambda a: script), rollout={"tools": ["calculator"]}, warm_start={"steps": 1},
+        rewards={"functions": [{"function": "correctness"}]},
+    )  # fmt: skip
+    with pytest.raises(DataError, match="must be a list of texts, the policy's turns in order"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "why"),
+    [
+        ({"rollout": {"tools": ["calculater"]}}, ConfigError, "did you mean 'calculator'"),
+        ({"rollout": {"tools": ["calculator"]}, "prompt": {"style": "plain"}}, ConfigError, "use prompt.style=chat"),
+    ],
+)
+def test_what_tools_need_is_said_before_weights_are_loaded(roomy, sums, sections, error, why):
+    with pytest.raises(error, match=why):
+        prepare(tiny_config(roomy, sums, rewards={"functions": [{"function": "correctness"}]}, **sections))
+
+
+def test_a_template_that_rewrites_history_is_refused_by_default_and_appended_to_by_choice(roomy, sums, tmp_path):
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(roomy, tmp_path / "forgets")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+    tokenizer.save_pretrained(folder)
+
+    def prepared(**rollout):
+        return prepare(
+            tiny_config(
+                folder, sums, rollout={"tools": ["calculator"], **rollout}, rewards={"functions": [{"function": "correctness"}]}
+            )
+        )
+
+    with pytest.raises(ConfigError, match=r"rewrites what was said before .*<think>.* set rollout.rewritten_history=append"):
+        prepared()
+    assert prepared(rewritten_history="append").episodes is not None
+
+
+def test_settings_of_episodes_without_tools_are_refused(roomy, sums):
+    for name, value in {"max_turns": 3, "call_format": "hermes", "tool_timeout_s": 1.0, "concurrent_tool_calls": 2}.items():
+        with pytest.raises(ConfigError, match=f"{name} is {value}, but tools is empty"):
+            tiny_config(roomy, sums, rollout={name: value})
+
+
+def test_a_model_without_a_chat_template_is_refused(roomy, sums, tmp_path):
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(roomy, tmp_path / "bare")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    for left in folder.glob("chat_template*"):
+        left.unlink()
+    with pytest.raises(ModelError, match=r"rollout\.tools needs a chat template"):
+        prepare(
+            tiny_config(folder, sums, rollout={"tools": ["calculator"]}, rewards={"functions": [{"function": "correctness"}]})
+        )
+
+
+def test_an_engine_that_plays_is_as_good_as_the_one_inside(roomy, config_of):
+    config = config_of()
+    prepared = prepare(config, rewards={"letters": lambda completions: [0.0] * len(completions)})
+    policy = load_policy(config.model)
+    from groupwise.engines import make_engine
+    from groupwise.episodes import playing
+
+    inside = make_engine(policy, config.rollout)
+    assert playing(inside, None) is inside
+    around = playing(inside, prepared.episodes)
+    assert isinstance(around, EpisodeEngine)
+    around.refresh(7)
+    assert inside.policy_version == 7
+    assert around.limit is inside.limit
+    assert around.metrics().keys() == inside.metrics().keys()
