@@ -114,7 +114,8 @@ class Llama3:
     _TAG = "<|python_tag|>"
 
     def read(self, text: str) -> list[Asked]:
-        rest, found = text.strip().removeprefix(self._TAG).strip(), []
+        rest = text.strip().removeprefix(self._TAG).strip()
+        found: list[Asked] = []
         if not rest.startswith("{"):
             return []
         while rest:
