@@ -35,7 +35,6 @@ def two_processes(module_config, tmp_path_factory):
     return folder, launch_two(module_config, folder)
 
 
-@pytest.mark.slow
 def test_two_processes_are_one(two_processes, module_config, tmp_path, monkeypatch):
     """Completions token for token; losses, the first gradient and the weights after five steps to fp32 rounding."""
     from groupwise.training.optimizer import MasterAdamW
@@ -53,18 +52,15 @@ def test_two_processes_are_one(two_processes, module_config, tmp_path, monkeypat
             torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.slow
 def test_two_processes_carry_on_bit_for_bit(two_processes):
     assert_same_bits(two_processes[0])
 
 
-@pytest.mark.slow
 def test_the_gradient_is_the_same_on_both_to_the_bit(two_processes):
     first, second = (load_file(two_processes[0] / f"gradient-{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.slow
 def test_a_process_that_fails_ends_the_run_with_its_error(two_processes):
     """Process 1's reward raises: process 0 says so, both leave with its exit code, and the run's folder is there to be looked at."""
     folder, code = two_processes

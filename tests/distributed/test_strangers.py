@@ -82,9 +82,7 @@ def by_hand(script, environment):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize(
-    "start", [by_hand, pytest.param(by_our_launcher, marks=pytest.mark.slow), pytest.param(by_torchrun, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("start", [by_hand, by_our_launcher, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_processes_of_one_machine_listen_to_it_and_to_each_other_alone(start, tmp_path):
     """Without anything that the user does."""
     script = tmp_path / "listens.py"
