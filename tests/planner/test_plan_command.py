@@ -123,7 +123,16 @@ def test_what_can_be_copied_is_not_broken_on_a_narrow_terminal():
     assert max(len(" ".join(one["settings"])) for one in suggested) > 80
     for one in suggested:
         assert any(line.startswith("  ") and all(f"{name}=" in line for name in one["settings"]) for line in lines)
-    result = CliRunner().invoke(app, ["plan", "gsm8k-7b-8gpu", "--hardware", "cpu"], env={"COLUMNS": "80"})
-    grid = [line for line in result.stdout.splitlines() if line.startswith(" ") and not line.startswith("  ")]
-    assert any(line.startswith(" a layer's backward pass ") for line in grid)
-    assert all(len(line) <= 80 for line in grid)
+
+
+@pytest.mark.parametrize(
+    "words", ["gsm8k-7b-8gpu --hardware cpu", "gsm8k-1.5b-24gb --gpu-memory 24GiB", "quickstart algorithm.kl.beta=0.04"]
+)
+def test_numbers_of_the_table_are_whole_on_a_terminal_of_80_columns(words):
+    result = CliRunner().invoke(app, ["plan", *words.split()], env={"COLUMNS": "80"})
+    grid = [line for line in result.stdout.splitlines() if line.startswith(" ") and line.strip()]
+    (totals,) = [line.split()[1:] for line in grid if line.startswith(" all ")]
+    phases = json.loads(plan(*words.split(), "--json"))["phases"]
+    assert len(phases) > 6
+    assert totals == [f"{phase['bytes'] / 2**30:.2f}" for phase in phases]
+    assert all(len(line) <= 80 for line in grid if not line.startswith("  "))

@@ -151,6 +151,7 @@ _WHEN = {
 _ROOMY = 5
 """Phases that a terminal of 80 columns has room for by their full names."""
 _SHORT = {
+    "loading": "load-\ning",
     "warm start": "warm\nstart",
     "sampling": "sampl.",
     "learning": "learn.",
@@ -176,7 +177,7 @@ def _say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
 
 
 def _show_phases(made: Plan, out: Console) -> None:
-    """What takes memory by phase; names stay on one line, and headings give way."""
+    """What takes memory by phase; numbers stay whole, however narrow the terminal is: headings and names give way."""
     from groupwise.cli.show import table
 
     names = list(dict.fromkeys(i.name for p in sorted(made.phases, key=lambda p: -p.bytes) for i in p.items))
@@ -184,9 +185,9 @@ def _show_phases(made: Plan, out: Console) -> None:
     rows = [(name, *(_gib(s[name]) if name in s else "" for s in sizes)) for name in names]
     heads = [_SHORT.get(p.name, p.name) if len(made.phases) > _ROOMY else p.name for p in made.phases]
     grid = table(["GiB", *heads], [*rows, ("all", *(_gib(p.bytes) for p in made.phases))])
-    grid.columns[0].no_wrap = True
     for column in grid.columns[1:]:
         column.justify = "right"
+        column.no_wrap = True
     grid.padding = (0, 0, 0, 1)
     out.print(grid)
 
