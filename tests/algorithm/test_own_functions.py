@@ -90,8 +90,8 @@ def test_an_advantage_by_place(mine):
 def test_by_registered_name(monkeypatch):
     monkeypatch.setattr("groupwise.algorithm.registry.LOSSES", {**LOSSES})
     monkeypatch.setattr("groupwise.algorithm.registry.ADVANTAGES", {**ADVANTAGES})
-    for what, names in REGISTERED.items():
-        monkeypatch.setitem(REGISTERED, what, set(names))
+    for what, functions in REGISTERED.items():
+        monkeypatch.setitem(REGISTERED, what, dict(functions))
 
     @register_loss("twice")
     def twice(inputs, *, factor=2.0):

@@ -208,7 +208,7 @@ def test_a_function_of_ones_own_has_settings_of_its_own():
 
 
 def test_a_registered_name_is_a_type(monkeypatch):
-    monkeypatch.setitem(REGISTERED, "loss", {"mine"})
+    monkeypatch.setitem(REGISTERED, "loss", {"mine": print})
     assert chosen("loss.type=mine", "loss.settings={x: 1}").loss == OwnLoss(type="mine", settings={"x": 1})
     with pytest.raises(ConfigError, match=re.escape("dppo, mine (did you mean mine?)")):
         chosen("loss.type=mime")

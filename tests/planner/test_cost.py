@@ -1,6 +1,7 @@
 """What a step costs, by hand counts: operations, traffic, an hour's work, and the rates of this machine."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from groupwise.config import build_config, load_config
 from groupwise.config.schema import KLConfig
 from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
-from groupwise.planner.cost import link_bytes_per_s, step_cost
+from groupwise.planner.cost import decode_step_s, link_bytes_per_s, step_cost
 from groupwise.planner.plan import training_problems
 from groupwise.planner.state import exchange_bytes
 
@@ -27,6 +28,37 @@ def test_operations_are_those_of_a_hand_count():
     assert cost.learning_flops == 3 * forward
     again = setup.changed(model__gradient_checkpointing=True, algorithm__kl=KLConfig(beta=0.1), algorithm__updates_per_batch=2)
     assert step_cost(again, HARDWARE["cpu"]).learning_flops == 2 * 4 * forward + forward
+
+
+def test_layers_with_a_window_cost_what_lies_within_it():
+    """One layer of two sees the last 2 positions: 1 + 2 + 2 of the prompt's three, and 2 of each completion's row."""
+    rollout = {"prompts_per_step": 1, "completions_per_prompt": 2, "max_completion_tokens": 2}
+    config = build_config({"rollout": rollout, "algorithm": {"kl": None}, "model": {"dtype": "bfloat16"}})
+    full, windowed = (
+        Setup(config, ModelShape(8, 16, 2, 2, 1, 4, 10, True, windows=windows), "cpu", prompt_tokens=3)
+        for windows in ((), (None, 2))
+    )
+    flops = [step_cost(setup, HARDWARE["cpu"]).sampling_flops for setup in (full, windowed)]
+    assert flops[0] - flops[1] == 4 * 8 * (14 - (5 + 2 * 2))
+    by_module = [replace(setup, shape=replace(setup.shape, uncovered="other")) for setup in (full, windowed)]
+    assert len({step_cost(setup, HARDWARE["cpu"]).sampling_flops for setup in by_module}) == 1, "a mask saves no work"
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_decoding_reads_no_further_than_the_window(length):
+    """Where reading takes longest: a window of 4 over a prompt of 3 that two rows share, in one layer of two."""
+    config = build_config({"rollout": {"completions_per_prompt": 2}, "model": {"dtype": "bfloat16"}})
+    slow = replace(HARDWARE["cpu"], bytes_per_s=1.0, bandwidth_share=1.0)
+    shape = ModelShape(8, 16, 2, 2, 1, 4, 10, True, windows=(None, 4))
+
+    def read(shape, device="cpu"):
+        return decode_step_s(Setup(config, shape, device, prompt_tokens=3), slow, 2, length)
+
+    own = min(length, 4)
+    prompt = min(3, 4 - own)
+    out_of_sight = (3 - prompt) + 2 * (length - own)
+    assert read(replace(shape, windows=())) - read(shape) == out_of_sight * shape.cached(2) / 2
+    assert read(shape, "cuda") == read(replace(shape, windows=()), "cuda"), "there all is read, and masked"
 
 
 def test_beyond_one_machine_the_network_s_rate_counts():

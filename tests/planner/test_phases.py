@@ -2,7 +2,10 @@
 
 import pytest
 
+from groupwise.algorithm.registry import find_loss
 from groupwise.config import load_config
+from groupwise.config.section import REGISTERED
+from groupwise.planner import HARDWARE, make_plan
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, phases
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
@@ -100,3 +103,33 @@ def test_the_warm_start_has_its_examples_and_neither_reference_nor_critic():
     assert warm["activations"] / learning["activations"] == pytest.approx(16 * (100 + 299) / (2 * (100 + 4 * 299)), rel=0.05)
     assert learning.keys() - warm.keys() == {"reference"}
     assert "warm start" not in sizes(setup("warm_start.steps=0", *few))
+
+
+OWN_LOSS = """
+from groupwise.algorithm import LossOutputs, needs
+
+@needs("reference")
+def near(inputs):
+    return LossOutputs((inputs.logprobs_T - inputs.reference_T) ** 2)
+
+def far(inputs):
+    return LossOutputs(-inputs.advantages_T * inputs.logprobs_T)
+"""
+
+
+def test_a_reference_that_only_a_loss_of_ones_own_reads_is_planned(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+
+    def planned(loss):
+        overrides = ["algorithm.kl=null", f"algorithm.loss={{type: {loss}}}", "model.dtype=bfloat16"]
+        return make_plan(load_config("quickstart", overrides), HARDWARE["rtx-4090"], limit_bytes=2**30)
+
+    without, near, far = (planned(name) for name in ("reinforce", f"{tmp_path}/mine.py:near", f"{tmp_path}/mine.py:far"))
+    assert near.setup.weights in [i.bytes for p in near.phases for i in p.items if i.name == "reference"]
+    assert near.cost.learning_flops == without.cost.learning_flops + without.cost.sampling_flops
+    assert far.cost.learning_flops == without.cost.learning_flops
+    assert [p.bytes for p in far.phases] == [p.bytes for p in without.phases]
+    assert near.suggestions
+    assert not any("algorithm.kl" in one.settings for one in near.suggestions), "there is none that could go"
+    monkeypatch.setitem(REGISTERED, "loss", {"near": find_loss(f"{tmp_path}/mine.py:near", {}).func})
+    assert planned("near").phases == near.phases

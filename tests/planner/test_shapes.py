@@ -1,6 +1,8 @@
 """A model's shape from its config.json: as many weights as transformers counts, and no plan for what would be counted wrongly."""
 
 import json
+import math
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 from groupwise.config import load_config
 from groupwise.errors import ModelError
-from groupwise.models.decoder import why_unsupported
+from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.families import FAMILIES
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, find_shape, make_plan
 from groupwise.planner.shape import shape_of_config
@@ -150,3 +152,12 @@ def test_a_type_that_was_never_counted_is_said_to_be_one(tmp_path):
     assert "the type 'another'" in " ".join(made.assumptions)
     known = make_plan(load_config("quickstart"), HARDWARE["rtx-4090"])
     assert "never counted" not in " ".join(known.assumptions)
+
+
+def test_windows_are_those_that_the_decoder_computes_by(tiny_gemma3, tiny_mistral, tiny_llama):
+    for model in (tiny_gemma3(), tiny_mistral(), tiny_llama()):
+        decoder = Decoder(model)
+        windows = tuple(decoder.windows[kind] for kind in decoder.kinds)
+        found = shape_of_config(model.config.to_dict(), "tiny")
+        assert found.windows == (windows if any(windows) else ())
+        assert found.layers_by_window == Counter(math.inf if window is None else window for window in windows)

@@ -35,10 +35,7 @@ def register_advantage(name: str) -> Callable[[Function], Function]:
 
 
 def needs(*what: str) -> Callable[[Function], Function]:
-    """Declare what a loss reads that would otherwise not be computed: "reference" (a copy of the weights), "entropy".
-
-    The planner does not know of a reference that a loss of yours asks for.
-    """
+    """Declare what a loss reads that would otherwise not be computed: "reference" (a copy of the weights), "entropy"."""
     if unknown := set(what) - set(_NEEDS):
         raise ConfigError(f"needs names {', '.join(sorted(unknown))}, but a loss may need {' or '.join(_NEEDS)}")
 
@@ -72,7 +69,7 @@ def find_advantage(name: str, settings: Mapping[str, Any]) -> Advantage:
 def _register(table: dict[str, Any], what: str, name: str) -> Callable[[Function], Function]:
     def declare(function: Function) -> Function:
         table[name] = function
-        REGISTERED[what].add(name)
+        REGISTERED[what][name] = function
         return function
 
     return declare

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from groupwise.config.section import OWN, Section, check_own, type_of
+from groupwise.config.section import OWN, REGISTERED, Section, check_own, type_of
+from groupwise.errors import ConfigError
+from groupwise.importing import import_member
 
 __all__ = [
     "AdvantageConfig",
@@ -298,6 +300,13 @@ class OwnLoss(LossSection):
     @classmethod
     def check_name(cls, given: Any) -> Any:
         return check_own("loss", given, LOSS_TYPES)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the function declares that it reads a reference (`groupwise.algorithm.needs`). Imports it; raises ConfigError where that
+        fails."""
+        function = REGISTERED["loss"].get(self.type) or import_member(self.type, "loss", ConfigError)[0]
+        return "reference" in getattr(function, "needs", ())
 
 
 LOSS_TYPES: dict[str, type[LossSection]] = {

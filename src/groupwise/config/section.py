@@ -14,8 +14,8 @@ __all__ = ["OWN", "REGISTERED", "SENTENCES", "Section", "check_own", "explained"
 
 OWN = "own"
 """Tag of a type that is not built in: a registered name, or a function by its file or import path."""
-REGISTERED: dict[str, set[str]] = {"advantage": set(), "loss": set()}
-"""Names that a program has registered for functions of its own, which a config may use like built-in ones."""
+REGISTERED: dict[str, dict[str, Any]] = {"advantage": {}, "loss": {}}
+"""Functions of its own that a program has registered, whose names a config may use like built-in ones."""
 
 
 class Sentences(Protocol):

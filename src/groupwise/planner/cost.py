@@ -7,6 +7,7 @@ that this trainer does: a prompt once for its group, no padding, the output head
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from groupwise.planner.hardware import HARDWARE, NETWORK_BYTES_PER_S, Hardware
@@ -64,36 +65,48 @@ def link_bytes_per_s(setup: Setup, hardware: Hardware) -> float:
 
 
 def _forward_flops(setup: Setup) -> float:
-    """2 L matrices R + 2 V D T + 4 L H E pairs, over the whole step."""
+    """2 L matrices R + 2 V D T + 4 L H E pairs, over the whole step. Layers with a window have fewer pairs."""
     shape, n, c, p = setup.shape, setup.prompts, setup.mean_completion, setup.prompt
     g = setup.config.rollout.completions_per_prompt
     if setup.packed:
-        rows = n * (p + g * (c - 1))
-        pairs = n * (p * (p + 1) / 2 + g * ((c - 1) * p + (c - 1) * c / 2))
-    else:
+        rows, pairs = n * (p + g * (c - 1)), 0.0
+        for window, layers in shape.layers_by_window.items():
+            pairs += layers * n * ((1 - g) * _seen(p, window) + g * _seen(p + c - 1, window))
+    else:  # by a library that masks what lies outside of a window, and computes it
         rows = n * g * (p + c - 1)
-        pairs = n * g * (p + c - 1) * (p + c) / 2
-    layers = 2.0 * shape.layers * shape.layer_matrices * rows + 4.0 * pairs * shape.layers * shape.attended
-    return layers + 2.0 * shape.head * n * g * c
+        pairs = shape.layers * n * g * _seen(p + c - 1)
+    return 2.0 * shape.layers * shape.layer_matrices * rows + 4.0 * pairs * shape.attended + 2.0 * shape.head * n * g * c
+
+
+def _seen(length: int, window: float = inf) -> float:
+    """Positions that the tokens of a sequence see, each itself included, added up."""
+    within = min(length, window)
+    return within * (within + 1) / 2 + (length - within) * within
 
 
 def _learning_flops(setup: Setup, forward: float) -> float:
     """A backward pass is two forward passes; one where the base is frozen, whose weights need no gradient."""
     passes = (2.0 if setup.adapted else 3.0) + (1.0 if setup.config.model.gradient_checkpointing else 0.0)
-    reference = forward if setup.config.algorithm.needs_reference else 0.0
+    reference = forward if setup.needs_reference else 0.0
     return setup.config.algorithm.updates_per_batch * passes * forward + reference
 
 
 def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
     """Seconds of one decode step of ``rows`` sequences that have ``length`` tokens of their own: it reads all weights once and the
     rows' cache, or computes, whichever takes longer. A base of few bits that is not merged is unpacked for each step. ``devices``: as
-    many divide both among them."""
+    many divide both among them. Layers with a window read no further, but where the built-in engine masks instead: on GPUs, and in fp32."""
     shape, s = setup.shape, setup.weight_bytes
     weights = shape.layers * shape.layer_matrices + shape.head
     groups = max(1, rows // setup.config.rollout.completions_per_prompt)
     unpacked = 2 * s * shape.layers * shape.layer_matrices if setup.quantised != "none" and not setup.by_builtin else 0
-    read = s * weights + unpacked + shape.cached(s) * (groups * setup.prompt + rows * length)
-    computed = 2.0 * weights * rows + 4.0 * shape.layers * shape.attended * rows * (setup.prompt + length)
+    masked = setup.by_builtin and (setup.device != "cpu" or s != 2)
+    read, seen = float(s * weights + unpacked), 0.0
+    for window, layers in ({inf: shape.layers} if masked else shape.layers_by_window).items():
+        own = min(length, window)
+        prompt = min(setup.prompt, window - own)
+        read += shape.cached(s) * layers / shape.layers * (groups * prompt + rows * own)
+        seen += layers * (prompt + own)
+    computed = 2.0 * weights * rows + 4.0 * shape.attended * rows * seen
     return max(read / (hardware.bytes_per_s * hardware.bandwidth_share), computed / _arithmetic(setup, hardware)) / devices
 
 
@@ -125,7 +138,7 @@ def _merging_s(setup: Setup, bandwidth: float) -> float:
     if not (setup.adapted and setup.packed):
         return 0.0
     times = 3 if setup.config.model.gradient_checkpointing else 2
-    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.config.algorithm.needs_reference))
+    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.needs_reference))
     return made * _MERGING_BYTES * setup.shape.layers * setup.shape.layer_matrices / bandwidth
 
 
@@ -142,7 +155,7 @@ def _update_s(setup: Setup, bandwidth: float) -> float:
 
 
 def _reference_transfer_s(setup: Setup) -> float:
-    parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.config.algorithm.needs_reference
+    parked = setup.device == "cuda" and setup.config.training.offload_reference and setup.needs_reference
     return setup.weights / _BUS_BYTES_PER_S if parked and not setup.adapted else 0.0
 
 

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
 
 from groupwise.batching import cut_batch
+from groupwise.config.objective import OwnLoss
 from groupwise.config.rewards import RewardModelConfig
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import Section
@@ -220,10 +221,16 @@ class Setup:
         own = (self.merged_bytes > 0 and self.sharding == "none") or self.by_vllm
         return max(0, self.ahead - own)
 
+    @cached_property
+    def needs_reference(self) -> bool:
+        """Whether a reference makes passes: for the KL, or for a loss of the user's that asks for one."""
+        loss = self.config.algorithm.loss
+        return self.config.algorithm.needs_reference or (isinstance(loss, OwnLoss) and loss.needs_reference)
+
     @property
     def has_reference(self) -> bool:
-        """Whether a second model is kept for the KL: an adapter's reference is its base."""
-        return self.config.algorithm.needs_reference and not self.adapted
+        """Whether a second model is kept as the reference: an adapter's is its base."""
+        return self.needs_reference and not self.adapted
 
     @property
     def offloaded(self) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,9 @@ class ModelShape:
     uncovered: str | None = None
     """Why the lean decoder does not compute it, but the model's own module; None where it does."""
 
+    windows: tuple[int | None, ...] = ()
+    """For each layer, how many positions back a token sees, itself included, and None where it sees all; empty where all layers do."""
+
     @property
     def lean(self) -> bool:
         """Whether the lean decoder computes it."""
@@ -73,6 +79,11 @@ class ModelShape:
     def matrix_rows(self) -> int:
         """Outputs of one layer's matrices together: (H + 2K) E + 2 D + 2 F."""
         return self.qkv + 2 * self.width + 2 * self.feed_forward
+
+    @property
+    def layers_by_window(self) -> Mapping[float, int]:
+        """How many layers have each window; an infinite one where they see all positions."""
+        return Counter(inf if window is None else window for window in self.windows or (None,) * self.layers)
 
     def cached(self, size: int) -> int:
         """Bytes of one position's keys and values, ``size`` bytes a number: 2 L K E s."""
@@ -191,6 +202,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             layer_norms=2 if family is None else family.layer_norms,
             architecture=architecture,
             uncovered=why_uncovered({**text, "model_type": architecture}),
+            windows=() if family is None or not any(windows := family.windows(text)) else windows,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(

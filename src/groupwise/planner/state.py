@@ -143,9 +143,7 @@ def exchange_bytes(setup: Setup) -> float:
     if not divided(setup, "weights"):
         return ring * (gradients + setup.weight_bytes * setup.trained) if divided(setup, "gradients") else 2 * ring * gradients
     passes, whole = setup.passes, float(setup.weights)
-    reference = (
-        passes * whole if setup.config.algorithm.needs_reference else 0.0
-    )  # also of a base, which is its adapter's reference
+    reference = passes * whole if setup.needs_reference else 0.0  # also of a base, which is its adapter's reference
     added_up = passes * gradients if divided(setup, "gradients") else 2 * gradients
     return ring * (passes * 2 * whole + added_up + reference + whole)
 

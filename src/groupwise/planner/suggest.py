@@ -167,7 +167,7 @@ def _slower(setup: Setup) -> Iterator[tuple[dict[str, Any], str]]:
     if not config.model.gradient_checkpointing:
         recompute.append(({"model__gradient_checkpointing": True}, "activations are computed twice"))
     away: list[tuple[dict[str, Any], str]] = [({}, "")]
-    reference = on_gpu and config.algorithm.needs_reference and not setup.adapted and not config.training.offload_reference
+    reference = on_gpu and setup.has_reference and not config.training.offload_reference
     if reference:
         away.append(({"training__offload_reference": True}, "the reference is brought for its pass"))
     if on_gpu and not setup.adapted and not config.optimizer.offload and config.optimizer.precision.startswith("masters"):
@@ -190,7 +190,7 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
     value = setup.config.algorithm.value
     if value is not None and value.critic != "shared":
         yield {"algorithm__value__critic": "shared"}, 2, "the critic is a head on the policy"
-    if setup.has_reference:
+    if setup.has_reference and setup.config.algorithm.kl is not None:
         without = "no reference and no KL: another objective"
         yield {"algorithm__kl": None}, 2, without
         for changes, _, effect in rounding:
