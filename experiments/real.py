@@ -15,7 +15,7 @@ from groupwise.engines import Engine, make_engine
 from groupwise.models.load import Policy, load_policy
 from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rollout import collect
-from groupwise.training.advantages import advantage_inputs
+from groupwise.training.advantages import StepAdvantages
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.setup import Prepared, prepare
 from groupwise.types import Group
@@ -55,8 +55,7 @@ class Workbench:
     def pack(self, groups: list[Group]) -> PackedBatch:
         chosen = Objective.from_config(self.config.algorithm)
         rewards = [list(group.rewards) for group in groups]
-        inputs = advantage_inputs(groups, chosen)
-        advantages = chosen.advantages(inputs).per_completion(inputs).tolist()
+        advantages = [number for group in StepAdvantages.of(groups, chosen).by_group for number in group]
         packed = self.scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
         counts = BatchCounts(len(advantages), len(packed.targets_T), self.config.rollout.max_completion_tokens)
         weights = chosen.weights(packed.lengths_N, packed.sequence_T, counts)

@@ -30,6 +30,7 @@ from groupwise.models.load import Policy, load_policy
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.training.learner import Learner
+from groupwise.training.optimizer import MasterAdamW
 from groupwise.types import Completion, Group
 
 __all__ = ["carry_out"]
@@ -77,17 +78,18 @@ def _point(learner: Learner, groups: list[Group], budget: int, folder: Path, set
     """One token budget: an update whose gradient is compared, then those that are timed."""
     learner.budget.tokens = budget
     found: dict[str, Any] = {"budget": budget, "passes": 0}
-    step = learner.optimizer.step
+    optimizer: Any = learner.optimizer
+    step = optimizer.step
 
     def compared(rate: float) -> Any:
         found["gradient_difference"] = _compare(_by_module_name(learner), folder / "reference.safetensors")
         return step(rate)
 
-    learner.optimizer.step = compared
+    optimizer.step = compared
     try:
         _, metrics = learner.learn(groups)
     finally:
-        learner.optimizer.step = step
+        optimizer.step = step
     found |= {"loss": metrics["policy/loss"].value, "passes": len(learner.window(groups).micro_batches)}
     if not settings["repeats"]:
         return found
@@ -103,6 +105,7 @@ def _point(learner: Learner, groups: list[Group], budget: int, folder: Path, set
 
 def _by_module_name(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     """The gradient by the module's own parameter names: under packing several of them are views of one."""
+    assert isinstance(learner.optimizer, MasterAdamW)
     gradients = dict(zip(learner.optimizer.names, learner.optimizer.gradients(), strict=True))
     owners = {p.untyped_storage().data_ptr(): name for name, p in learner.scorer.named_parameters()}
     for name, parameter in learner.scorer.module.named_parameters():

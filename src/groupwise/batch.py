@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.errors import TrainingError
 from groupwise.types import Group
 
-__all__ = ["Batch", "Member", "tokens_of"]
+__all__ = ["Batch", "Member"]
 
 Member = tuple[int, int]
 """A completion by its group's index in the step and its own index in the group."""
@@ -38,6 +38,8 @@ class Batch:
     """Index of each completion's group in the step, on the CPU."""
     member_N: Tensor
     """Index of each completion in its group, on the CPU."""
+    place_N: Tensor
+    """Index of each completion among all of the step, on the CPU."""
     length_N: Tensor
     """Sampled tokens of each completion, on the CPU."""
     span_N: Tensor
@@ -49,6 +51,8 @@ class Batch:
     """On the CPU."""
     sampled_S: Tensor
     """True where the policy sampled the token, on the CPU."""
+    place_T: Tensor
+    """Index of each sampled token among all of the step, on the CPU."""
     sampler_logprobs_T: Tensor
     """Log-probabilities under the distribution that each token was drawn from, in nats."""
     weights_T: Tensor
@@ -87,18 +91,26 @@ class Batch:
                 f"the batch was sampled at temperatures {', '.join(f'{t:g}' for t in temperatures)}, but log-probabilities are scored at "
                 "one: sample a step's completions with one rollout.temperature"
             )
+        everyone = [(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))]
+        places = {member: n for n, member in enumerate(everyone)}
+        all_lengths = torch.tensor([groups[g].completions[m].sampled_tokens for g, m in everyone], dtype=torch.long)
+        place_N = torch.tensor([places[member] for member in members], dtype=torch.long)
+        length_N = all_lengths[place_N]
+        before_N = (all_lengths.cumsum(0) - all_lengths)[place_N] - (length_N.cumsum(0) - length_N)
         sampled_S = torch.tensor([sampled for c in chosen for sampled in c.sampled], dtype=torch.bool)
         logprobs_T = torch.tensor([x for c in chosen for x in c.logprobs], dtype=torch.float32)[sampled_S]
         return cls(
             prompts={g: groups[g].prompt.token_ids for g, _ in members},
             group_N=torch.tensor([g for g, _ in members], dtype=torch.long),
             member_N=torch.tensor([m for _, m in members], dtype=torch.long),
-            length_N=torch.tensor([c.sampled_tokens for c in chosen], dtype=torch.long),
+            place_N=place_N,
+            length_N=length_N,
             span_N=torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.long),
             learnt=len(members) if learnt is None else learnt,
             temperature=temperatures[0] if temperatures else 1.0,
             token_ids_S=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
             sampled_S=sampled_S,
+            place_T=torch.repeat_interleave(before_N, length_N) + torch.arange(len(logprobs_T)),
             sampler_logprobs_T=logprobs_T.to(device),
             weights_T=torch.zeros(len(logprobs_T), device=device),
         )
@@ -125,6 +137,10 @@ class Batch:
     def sequence_T(self) -> Tensor:
         """Which of the N completions each sampled token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.length_N).to(self.weights_T.device)
+
+    def per_token(self, numbers_N: Tensor) -> Tensor:
+        """Each completion's number at each of its tokens, on the device that computes."""
+        return numbers_N.to(self.weights_T.device)[self.sequence_T]
 
     def tokens(self, rows: range) -> slice:
         """Where the sampled tokens of the completions ``rows`` lie."""
@@ -184,14 +200,3 @@ def _part(sizes_N: Tensor, rows: range) -> slice:
     """Where the elements of the completions ``rows`` lie, of which each has so many."""
     start = int(sizes_N[: rows.start].sum())
     return slice(start, start + int(sizes_N[rows.start : rows.stop].sum()))
-
-
-def tokens_of(groups: Sequence[Group], members: Sequence[Member]) -> Tensor:
-    """Where the sampled tokens of ``members`` lie among those of all completions of ``groups``, in the order of ``groups``: ``[T]``."""
-    lengths = torch.tensor([c.sampled_tokens for group in groups for c in group.completions], dtype=torch.long)
-    first = [0, *torch.tensor([len(group.completions) for group in groups]).cumsum(0).tolist()]
-    ends = lengths.cumsum(0)
-    rows = [first[g] + m for g, m in members]
-    if not rows:
-        return torch.zeros(0, dtype=torch.long)
-    return torch.cat([torch.arange(int(ends[n] - lengths[n]), int(ends[n])) for n in rows])

@@ -20,7 +20,7 @@ from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.resume import drift
 from groupwise.training.window import HeldWindow, _group_values
-from groupwise.types import Completion, Group, Problem, Prompt, StepScores
+from groupwise.types import Completion, Group, Problem, Prompt, StepScores, ToolCall, Turn
 from tests.survival.kills import differences
 
 EVERY = {"training": {"steps": 4}, "output": {"checkpoint_every": 1, "keep_checkpoints": 4}}
@@ -339,7 +339,8 @@ def test_without_a_good_checkpoint_none_is_named(small_config, letters, quiet, t
 
 def test_a_batch_comes_back_as_it_was_with_every_field():
     """A field that is added to groups or completions, and forgotten here, would be lost between two updates."""
-    completion = Completion("a", (1, 2), (-0.1, -1e-7), "length", sample=3, policy_version=4, temperature=0.5)
+    turns = (Turn("assistant", "a", 1, (ToolCall("f", {"x": [1]}, "3", "raised"),)), Turn("tool", "3", 1))
+    completion = Completion("a", (1, 2), (-0.1, -1e-7), "length", sample=3, policy_version=4, temperature=0.5, turns=turns)
     steps = StepScores(0.5, (((1, 1.0), (2, 0.25)),))
     group = Group(
         Prompt(Problem("p", "?", "1"), "?", (1,)), (completion,), (0.1 + 0.2,), {"f": (None,)}, {"g": steps}, (0.3,), {"f": 2.0}

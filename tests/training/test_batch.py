@@ -6,7 +6,7 @@ import pytest
 import torch
 from slow_grpo import config_of, learner_of, make_groups
 
-from groupwise.batch import Batch, tokens_of
+from groupwise.batch import Batch
 from groupwise.errors import TrainingError
 from groupwise.training.microbatches import cut
 
@@ -54,7 +54,7 @@ def _by_group(view):
 @pytest.mark.parametrize("budget", [1, 17, 40, 10_000])
 def test_micro_batches_are_ranges_in_order_whatever_the_budget(tiny_llama, batch, budget):
     learner, _ = learner_of(tiny_llama(), config_of())
-    parts = cut(batch, range(len(batch)), learner.scorer, budget)
+    parts = cut(batch, learner.scorer, budget)
     assert [n for part in parts for n in part.rows] == list(range(len(batch)))
     assert torch.equal(torch.cat([part.packed.targets_T for part in parts]), batch.token_ids_S)
     assert all(part.tokens <= budget or len(part.rows) == 1 for part in parts)
@@ -88,5 +88,9 @@ def test_the_temperature_of_the_samples_is_the_one_that_is_scored(tiny_llama):
 
 def test_the_place_of_a_completion_among_all_tokens(groups):
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    assert tokens_of(groups, [(1, 0)]).tolist() == list(range(sum(lengths[:3]), sum(lengths[:4])))
-    assert tokens_of(groups, []).tolist() == []
+    first, second = [range(sum(lengths[:n]), sum(lengths[: n + 1])) for n in (3, 6)]
+    batch = Batch.of(groups, [(1, 0), (2, 1)], torch.device("cpu"))
+    assert batch.place_N.tolist() == [3, 6]
+    assert batch.place_T.tolist() == [*first, *second]
+    assert batch.view(range(1, 2)).place_T.tolist() == [*second]
+    assert Batch.of(groups, [], torch.device("cpu")).place_T.tolist() == []

@@ -148,7 +148,7 @@ def test_a_batch_keeps_given_tokens_as_context(tiny_llama):
     assert batch.length_N.tolist() == [c.sampled_tokens for c in everyone]
     own = [[t for t, s in zip(c.token_ids, c.sampled, strict=True) if s] for c in everyone]
     assert len(batch.sampler_logprobs_T) == sum(map(len, own))
-    for part in cut(batch, range(len(batch)), learner.scorer, 30):
+    for part in cut(batch, learner.scorer, 30):
         assert part.packed.targets_T.tolist() == [t for n in part.rows for t in own[n]]
         assert torch.equal(part.packed.lengths_N, part.view.length_N)
         assert torch.equal(part.packed.sequence_T, part.view.sequence_T)

@@ -94,6 +94,11 @@ class Objective:
         """The trainer passes ``kl.kl_penalty`` of each token to the advantages."""
         return self.beta > 0 and self.kl is not None and self.kl.placement == "token_reward"
 
+    @property
+    def advantages_need_passes(self) -> bool:
+        """Whether rewards have the KL in them, or a learned value is the baseline: then advantages are known only after a pass."""
+        return self.needs_values or self.kl_in_reward or self.kl_in_token_reward
+
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages of all groups of the batch, before anything is left out. Checks the shapes of what a user's function returns."""
         found: AdvantageOutputs = self.advantage(inputs)

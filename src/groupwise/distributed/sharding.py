@@ -18,12 +18,13 @@ from torch import Tensor
 
 from groupwise.config.schema import OptimizerConfig
 from groupwise.errors import ConfigError
+from groupwise.metrics import Mean
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
     from groupwise.models.scorer import Scorer
 
-__all__ = ["Sharding", "chosen_sharding", "refuse_without_deepspeed", "sharding_of_launcher", "zero_of_launcher"]
+__all__ = ["Optimizer", "Sharding", "chosen_sharding", "refuse_without_deepspeed", "sharding_of_launcher", "zero_of_launcher"]
 
 _REFUSED = (
     ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", "leave it out and set zero_stage: groupwise writes DeepSpeed's settings"),
@@ -68,6 +69,38 @@ def refuse_without_deepspeed(who_asks: str) -> None:
         raise ConfigError(f"{who_asks}, and the package deepspeed is not installed: `pip install 'groupwise[deepspeed]'`")
 
 
+class Optimizer(Protocol):
+    """What steps the policy's weights, as ``training.optimizer.MasterAdamW`` does; that says what each method is for."""
+
+    @property
+    def adamw(self) -> Any:
+        """Torch's optimiser inside, whose groups a schedule reads."""
+        ...
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    @property
+    def can_recover(self) -> bool: ...
+
+    @property
+    def lost(self) -> Mean | None: ...
+
+    def gradients(self) -> list[Tensor | None]: ...
+
+    def zero_gradient(self, index: int) -> Tensor: ...
+
+    def step(self, rate: float, /) -> tuple[float, bool]: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+
 class Sharding(Protocol):
     """One way of dividing. Every process must call each method, in one order, but for those that say otherwise."""
 
@@ -75,8 +108,8 @@ class Sharding(Protocol):
     divides_weights: bool
     """Whether a process holds only a part of the weights; then passes speak to the other processes."""
 
-    def make_optimizer(self, config: OptimizerConfig) -> Any:
-        """An optimizer of the policy with the methods of ``MasterAdamW``."""
+    def make_optimizer(self, config: OptimizerConfig) -> Optimizer:
+        """One of the policy's weights."""
         ...
 
     def make_reference(self, scorer: Scorer) -> Scorer:
@@ -99,7 +132,7 @@ class Sharding(Protocol):
         """The backward pass. Not a collective call of its own: ``evened`` matches what it exchanges."""
         ...
 
-    def sum_gradients(self, optimizer: Any) -> None:
+    def sum_gradients(self, optimizer: Optimizer) -> None:
         """What has added up in ``optimizer`` becomes the whole batch's, before its step."""
         ...
 

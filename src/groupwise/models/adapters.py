@@ -23,6 +23,7 @@ from groupwise.models.logprobs import Scored
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
 from groupwise.models.ops import scramble, uniforms
+from groupwise.models.packing import PackedTokens
 from groupwise.models.quantised import is_quantised
 from groupwise.models.quiet import quieten_bitsandbytes
 from groupwise.models.saving import Made
@@ -214,15 +215,17 @@ class AdapterScorer(ModuleScorer, KeepsAdapter):
         """The trainable tensors: the adapter's."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
-    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+    def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """See ``ModuleScorer.score``. Dropout stays on until the next call, since the backward pass may recompute."""
+        assert isinstance(batch, Padded), "another kind of scorer prepared it"
         self.noise.tokens(batch.token_ids)
         result = super().score(batch, temperature, entropy=entropy, keep_hidden=keep_hidden)
         self._set_dropout(torch.is_grad_enabled())
         return result
 
-    def states(self, batch: Padded) -> Tensor:
+    def states(self, batch: PackedTokens) -> Tensor:
         """See ``ModuleScorer.states``; dropout as for ``score``."""
+        assert isinstance(batch, Padded), "another kind of scorer prepared it"
         self.noise.tokens(batch.token_ids)
         result = super().states(batch)
         self._set_dropout(torch.is_grad_enabled())
@@ -248,15 +251,16 @@ class ReferenceWithoutAdapter:
         """None: nothing of its own."""
         return []
 
-    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Padded:
-        return self.scorer.prepare(groups)
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> PackedTokens:
+        found: PackedTokens = self.scorer.prepare(groups)
+        return found
 
     @torch.no_grad()
-    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, batch: PackedTokens, temperature: float = 1.0) -> Tensor:
         return self.score(batch, temperature).logprobs_T
 
     @torch.no_grad()
-    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+    def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         with self._reference():
             return self.scorer.score(batch, temperature, entropy=entropy, keep_hidden=keep_hidden)
 

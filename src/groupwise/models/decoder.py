@@ -29,7 +29,7 @@ from groupwise.models.layer import Blocks, Layer, Shape, hollow
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.merging import MergedLayer, is_adapted_layer
 from groupwise.models.ops import rms_norm
-from groupwise.models.packing import Packed, pack
+from groupwise.models.packing import Packed, PackedTokens, pack
 from groupwise.models.quantised import is_quantised
 from groupwise.threads import adapt_threads
 
@@ -246,19 +246,23 @@ class Decoder:
         """A batch from ``(prompt ids, [completion ids, ...])`` pairs."""
         return pack(groups).to(self.device)
 
-    def states(self, packed: Packed) -> Tensor:
+    def states(self, packed: PackedTokens) -> Tensor:
         """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""
+        assert isinstance(packed, Packed), "another kind of scorer prepared it"
         return self._states(packed) if self.inside is None else self.inside(self._states, packed)  # type: ignore[no-any-return]
 
     def _states(self, packed: Packed) -> Tensor:
         return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, *self.norm)
 
-    def logprobs(self, packed: Packed, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, packed: PackedTokens, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
         return self.score(packed, temperature).logprobs_T
 
-    def score(self, packed: Packed, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+    def score(
+        self, packed: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False
+    ) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        assert isinstance(packed, Packed), "another kind of scorer prepared it"
         arguments = (packed, temperature, entropy, keep_hidden)
         return Scored(*(self._score(*arguments) if self.inside is None else self.inside(self._score, *arguments)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.models.logprobs import Scored, score_tokens
+from groupwise.models.packing import PackedTokens
 
 __all__ = ["ModuleScorer", "Padded"]
 
@@ -70,12 +71,13 @@ class ModuleScorer:
         lengths = torch.tensor([len(c) for _, c in rows])
         return Padded(*(t.to(self.device) for t in [*tensors, lengths]))
 
-    def logprobs(self, batch: Padded, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, batch: PackedTokens, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""
         return self.score(batch, temperature).logprobs_T
 
-    def score(self, batch: Padded, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+    def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        assert isinstance(batch, Padded), "another kind of scorer prepared it"
         self._set_modes(learning=torch.is_grad_enabled())
         try:
             if self._head_is_plain is None:
@@ -88,8 +90,9 @@ class ModuleScorer:
         finally:
             self.module.eval()  # and so it is when the backward pass recomputes
 
-    def states(self, batch: Padded) -> Tensor:
+    def states(self, batch: PackedTokens) -> Tensor:
         """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""
+        assert isinstance(batch, Padded), "another kind of scorer prepared it"
         self._set_modes(learning=torch.is_grad_enabled())
         try:
             return self._states(batch)

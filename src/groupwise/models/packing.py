@@ -14,12 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "Span", "pack", "pack_prompts"]
+__all__ = ["Packed", "PackedTokens", "Span", "pack", "pack_prompts"]
+
+
+class PackedTokens(Protocol):
+    """Completions with their prompts, prepared for one pass of a scorer: N completions, T predicted tokens."""
+
+    @property
+    def targets_T(self) -> Tensor: ...
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """The completion, 0 to N - 1, of each token."""
+        ...
+
+    @property
+    def lengths_N(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

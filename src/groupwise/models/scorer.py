@@ -16,29 +16,15 @@ from groupwise.models.decoder import Decoder, MergedDecoder, why_not_lean, why_u
 from groupwise.models.load import Policy
 from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.packing import PackedTokens
 
 __all__ = [
-    "PackedTokens", "Scorer", "Trunk", "as_in_learning", "attention_note", "copy_trunk", "freeze_output_head", "make_reference",
+    "Scorer", "Trunk", "as_in_learning", "attention_note", "copy_trunk", "freeze_output_head", "make_reference",
     "make_scorer",
 ]  # fmt: skip
 
 Trunk = Decoder | ModuleScorer
 """A scorer that also gives the bare states in which tokens are chosen (``states``)."""
-
-
-class PackedTokens(Protocol):
-    """Completions with their prompts, prepared for one pass: N completions, T predicted tokens."""
-
-    @property
-    def targets_T(self) -> Tensor: ...
-
-    @property
-    def sequence_T(self) -> Tensor:
-        """The completion, 0 to N - 1, of each token."""
-        ...
-
-    @property
-    def lengths_N(self) -> Tensor: ...
 
 
 class Scorer(Protocol):
@@ -51,15 +37,15 @@ class Scorer(Protocol):
         """Every trainable tensor once."""
         ...
 
-    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Any:
-        """A batch from ``(prompt ids, [completion ids, ...])`` pairs, with at least ``targets_T``, ``sequence_T``, ``lengths_N``."""
+    def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> PackedTokens:
+        """A batch from ``(prompt ids, [completion ids, ...])`` pairs, for this scorer, or another of its kind."""
         ...
 
-    def logprobs(self, batch: Any, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, batch: PackedTokens, temperature: float = 1.0) -> Tensor:
         """``[T]`` in fp32, differentiable."""
         ...
 
-    def score(self, batch: Any, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
+    def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
         """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         ...
 

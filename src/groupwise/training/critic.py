@@ -19,8 +19,10 @@ from groupwise.errors import ConfigError
 from groupwise.metrics import Metric
 from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 from groupwise.models.logprobs import Scored
+from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.packing import PackedTokens
 from groupwise.models.scorer import Scorer, Trunk, copy_trunk, freeze_output_head, make_scorer
-from groupwise.training.microbatches import MicroBatch, pack_for, packs_alike
+from groupwise.training.microbatches import MicroBatch, sampled_alone
 from groupwise.training.optimizer import MasterAdamW
 
 __all__ = ["Critic", "check_critic", "make_critic"]
@@ -43,30 +45,50 @@ class Critic:
         device: torch.device,
         trunk: Trunk | None = None,
         optimizer: MasterAdamW | None = None,
+        policy: Scorer | None = None,
     ) -> None:
+        """``policy``: whose packing of micro-batches a ``trunk`` of the same kind takes as it is."""
         assert (trunk is None) is (optimizer is None)
         assert config.value is not None
-        self.config, self.trunk, self.optimizer = config.value, trunk, optimizer
+        self.config, self.trunk, self.optimizer, self.policy = config.value, trunk, optimizer, policy
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros((), device=device))
         self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=self.config.learning_rate, weight_decay=0.0)
         self.grad_norm = 0.0
         """Gradient norm of the trunk's last step, before clipping."""
 
+    @property
+    def reads_policy(self) -> bool:
+        """Whether the value reads the policy's own states, which the policy's passes then keep."""
+        return self.trunk is None
+
     def values(self, hidden_T: Tensor) -> Tensor:
         """``[T]`` in fp32, in units of reward, from ``hidden_T`` ``[T, D]``."""
-        if self.trunk is None and not self.config.trains_trunk:
+        if self.reads_policy and not self.config.trains_trunk:
             hidden_T = hidden_T.detach()
         return hidden_T.float() @ self.weight + self.bias
 
     def value_of(self, micro_batch: MicroBatch, scored: Scored | None) -> Tensor:
         """``[T]`` of a micro-batch, by the trunk, or from the states that the policy's pass ``scored`` has kept."""
         if self.trunk is not None:
-            packed: Any = micro_batch.critic_packed or micro_batch.packed  # as this kind of trunk wants it
-            return self.values(self.trunk.states(packed))
+            return self.values(self.trunk.states(self._packed(micro_batch, self.trunk)))
         assert scored is not None
         assert scored.hidden_T is not None
         return self.values(scored.hidden_T)
+
+    def _packed(self, micro_batch: MicroBatch, trunk: Trunk) -> PackedTokens:
+        """As the trunk wants it: packed rows, or padded ones. An id beyond what it embeds is read as its last one: models of one family
+        differ in rows that stand for no token."""
+        policy, embedded = self.policy, _embedded(trunk)
+        if policy and isinstance(policy, ModuleScorer) is isinstance(trunk, ModuleScorer) and _embedded(policy) == embedded:
+            return micro_batch.packed
+
+        def known(token_ids: Sequence[int]) -> list[int]:
+            return [min(token, embedded - 1) for token in token_ids]
+
+        view = micro_batch.view
+        packed = trunk.prepare([(known(prompt), [known(ids) for ids in own]) for prompt, own in view.packing()])
+        return sampled_alone(packed, view)
 
     def loss_of(self, micro_batch: MicroBatch, scored: Scored | None) -> tuple[Tensor, dict[str, Metric]]:
         """The value's loss, times its weight, with the metrics of it."""
@@ -79,18 +101,8 @@ class Critic:
             values_T=self.value_of(micro_batch, scored), old_values_T=old_T, returns_T=returns_T, weights_T=weights_T,
             clip=self.config.clip,
         )  # fmt: skip
-        found = {
-            "value/loss": numbers["value_loss"],
-            "value/error": numbers["value_error"],
-            "value/clip_share": numbers["value_clipped"],
-        }
-        return self.config.loss_weight * loss, found
-
-    def pack(self, micro_batches: Sequence[MicroBatch], policy: Scorer) -> None:
-        """Prepare the micro-batches for a trunk that is of another kind than ``policy``, which they were packed for."""
-        if self.trunk is not None and not packs_alike(self.trunk, policy):
-            for micro_batch in micro_batches:
-                micro_batch.critic_packed = pack_for(self.trunk, micro_batch.view)
+        names = {"value/loss": "value_loss", "value/error": "value_error", "value/clip_share": "value_clipped"}
+        return self.config.loss_weight * loss, {name: numbers[theirs] for name, theirs in names.items()}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -183,7 +195,7 @@ def make_critic(scorer: Scorer, config: Config) -> Critic:
     )
     freeze_output_head(trunk)
     own = config.optimizer.model_copy(update={"learning_rate": config.algorithm.value.critic_learning_rate})
-    return Critic(_width(trunk), config.algorithm, trunk.device, trunk, MasterAdamW(trunk.named_parameters(), own))
+    return Critic(_width(trunk), config.algorithm, trunk.device, trunk, MasterAdamW(trunk.named_parameters(), own), scorer)
 
 
 def check_critic(config: Config, tokenizer: Any, context: int) -> None:
@@ -220,3 +232,7 @@ def _own_model(config: Config, name: str) -> ModelConfig:
 
 def _width(scorer: Scorer) -> int:
     return int(scorer.module.get_output_embeddings().weight.shape[1])
+
+
+def _embedded(scorer: Scorer) -> int:
+    return len(scorer.module.get_input_embeddings().weight)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from groupwise.batch import Batch
 from groupwise.batching import cut_batch
 from groupwise.memory import reclaim_memory
-from groupwise.models.module_scorer import ModuleScorer
-from groupwise.models.scorer import PackedTokens, Scorer
+from groupwise.models.packing import PackedTokens
+from groupwise.models.scorer import Scorer
 
-__all__ = ["MicroBatch", "PassBudget", "cut", "largest_divisible", "pack_for", "packs_alike"]
+__all__ = ["MicroBatch", "PassBudget", "cut", "largest_divisible", "sampled_alone"]
 
 
 @dataclass
@@ -29,10 +29,6 @@ class MicroBatch:
     batch: Batch
     rows: range
     packed: PackedTokens
-    critic_packed: PackedTokens | None = None
-    """The same completions as a critic of another kind than the policy wants them packed; None where ``packed`` will do."""
-    pending: dict[str, Tensor] = field(default_factory=dict)
-    """What the first sweep found out, noted in the batch once all its passes are made: a sweep that is made again starts afresh."""
 
     @property
     def view(self) -> Batch:
@@ -48,50 +44,27 @@ class MicroBatch:
         return sum(len(prompt) + sum(map(len, completions)) for prompt, completions in self.view.packing())
 
 
-def cut(batch: Batch, rows: range, scorer: Scorer, budget: int) -> list[MicroBatch]:
-    """Micro-batches of the completions ``rows`` in their order, of at most ``budget`` tokens each."""
-    if not rows:
+def cut(batch: Batch, scorer: Scorer, budget: int) -> list[MicroBatch]:
+    """Micro-batches of the batch's completions in their order, of at most ``budget`` tokens each."""
+    if not len(batch):
         return []
-    sizes = [(len(prompt), [len(ids) for ids in completions]) for prompt, completions in batch.view(rows).packing()]
-    out, start = [], rows.start
+    sizes = [(len(prompt), [len(ids) for ids in completions]) for prompt, completions in batch.packing()]
+    out, start = [], 0
     for parts in cut_batch(sizes, budget):
         chosen = range(start, start + sum(len(part.members) for part in parts))
         view = batch.view(chosen)
-        out.append(MicroBatch(batch, chosen, _sampled_alone(scorer.prepare(view.packing()), view)))
+        out.append(MicroBatch(batch, chosen, sampled_alone(scorer.prepare(view.packing()), view)))
         start = chosen.stop
     return out
 
 
-def packs_alike(one: Scorer, other: Scorer) -> bool:
-    """Whether what one of them prepares is fit for the other: both by packed rows, or both by padded ones, of the same token ids."""
-    return isinstance(one, ModuleScorer) is isinstance(other, ModuleScorer) and _embedded(one) == _embedded(other)
-
-
-def pack_for(scorer: Scorer, batch: Batch) -> PackedTokens:
-    """The completions in the same order, prepared by another scorer than the policy's.
-
-    An id beyond what it embeds is read as its last one: models of one family differ in rows that stand for no token.
-    """
-    last = _embedded(scorer) - 1
-
-    def known(token_ids: Sequence[int]) -> list[int]:
-        return [min(token, last) for token in token_ids]
-
-    groups = [(known(prompt), [known(ids) for ids in completions]) for prompt, completions in batch.packing()]
-    return _sampled_alone(scorer.prepare(groups), batch)
-
-
-def _sampled_alone(packed: Any, batch: Batch) -> PackedTokens:
+def sampled_alone(packed: Any, batch: Batch) -> PackedTokens:
     """``packed``, which predicts every token of ``batch``, so that it predicts those alone that the policy sampled."""
     if bool(batch.sampled_S.all()):
         return packed  # type: ignore[no-any-return]
     kept_S = batch.sampled_S.to(packed.targets_T.device)
     chosen = {name: getattr(packed, name)[kept_S] for name in ("predict_rows_T", "targets_T", "sequence_T")}
     return replace(packed, **chosen, lengths_N=batch.length_N.to(packed.lengths_N.device))  # type: ignore[no-any-return]
-
-
-def _embedded(scorer: Scorer) -> int:
-    return len(scorer.module.get_input_embeddings().weight)
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -378,7 +378,7 @@ class MasterAdamW:
         return out
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` gave, exactly. Weights that are their own masters are the model's to restore.
 
         Raises ValueError for the state of another model or another precision, before anything is changed.
@@ -399,7 +399,7 @@ class MasterAdamW:
             self._scale.value, self._scale.made_in_a_row = value, int(in_a_row)
         self.publish()
 
-    def _check(self, state: dict[str, Tensor]) -> None:
+    def _check(self, state: Mapping[str, Tensor]) -> None:
         mine = self.state()
         if all(key.startswith("master.") for key in state):  # one from before the first update may lack moments
             mine = {key: value for key, value in mine.items() if key.startswith("master.")}

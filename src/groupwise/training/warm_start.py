@@ -16,6 +16,7 @@ from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
+from groupwise.distributed.sharding import Optimizer
 from groupwise.episodes import Episodes, worked_episode
 from groupwise.errors import DataError
 from groupwise.models.scorer import Scorer
@@ -102,7 +103,7 @@ class _Passes:
     """One step's passes that fall to this process."""
 
     def __init__(
-        self, scorer: Scorer, examples: Sequence[Example], optimizer: Any, world: World, sharding: Sharding, budget: PassBudget,
+        self, scorer: Scorer, examples: Sequence[Example], optimizer: Optimizer, world: World, sharding: Sharding, budget: PassBudget,
         noise: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """``noise`` seeds an adapter's dropout."""

@@ -7,7 +7,7 @@ those numbers are kept with the batch. They do not depend on how it is cut: a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +16,19 @@ from torch import Tensor
 from groupwise import metrics
 from groupwise.batch import Batch
 from groupwise.errors import CheckpointError
-from groupwise.metrics import Metric
+from groupwise.metrics import Mean, Metric, merge
 from groupwise.training.advantages import Advantages
 from groupwise.training.microbatches import MicroBatch
-from groupwise.types import Completion, Group, Prompt, StepScores, ToolCall, Turn
+from groupwise.types import Completion, Group, Problem, Prompt, StepScores, ToolCall, Turn
 
-__all__ = ["HeldWindow", "Paused", "Stateful", "Window", "turns_of"]
+__all__ = ["HeldState", "HeldWindow", "Paused", "Stateful", "Window", "turns_of"]
 
+HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
+"""The state of a batch whose updates are not all made, as `Window.state` gives it."""
 _METRICS = {kind.__name__: kind for kind in (metrics.Mean, metrics.Sum, metrics.Max, metrics.Min)}
+_RATE = "optimizer/learning_rate"
+_BY_UPDATE = ("policy/loss", "policy/ratio", "policy/clip_share", "policy/kl", "optimizer/grad_norm")
+"""Shown of each update too, where a batch has several: the first is at ratio 1, and a mean over all hides what the last did."""
 
 
 class Stateful(Protocol):
@@ -45,9 +50,24 @@ class Window:
     """This process's completions."""
     micro_batches: list[MicroBatch]
     advantages: Advantages = field(default_factory=list)
-    found: list[dict[str, Metric]] = field(default_factory=list)
-    """What each pass measured so far."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """What the passes measured so far, of all processes."""
     updates: int = 0
+
+    def measure(self, *found: Mapping[str, Metric]) -> None:
+        """Add numbers of all processes to ``metrics``, each by its own rule."""
+        self.metrics = merge([self.metrics, *found])
+
+    def count_update(self, made: Mapping[str, Metric], of: int) -> None:
+        """One more update of the window's ``of`` is made, and came to ``made``. Names that begin with ``detail/`` are not kept."""
+        self.updates += 1
+        kept = {name: metric for name, metric in made.items() if not name.startswith("detail/")}
+        for name in kept.keys() & {"policy/loss", "value/loss"}:
+            kept[name] = Mean(kept[name].value, 1)  # summed over micro-batches, averaged over updates
+        if of > 1:
+            kept |= {f"updates/{name.partition('/')[2]}_{self.updates}": kept[name] for name in _BY_UPDATE if name in kept}
+        self.measure(kept)
+        self.metrics[_RATE] = kept[_RATE]  # the last one's
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors and JSON values. Prompts are not among them: they are rendered again from the problems' ids."""
@@ -55,7 +75,7 @@ class Window:
             "updates": self.updates,
             "advantages": self.advantages,
             "groups": [_group_values(group) for group in self.groups],
-            "found": [metric_values(numbers) for numbers in self.found],
+            "found": [_metric_values(self.metrics)],
         }
         return self.batch.notes(), values
 
@@ -63,8 +83,8 @@ class Window:
         """Into a window of the same groups. Raises KeyError or ValueError for those of another."""
         self.batch.restore(tensors)
         self.advantages = [list(group) for group in values["advantages"]]
-        self.found = [metrics_of(numbers) for numbers in values["found"]]
-        self.updates = int(values["updates"])
+        self.metrics, self.updates = {}, int(values["updates"])
+        self.measure(*(_metrics_of(numbers) for numbers in values["found"]))
 
 
 @dataclass(frozen=True)
@@ -80,23 +100,22 @@ class HeldWindow:
     def __init__(self) -> None:
         self.window: Window | None = None
         self.rollout_metrics: dict[str, Metric] = {}
-        self._tensors: dict[str, Tensor] = {}
-        self._values: dict[str, Any] = {}
+        self._state: HeldState | None = None
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.window is None:
             return {}, {}
         tensors, values = self.window.state()
-        return tensors, values | {"rollout": metric_values(self.rollout_metrics)}
+        return tensors, values | {"rollout": _metric_values(self.rollout_metrics)}
 
     def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        self._tensors, self._values = tensors, values
-        self.rollout_metrics = metrics_of(values.get("rollout", {}))
+        self._state = (tensors, values) if values else None
+        self.rollout_metrics = _metrics_of(values.get("rollout", {}))
 
     @property
     def found(self) -> bool:
         """Whether the checkpoint had an open window that is not taken yet."""
-        return bool(self._values)
+        return self._state is not None
 
     def refuse_to_be_shared(self, processes: int, checkpoint: Path | None) -> None:
         """Raise CheckpointError where several processes would resume inside it."""
@@ -108,22 +127,39 @@ class HeldWindow:
 
     def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
         """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that the data no longer has."""
-        return [_group_of(row, prompt_of(row["problem"])) for row in self._values["groups"]]
+        assert self._state is not None
+        return [_group_of(row, prompt_of(row["problem"])) for row in self._state[1]["groups"]]
 
-    def take(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def take(self) -> HeldState | None:
         """What `Window.restore` wants, once; None where there is no open window."""
-        taken = (self._tensors, self._values) if self._values else None
-        self._tensors, self._values = {}, {}
+        taken, self._state = self._state, None
         return taken
 
 
-def metric_values(numbers: Mapping[str, Metric]) -> dict[str, Any]:
+def _metric_values(numbers: Mapping[str, Metric]) -> dict[str, Any]:
     """Metrics as JSON values: the rule by which each is reduced, and what it keeps."""
     return {name: [type(metric).__name__, *asdict(metric).values()] for name, metric in numbers.items()}
 
 
-def metrics_of(values: Mapping[str, Any]) -> dict[str, Metric]:
+def _metrics_of(values: Mapping[str, Any]) -> dict[str, Metric]:
     return {name: _METRICS[kind](*kept) for name, (kind, *kept) in values.items()}
+
+
+def _group_values(group: Group) -> dict[str, Any]:
+    """Its fields as JSON values, with the problem's id in place of the prompt."""
+    bare = asdict(replace(group, prompt=Prompt(Problem("", "", ""), "", ())))
+    return {name: value for name, value in bare.items() if name != "prompt"} | {"problem": group.prompt.problem.id}
+
+
+def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
+    fields = _with_tuples({name: value for name, value in values.items() if name not in ("problem", "completions")})
+    fields["process"] = {name: StepScores(**row) for name, row in fields.get("process", {}).items()}
+    return Group(prompt, tuple(_completion_of(row) for row in values["completions"]), **fields)
+
+
+def _completion_of(row: Mapping[str, Any]) -> Completion:
+    numbers = {name: tuple(row[name]) for name in ("token_ids", "logprobs")}
+    return Completion(**{**row, **numbers, "turns": turns_of(row.get("turns", ()))})
 
 
 def turns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
@@ -131,35 +167,8 @@ def turns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
     return tuple(Turn(**{**row, "calls": tuple(ToolCall(**call) for call in row["calls"])}) for row in rows)
 
 
-def _group_values(group: Group) -> dict[str, Any]:
-    return {
-        "problem": group.prompt.problem.id,
-        "completions": [asdict(completion) for completion in group.completions],
-        "rewards": group.rewards,
-        "components": {name: list(scores) for name, scores in group.components.items()},
-        "process": {name: asdict(scores) for name, scores in group.process.items()},
-        "outcome_rewards": group.outcome_rewards,
-        "weights": dict(group.weights),
-    }
-
-
-def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
-    completions = tuple(
-        Completion(
-            **{
-                **row,
-                "token_ids": tuple(row["token_ids"]),
-                "logprobs": tuple(row["logprobs"]),
-                "turns": turns_of(row.get("turns", ())),
-            }
-        )
-        for row in values["completions"]
-    )
-    components = {name: tuple(scores) for name, scores in values["components"].items()}
-    process = {
-        name: StepScores(row["weight"], tuple(tuple((end, r) for end, r in steps) for steps in row["steps"]))
-        for name, row in values.get("process", {}).items()
-    }
-    outcomes = values.get("outcome_rewards")
-    outcomes = None if outcomes is None else tuple(outcomes)
-    return Group(prompt, completions, tuple(values["rewards"]), components, process, outcomes, values.get("weights", {}))
+def _with_tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in value.items()}
+    return tuple(_with_tuples(inner) for inner in value) if isinstance(value, list) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -196,12 +196,15 @@ class GivenOptimizer:
     def clear(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
+    def close(self) -> None:
+        """It is the caller's."""
+
     def state(self) -> dict[str, Tensor]:
         """``index.key`` -> tensor, of the optimiser's own state."""
         state = self.adamw.state_dict()["state"]
         return {f"{i}.{k}": torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items() if v is not None}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """What ``state`` gave; learning rates are the scheduler's to set."""
         by_index: dict[int, dict[str, Any]] = {}
         for key, value in state.items():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.distributed import World
+from groupwise.distributed.sharding import Optimizer
 from groupwise.errors import ConfigError, RankError
 from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.layer import Blocks, copy_filled
@@ -153,7 +154,7 @@ class Divided:
         if torch.is_grad_enabled():
             self.backward(found.sum() * 0.0)
 
-    def sum_gradients(self, optimizer: Any) -> None:
+    def sum_gradients(self, optimizer: Optimizer) -> None:
         """The backward passes have done it."""
 
     def whole_policy(self, policy: Policy) -> Policy | None:

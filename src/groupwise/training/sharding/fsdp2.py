@@ -256,7 +256,7 @@ class ShardedAdamW(MasterAdamW):
         return {f"master.{name}": master for name, master in masters.items()} | super().state()
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)
         if self._names_masters:
             for name, master in zip(self.names, self.masters, strict=True):

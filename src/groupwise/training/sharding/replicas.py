@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.config.schema import OptimizerConfig
 from groupwise.distributed import World
-from groupwise.distributed.sharding import Sharding
+from groupwise.distributed.sharding import Optimizer, Sharding
 from groupwise.engines import Engine, SamplingSettings
 from groupwise.engines.base import Progress, SampleRequest
 from groupwise.models.load import Policy
@@ -32,7 +31,7 @@ class Replicas:
     def __init__(self, scorer: Scorer, world: World) -> None:
         self.scorer, self.world = scorer, world
 
-    def make_optimizer(self, config: OptimizerConfig) -> Any:
+    def make_optimizer(self, config: OptimizerConfig) -> Optimizer:
         return MasterAdamW(self.scorer.named_parameters(), config)
 
     def make_reference(self, scorer: Scorer) -> Scorer:
@@ -48,7 +47,7 @@ class Replicas:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def sum_gradients(self, optimizer: Any) -> None:
+    def sum_gradients(self, optimizer: Optimizer) -> None:
         self.world.sum_gradients(optimizer.gradients(), optimizer.zero_gradient)
 
     def check(self) -> None:

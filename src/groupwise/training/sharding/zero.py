@@ -209,6 +209,9 @@ class ZeroAdamW:
         """DeepSpeed's own affair."""
         return []
 
+    def zero_gradient(self, index: int) -> Tensor:
+        raise AssertionError("DeepSpeed adds gradients up in the backward passes")
+
     def clear(self) -> None:
         """``step`` does it. A sweep cannot be begun again where passes speak to other processes."""
 
