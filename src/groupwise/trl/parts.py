@@ -279,13 +279,20 @@ def make_policy(
     Raises ModelError or ConfigError for a model that cannot be trained here.
     """
     within = (args.model_init_kwargs or {}).get("quantization_config")
-    if isinstance(model, str) and quantization_config is not None and within is not None:
-        raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
-    if isinstance(model, str) and (quantization_config is not None or within is not None):
+    how = within if quantization_config is None else quantization_config
+    if not isinstance(model, str):
+        if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+            raise ModelError(
+                f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers"
+            )
+        config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
+        policy = _adopt(model, args, config, tokenizer, peft_config is not None)
+    elif how is not None:
+        if quantization_config is not None and within is not None:
+            raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
         config = model_config(args, model)
-        loaded = _load_quantised(config, within if quantization_config is None else quantization_config)
-        policy = _adopt(loaded, args, config, tokenizer, peft_config is not None)
-    elif isinstance(model, str):
+        policy = _adopt(_load_quantised(config, how), args, config, tokenizer, peft_config is not None)
+    else:
         config = model_config(args, model)
         try:
             policy = load(config)
@@ -295,13 +302,6 @@ def make_policy(
             raise ModelArgumentError(
                 f"model {model!r} brings custom code, which trust_remote_code=True in GRPOConfig lets run: set it if you trust its source"
             ) from error
-    else:
-        if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
-            raise ModelError(
-                f"model is a {type(model).__name__}: pass a name, a folder or a causal language model of transformers"
-            )
-        config = model_config(args, str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
-        policy = _adopt(model, args, config, tokenizer, peft_config is not None)
     if tokenizer is not None:
         policy = _with_tokenizer(policy, tokenizer)
     _refuse_auxiliary_loss(policy.model, args)

@@ -86,12 +86,14 @@ class Schedule:
         """The sweeps of the epoch's optimiser step ``update``, in order."""
         first = update * self.accumulation
         indices = range(first, min(first + self.accumulation, self.sweeps))
-        passes = groupby(indices, key=lambda i: i // self.steps_per_generation)
-        return [self._stretch(index, list(members)) for index, members in passes]
-
-    def _stretch(self, pass_index: int, members: list[int]) -> Stretch:
-        generation, iteration = divmod(pass_index, self.num_iterations)
-        return Stretch(generation, tuple(i % self.steps_per_generation for i in members), iteration == 0)
+        return [
+            Stretch(
+                number // self.num_iterations,
+                tuple(i % self.steps_per_generation for i in members),
+                number % self.num_iterations == 0,
+            )
+            for number, members in groupby(indices, key=lambda i: i // self.steps_per_generation)  # passes over generations
+        ]
 
     def sweeps_of(self, generation: int) -> set[tuple[int, ...]]:
         """Every different stretch of sweeps in which ``generation`` is learnt from."""
@@ -163,7 +165,6 @@ class EntropyControl:
         self.coef = float(args.entropy_coef)
         self.last_entropy = float("inf")
         """Nats per token, of the last optimiser step's tokens."""
-        self._entropy, self._tokens = 0.0, 0.0
 
     @property
     def has_bonus(self) -> bool:
@@ -207,12 +208,6 @@ class EntropyControl:
             tokens_U = world.assemble(own_U, torch.arange(part.units), part.units).clamp(min=1)
             batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_sweep)).to(counts_T)[unit_T]
 
-    def count(self, found: Mapping[str, Metric]) -> None:
-        """Take down what an optimiser step's passes measured."""
-        kept = found.get("detail/entropy_kept")
-        if isinstance(kept, Mean):
-            self._entropy, self._tokens = kept.total, kept.count
-
     def numbers(self, found: Mapping[str, Metric], sweeps: int, *, evaluating: bool = False) -> dict[str, float]:
         """What TRL logs with an entropy bonus: the loss without it, and the coefficient after the optimiser step."""
         if not self.has_bonus:
@@ -222,14 +217,14 @@ class EntropyControl:
         loss = found["policy/loss"].value if "policy/loss" in found else 0.0
         return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
 
-    def step(self) -> None:
-        """After an optimiser step: the coefficient moves towards the target entropy (Skywork-OR1, arXiv 2505.22312)."""
-        args = self.args
+    def step(self, found: Mapping[str, Metric]) -> None:
+        """After an optimiser step, whose passes measured ``found``: the coefficient moves towards the target entropy (Skywork-OR1, arXiv
+        2505.22312)."""
+        args, kept = self.args, found.get("detail/entropy_kept")
         if args.use_adaptive_entropy:
-            self.last_entropy = self._entropy / max(1.0, self._tokens)
+            self.last_entropy = kept.value if isinstance(kept, Mean) and kept.count else 0.0
             move = args.entropy_coef_delta if self.last_entropy <= args.entropy_target else -args.entropy_coef_delta
             self.coef = min(self.coef + move, args.entropy_coef_max) if move > 0 else max(self.coef + move, args.entropy_coef_min)
-        self._entropy, self._tokens = 0.0, 0.0
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As a part of the learner's state."""

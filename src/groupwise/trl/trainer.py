@@ -273,8 +273,7 @@ class GRPOTrainer(Outputs):
         self.engine.refresh(self.learner.updates)
         self._check_dropped()
         self._count_loss(found, stepped)
-        self.entropy.count(found)
-        self.entropy.step()
+        self.entropy.step(found)
         skipped = sum(part.skipped_tokens for part, _ in parts)
         numbers = sweep_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, sweeps)
         for name, number in numbers.items():
