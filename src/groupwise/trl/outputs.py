@@ -38,7 +38,7 @@ from groupwise.trl.generation import Generation
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.steps import EntropyControl, epoch_order
 
-__all__ = ["CompletionLog", "Outputs", "callback_handler", "drain", "for_all", "set_verbosity", "summary_in", "words_about"]
+__all__ = ["CompletionLog", "Outputs", "callback_handler", "drain", "for_all", "summary_in", "words_about"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,14 +61,6 @@ def callback_handler(
         return CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
     except RuntimeError as error:  # a tracker whose package is not installed
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
-
-
-def set_verbosity(level: str) -> None:
-    """``log_level``, as transformers' trainer takes it; ``passive`` leaves everything as it is."""
-    if level != "passive":
-        from transformers.utils import logging
-
-        logging.set_verbosity(logging.log_levels[level])
 
 
 def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.utils import logging as transformers_logging
 
 from groupwise.batch import Member
 from groupwise.config.schema import ModelConfig
@@ -30,7 +31,7 @@ from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.trl.generation import Generation, PromptSet, generate, generation_numbers
-from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, set_verbosity, words_about
+from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, words_about
 from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
@@ -118,7 +119,8 @@ class GRPOTrainer(Outputs):
         self.args: Any = args
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        set_verbosity(args.log_level)
+        if args.log_level != "passive":  # which leaves everything as it is
+            transformers_logging.set_verbosity(transformers_logging.log_levels[args.log_level])
         self.world = join_world(args.device.type == "cpu", args.ddp_timeout)
         for word in words_about(args, model, quantization_config) if self.world.is_first else ():
             logger.warning(word)
