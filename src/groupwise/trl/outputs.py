@@ -51,15 +51,12 @@ def callback_handler(
     """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs."""
     from transformers.integrations import get_reporting_integration_callbacks
 
+    display = PrinterCallback if args.disable_tqdm else ProgressCallback
     try:
         trackers = get_reporting_integration_callbacks(args.report_to)
-    except ValueError as error:
-        raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
-    display = PrinterCallback if args.disable_tqdm else ProgressCallback
-    chosen = [DefaultFlowCallback, *trackers, *(callbacks or []), display]
-    try:
+        chosen = [DefaultFlowCallback, *trackers, *(callbacks or []), display]
         return CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
-    except RuntimeError as error:  # a tracker whose package is not installed
+    except (ValueError, RuntimeError) as error:  # an unknown tracker, or one whose package is not installed
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
 
 
