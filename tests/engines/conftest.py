@@ -77,6 +77,18 @@ def tiny_gpt2() -> Callable[[], Any]:
 
 
 @pytest.fixture
+def tiny_nemotron_h() -> Callable[[], Any]:
+    """A layer with a recurrent state beside one of attention."""
+    from transformers import NemotronHConfig
+
+    sizes = {"vocab_size": 128, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 1, "use_mamba_kernels": False}
+    return lambda: _random_model(
+        NemotronHConfig(layers_block_type=["mamba", "attention"], **sizes, **mamba, initializer_range=0.3, pad_token_id=None)
+    )
+
+
+@pytest.fixture
 def tiny_gemma2() -> Callable[[], Any]:
     """Caps its logits, and looks back 8 tokens in every other layer: shorter than prompts and completions here."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}

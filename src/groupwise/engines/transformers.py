@@ -147,7 +147,7 @@ class TransformersEngine(Engine):
                 inputs, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
                 if not keep:
                     break
-                if len(keep) <= len(alive) // 2 and hasattr(cache, "batch_select_indices"):
+                if len(keep) <= len(alive) // 2 and _loses_rows(cache):
                     index = torch.tensor(keep, device=device)
                     cache.batch_select_indices(index.cpu() if has_device_map(self.model) else index)
                     alive, inputs, mask, keys = [alive[i] for i in keep], inputs[index], mask[index], keys[index]
@@ -183,6 +183,11 @@ class _Sequence:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.ended = ends
+
+
+def _loses_rows(cache: Any) -> bool:
+    """Whether finished sequences can be taken out of the cache: not out of layers with a recurrent state."""
+    return all(hasattr(part, "batch_select_indices") for part in (cache, *getattr(cache, "layers", ())))
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
