@@ -17,7 +17,7 @@ from groupwise.evaluation import evaluate_stage
 from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
 from groupwise.training import checkpoint, ending
-from groupwise.training.checkpoint import latest_checkpoint
+from groupwise.training.checkpoint_folder import latest_checkpoint
 from groupwise.training.loop import train
 from groupwise.training.run import Run
 from tests.survival.kills import differences

@@ -18,7 +18,7 @@ from groupwise.tracking.files import json_line, write_json, write_json_lines, wr
 from groupwise.tracking.reading import read_run
 from groupwise.tracking.run_folder import RunFolder, ending_of, last_step, steps_in_settings
 from groupwise.tracking.text import hide_secrets
-from groupwise.training.checkpoint import read_state, verify_checkpoint
+from groupwise.training.checkpoint_folder import read_state, verify_checkpoint
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

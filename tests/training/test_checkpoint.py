@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.errors import CheckpointError
-from groupwise.training.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint, take_snapshot, write_snapshot
+from groupwise.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot
+from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint
 from groupwise.training.loop import train
 from groupwise.training.start import start
 

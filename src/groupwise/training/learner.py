@@ -154,11 +154,11 @@ class Learner:
         step, updates = self.next_step if step is None else step, self.config.algorithm.updates_per_batch
         self.next_step, self.token_advantages, halvings = step + 1, {}, self.budget.halvings
         known = None if self.objective.advantages_need_passes else StepAdvantages.of(groups, self.objective)
-        learnt, judged = self._taking_part(groups, known)
+        learnt, scored_only = self._taking_part(groups, known)
         if not learnt:
             return Learnt([[0.0] * len(group.completions) for group in groups] if known is None else known.by_group, {})
         self._seed_noise(step)
-        window = self.window(groups, learnt, judged if held is None else ())
+        window = self.window(groups, learnt, scored_only if held is None else ())
         if held is None:
             self._score(window)
             self._compare(window, known)
@@ -210,8 +210,8 @@ class Learner:
 
         Groups without variance still matter to some uses of entropy, and to a KL in the loss if the config says so."""
         kl, counted = self.config.algorithm.kl, self._counted(groups)
-        leashed = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
-        if known is not None and not leashed and not self.entropy.concerns_all(groups):
+        kl_on_all = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
+        if known is not None and not kl_on_all and not self.entropy.concerns_all(groups):
             teaching = known.teaching
             return [(g, m) for g, m in counted if g in teaching], []
         others = sorted(set(_everyone(groups)).difference(counted))
@@ -229,11 +229,13 @@ class Learner:
 
     # This process's share of a batch.
 
-    def window(self, groups: Sequence[Group], learnt: Sequence[Member] | None = None, judged: Sequence[Member] = ()) -> Window:
+    def window(
+        self, groups: Sequence[Group], learnt: Sequence[Member] | None = None, scored_only: Sequence[Member] = ()
+    ) -> Window:
         """This process's share of the batch, packed, with its weights in the loss. ``learnt``: completions that the loss is about, by
-        default all; ``judged``: others, which are scored."""
+        default all; ``scored_only``: others."""
         learnt, counts = _everyone(groups) if learnt is None else learnt, self.counts(groups)
-        members = [*learnt, *judged]
+        members = [*learnt, *scored_only]
         own = self._share(groups, members)
         batch = Batch.of(groups, [members[n] for n in own], self.scorer.device, sum(n < len(learnt) for n in own))
         batch.weights_T = self.objective.weights(batch.length_N, batch.sequence_T.cpu(), counts).to(self.scorer.device)

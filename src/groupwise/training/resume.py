@@ -16,7 +16,7 @@ from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
 from groupwise.tracking.run_folder import base_name
 from groupwise.tracking.text import hide_secrets
-from groupwise.training.checkpoint import latest_checkpoint, newest_sound_checkpoint, set_damaged_aside
+from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, set_damaged_aside
 from groupwise.training.setup import Prepared
 
 __all__ = [

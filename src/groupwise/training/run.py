@@ -29,15 +29,8 @@ from groupwise.threads import threads_in_use
 from groupwise.tracking import Phase, RunFolder, Trackers
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
-from groupwise.training.checkpoint import (
-    CheckpointWriter,
-    Snapshot,
-    last_good,
-    latest_checkpoint,
-    load_checkpoint,
-    read_state,
-    take_snapshot,
-)
+from groupwise.training.checkpoint import CheckpointWriter, Snapshot, load_checkpoint, take_snapshot
+from groupwise.training.checkpoint_folder import last_good, latest_checkpoint, read_state
 from groupwise.training.ending import save_final_model, write_summary
 from groupwise.training.learner import Advantages, Learner
 from groupwise.training.microbatches import PassBudget

@@ -143,29 +143,20 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     def render_one(problem: Problem) -> Prompt:
         return render(problem, tokenizer, config.prompt, system, None if episodes is None else episodes.template.schemas)
 
-    remarks: list[str] = []
+    dropped: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
-    train = _fitting(problems.train, render_one, limit, config, "training", remarks)
+    train = _fitting(problems.train, render_one, limit, config, "training", dropped)
     config = _with_steps(config, len(train))
-    remarks = [*notes(config), *suite.notes(), *note_on_processes(config, processes or world_size()), *remarks]
-    if _lean(config.model, hf_config) and (remark := attention_note(config.model.attention, hf_config.model_type)):
-        remarks.append(remark)
-    if note := _note_on_idle_gpus(config, processes or world_size()):
-        remarks.append(note)
     suite.check_prompt(train[0])
     check_worked_examples(config, train, tokenizer, answer_style, context, episodes)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
-    held_out = _fitting(chosen, render_one, limit, config, "held-out", remarks)
+    held_out = _fitting(chosen, render_one, limit, config, "held-out", dropped)
     wordiest = max(range(len(train)), key=lambda i: len(str(train.problems[i].question)))  # thousands would take long to render
     longest = max(len(one.token_ids) for one in (train[wordiest], *held_out))
     short = memory_shortage(config, resolve_device(config.model.device), longest, processes)
-    if short is not None:
-        remarks.append(f"{short.sentence}: {SHORT_OF_MEMORY}")
-    if note := disk_note(config, folder or Path(config.output.folder or "runs")):
-        remarks.append(note)
     return Prepared(
         config=config,
         problems=problems,
@@ -178,9 +169,25 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         hf_config=hf_config,
         episodes=episodes,
         context_length=context,
-        notes=remarks,
+        notes=_notes(config, suite, hf_config, processes or world_size(), dropped, short, folder),
         short_of_memory=short,
     )
+
+
+def _notes(
+    config: Config, suite: RewardSuite, hf_config: Any, processes: int, dropped: list[str], short: Shortage | None,
+    folder: Path | None,
+) -> list[str]:  # fmt: skip
+    """What a user should know before the run, a sentence each. Raises TrainingError for a disk without room for the final model."""
+    lean = why_uncovered(hf_config) is None and not (config.model.lora and config.model.lora.dropout)
+    conditional = [
+        attention_note(config.model.attention, hf_config.model_type) if lean else None,
+        _note_on_idle_gpus(config, processes),
+        f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
+        disk_note(config, folder or Path(config.output.folder or "runs")),
+    ]
+    found = [*notes(config), *suite.notes(), *note_on_processes(config, processes), *dropped]
+    return found + [note for note in conditional if note]
 
 
 def _with_steps(config: Config, problems: int) -> Config:
@@ -190,11 +197,6 @@ def _with_steps(config: Config, problems: int) -> Config:
     steps = math.ceil(config.training.epochs * problems / config.rollout.prompts_per_step)
     training = config.training.model_copy(update={"steps": steps, "epochs": None})
     return Config(**{name: getattr(config, name) for name in config.model_fields_set} | {"training": training})
-
-
-def _lean(model: ModelConfig, hf_config: Any) -> bool:
-    """Whether the lean decoder will compute the model, as far as its config says."""
-    return why_uncovered(hf_config) is None and not (model.lora and model.lora.dropout)
 
 
 def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
@@ -217,7 +219,7 @@ def _prompt_limit(config: Config, context: int, completion_tokens: int, setting:
 
 
 def _fitting(
-    problems: Sequence[Problem], render_one: Render, limit: int, config: Config, which: str, remarks: list[str]
+    problems: Sequence[Problem], render_one: Render, limit: int, config: Config, which: str, dropped: list[str]
 ) -> LazyPrompts:
     """The problems whose prompts have at most ``limit`` tokens, as lazy prompts.
 
@@ -233,7 +235,7 @@ def _fitting(
         return everything
     if config.data.on_long_prompt == "error" or len(long) == len(problems):
         drop_long_prompts([everything[index] for index in suspects], limit, config.data.on_long_prompt)
-    remarks.append(
+    dropped.append(
         f"{len(long):,} of {len(problems):,} {which} prompts are longer than {limit} tokens and were dropped "
         "(data.on_long_prompt=drop)."
     )

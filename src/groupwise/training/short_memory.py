@@ -24,7 +24,7 @@ from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation,
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
-from groupwise.training.checkpoint import latest_checkpoint
+from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
     "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",

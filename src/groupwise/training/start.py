@@ -16,7 +16,7 @@ from rich.console import Console
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
-from groupwise.engines import make_engine
+from groupwise.engines import Engine, make_engine
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
@@ -24,16 +24,17 @@ from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_
 from groupwise.models.adapters import load_adapter
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import Policy, load_policy, resolve_device
-from groupwise.models.scorer import make_scorer
+from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.threads import fix_threads
 from groupwise.tracking import ConsoleTracker, RunFolder, Trackers, make_trackers
 from groupwise.tracking.run_folder import cut_back, ending_of, set_ending_aside
-from groupwise.training.checkpoint import MODEL, find_checkpoint, latest_checkpoint, read_state
+from groupwise.training.checkpoint import MODEL
+from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint, read_state
 from groupwise.training.resume import check_drift, continue_in, earlier_evaluations, folder_of, unfinished_note
 from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
-from groupwise.training.sharding import loading_device, make_sharding
+from groupwise.training.sharding import Sharding, loading_device, make_sharding
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import StopSignals
 
@@ -204,11 +205,7 @@ def start(
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
-            aside = loading_device(config, world)
-            policy = replace(_load(config.model, beginning.model, aside), adapter_only=config.output.adapter_only)
-            scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
-            sharding = make_sharding(config, world, scorer)
-            engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
+            parts = _load_parts(config, world, beginning.model, prepared)
         release_freed_memory()
     except BaseException:
         prepared.rewards.close()
@@ -216,23 +213,21 @@ def start(
         folder.release()
         raise
     return Run(
-        config,
-        world,
-        recipe,
-        prepared,
-        folder,
-        trackers,
-        policy,
-        scorer,
-        sharding,
-        engine,
-        started,
-        beginning.checkpoint,
-        trained=beginning.trained,
-        evaluations=beginning.evaluations,
-        done=beginning.done,
-        signals=StopSignals(at_once=world.size == 1),
-    )
+        config, world, recipe, prepared, folder, trackers, *parts, started, beginning.checkpoint, trained=beginning.trained,
+        evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1),
+    )  # fmt: skip
+
+
+def _load_parts(
+    config: Config, world: World, earlier: Path | None, prepared: Prepared
+) -> tuple[Policy, Scorer, Sharding, Engine]:
+    """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with."""
+    aside = loading_device(config, world)
+    policy = replace(_load(config.model, earlier, aside), adapter_only=config.output.adapter_only)
+    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
+    sharding = make_sharding(config, world, scorer)
+    engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
+    return policy, scorer, sharding, engine
 
 
 def _set_up_process(config: Config, world: World) -> None:

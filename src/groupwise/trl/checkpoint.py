@@ -18,16 +18,8 @@ from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
 from groupwise.models.saving import sync
-from groupwise.training.checkpoint import (
-    damage,
-    put_back,
-    put_in_place,
-    read_state,
-    restore_state,
-    seal,
-    take_snapshot,
-    write_state,
-)
+from groupwise.training.checkpoint import restore_state, take_snapshot, write_state
+from groupwise.training.checkpoint_folder import damage, put_back, put_in_place, read_state, seal
 from groupwise.training.learner import Learner
 
 __all__ = ["ScheduleState", "find", "renew_state", "restore", "save", "save_policy"]
