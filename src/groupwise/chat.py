@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from groupwise.config.load import load_config, load_run_config
 from groupwise.config.schema import Config, PromptConfig
-from groupwise.data.prompts import render, resolve_system
+from groupwise.data.prompts import resolve_system
 from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.episodes import open_episodes, playing, with_tools_described
+from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.errors import ConfigError
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
@@ -91,8 +91,8 @@ class Speaker:
     system: str | None
     settings: SamplingSettings
     seed: int
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """Schemas of the tools that the chat template describes."""
+    episodes: Episodes | None = None
+    """How answers of several turns are played."""
     messages: list[Message] = field(default_factory=list)
 
     def answer(self, question: str, out: TextIO) -> str:
@@ -102,7 +102,7 @@ class Speaker:
         """
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         problem = Problem(f"chat:{len(self.messages) // 2}", asked, "")
-        prompt = render(problem, self.policy.tokenizer, self.prompt, self.system, self.tools)
+        prompt = render_episode(problem, self.policy.tokenizer, self.prompt, self.system, self.episodes)
         room = self.policy.context_length - len(prompt.token_ids)
         if room < 1:
             raise ConfigError(
@@ -134,11 +134,11 @@ def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bo
     if adapter is not None:
         policy = load_trained(policy, adapter)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
-    system = with_tools_described(resolve_system(config.prompt, config.data)[0], episodes)
+    system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature == 0
     settings = SamplingSettings(max_tokens, temperature=1.0 if greedy else temperature, greedy=greedy)
     engine = playing(make_engine(policy, config.rollout), episodes)
-    return Speaker(policy, engine, config.prompt, system, settings, seed, None if episodes is None else episodes.template.schemas)
+    return Speaker(policy, engine, config.prompt, system, settings, seed, episodes)
 
 
 def answer_of(speaker: Speaker, question: str) -> str:

@@ -14,9 +14,10 @@ __all__ = [
     "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn", "told_apart",
 ]  # fmt: skip
 
-FinishReason = Literal["stop", "length", "max_turns", "context_full"]
+FinishReason = Literal["stop", "length", "max_turns", "context_full", "environment_error", "timeout"]
 """``stop``: the policy sampled one of the model's end tokens, and nothing answered it. ``length``: it hit the token limit first.
-``max_turns``: it called a tool in its last turn. ``context_full``: what the tool returned did not fit within the token limit."""
+``max_turns``: what it did in its last turn would have been answered. ``context_full``: the answer did not fit within the token limit.
+``environment_error`` and ``timeout``: the environment raised, or took too long."""
 CallFailure = Literal["invalid", "raised", "timed_out"]
 """``invalid``: nothing was called, since the call could not be read or there is no such tool or argument."""
 
@@ -102,6 +103,8 @@ class Turn:
     """Of the completion's, what the template puts around the turn included."""
     calls: tuple[ToolCall, ...] = ()
     """Those that the policy made in this turn."""
+    reward: float | None = None
+    """What an environment gave for this turn."""
 
     @property
     def sampled(self) -> bool:
@@ -128,6 +131,8 @@ class Completion:
     """At which it was sampled; its log-probabilities are scored at the same."""
     turns: tuple[Turn, ...] = ()
     """The turns of an episode, which the tokens are divided among in order; empty where every token was sampled in one turn."""
+    reward: float | None = None
+    """What the environment gave for the whole episode; None where there is none, or where it failed."""
 
     @property
     def stopped(self) -> bool:

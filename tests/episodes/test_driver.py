@@ -17,7 +17,7 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.formats import FORMATS, Asked
 from groupwise.episodes.templates import TurnTemplate
-from groupwise.episodes.tools import Toolbox, describe, load_tools
+from groupwise.episodes.tools import describe, load_tools
 from groupwise.models.decoder import Decoder
 from groupwise.types import Completion, Problem, Prompt
 from tests.tiny import write_tiny_llama, write_tiny_tokenizer
@@ -30,9 +30,10 @@ def tokenizer(tmp_path_factory) -> Any:
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def episodes_of(tokenizer, *functions, form=FORMATS["tags"], max_turns=4, timeout_s=5.0, concurrent=16):
+def episodes_of(tokenizer, *functions, form=FORMATS["tags"], max_turns=4, timeout_s=5.0, concurrent=16, environments=None):
     tools = load_tools(["calculator"]) | {f.__name__: describe(f, f.__name__) for f in functions}
-    return Episodes(Toolbox(tools, timeout_s), form, TurnTemplate(tokenizer, [tokenizer.eos_token_id]), max_turns, concurrent)
+    template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
+    return Episodes(tools, environments, form, template, max_turns, timeout_s, concurrent)
 
 
 @dataclass

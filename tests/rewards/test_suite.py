@@ -136,6 +136,7 @@ def test_chat_prompts_arrive_as_messages_with_every_column():
         "completion_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]],
         "finish_reason": ["length", "stop"],
         "calls": [[], []],
+        "environment_reward": [None, None],
         "group_index": [0, 0],
     }
 

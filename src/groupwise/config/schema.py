@@ -203,15 +203,18 @@ class RolloutConfig(Section):
     tools: list[str] = Field(default=[])
     """What the policy may call in the middle of a completion: `calculator`, or typed functions of your own, `my_tools.py:search`. Their
     results count in `max_completion_tokens` and are not trained."""
+    environment: str | dict[str, str] | None = None
+    """A class whose instances play an episode each, as in TRL: `my_game.py:Guess`. Several by name, which a problem's column
+    `environment` chooses from: `{guess: my_game.py:Guess}`. `rewards.functions` has `environment` for what it gives."""
     max_turns: int = Field(default=4, ge=2)
-    """With `tools`: turns of the policy, the answer included."""
+    """With `tools` or an `environment`: turns of the policy, the answer included."""
     call_format: Literal["auto", "tags", "hermes", "llama3"] = "auto"
     """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `tags`: `<call>name(arguments)</call>`.
     `auto` follows the chat template."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that a call may take; then the policy is told so."""
+    """Seconds that a call may take; then the policy is told so. An environment's step that takes longer ends the episode."""
     concurrent_tool_calls: int = Field(default=16, ge=1)
-    """Calls that run side by side."""
+    """Episodes in which calls are made side by side."""
     rewritten_history: Literal["refuse", "append"] = "refuse"
     """For chat templates that rewrite earlier turns, such as dropping their thinking: stop at the start, or append all the same, so that
     the policy sees its turns as it sampled them."""
@@ -230,12 +233,18 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def check_tools(self) -> RolloutConfig:
         inert = ("max_turns", "call_format", "tool_timeout_s", "concurrent_tool_calls", "rewritten_history")
-        for name in inert if not self.tools else ():
+        for name in () if self.has_episodes else inert:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, but tools is empty, so that it would do nothing: set tools, or leave it out"
+                    f"{name} is {getattr(self, name)}, but without tools and environment it would do nothing: set one of them, or leave "
+                    "it out"
                 )
         return self
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether completions have several turns."""
+        return bool(self.tools) or self.environment is not None
 
     @property
     def engine_is_yours(self) -> bool:

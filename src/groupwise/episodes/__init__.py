@@ -1,47 +1,51 @@
-"""Episodes: completions of many turns between the policy and tools, exact to the token."""
+"""Episodes: completions of many turns between the policy and tools or an environment, exact to the token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.answers import AnswerStyle
-from groupwise.data.prompts import worked_completion
+from groupwise.data.prompts import render, worked_completion
 from groupwise.engines import Engine
 from groupwise.episodes.driver import EpisodeEngine, Episodes
-from groupwise.episodes.formats import FORMATS, format_of_template
+from groupwise.episodes.environments import Environments
+from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
 from groupwise.episodes.templates import TurnTemplate
-from groupwise.episodes.tools import Toolbox, load_tools
+from groupwise.episodes.tools import Tool, load_tools
 from groupwise.errors import ConfigError, DataError
-from groupwise.types import Problem, Prompt
+from groupwise.types import Message, Problem, Prompt
 
-__all__ = ["EpisodeEngine", "Episodes", "open_episodes", "playing", "with_tools_described", "worked_episode"]
+__all__ = ["EpisodeEngine", "Episodes", "open_episodes", "playing", "render_episode", "worked_episode"]
 
 
 def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) -> Episodes | None:
-    """How the run's episodes are played; None without tools.
+    """How the run's episodes are played; None without tools and environment.
 
     Raises:
-        ConfigError: a tool cannot be found or described, prompts have no turns, or the chat template rewrites history.
-        ModelError: the chat template cannot hold a conversation with tools.
+        ConfigError: a tool or an environment cannot be found or described, prompts have no turns, or the chat template rewrites history.
+        ModelError: the chat template cannot hold a conversation of several turns.
     """
     rollout = config.rollout
-    if not rollout.tools:
+    if not rollout.has_episodes:
         return None
     if config.prompt.style != "chat":
-        raise ConfigError(f"rollout.tools needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
+        raise ConfigError(f"an episode needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
     tools = load_tools(rollout.tools)
+    environments = None if rollout.environment is None else Environments.load(rollout.environment, rollout.tool_timeout_s)
+    template = TurnTemplate(tokenizer, end_token_ids)
     named = format_of_template(tokenizer.chat_template) if rollout.call_format == "auto" else rollout.call_format
-    form = FORMATS[named]
-    template = TurnTemplate(tokenizer, end_token_ids, [tool.schema for tool in tools.values()] if form.native else None)
-    if rollout.rewritten_history == "refuse" and (how := template.rewrites()):
-        raise ConfigError(
-            f"the chat template of {config.model.name} rewrites what was said before ({how}), so that a chat program would not show the "
-            "policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled"
-        )
-    toolbox = Toolbox(tools, rollout.tool_timeout_s)
-    return Episodes(toolbox, form, template, rollout.max_turns, rollout.concurrent_tool_calls)
+    for role in (None, "user") if environments is not None else (None,):
+        if rollout.rewritten_history == "refuse" and (how := template.rewrites(role)):
+            raise ConfigError(
+                f"the chat template of {config.model.name} rewrites what was said before ({how}), so that a chat program would not show "
+                "the policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled"
+            )
+    return Episodes(
+        tools, environments, FORMATS[named], template, rollout.max_turns, rollout.tool_timeout_s, rollout.concurrent_tool_calls
+    )
 
 
 def playing(engine: Engine, episodes: Episodes | None) -> Engine:
@@ -49,30 +53,51 @@ def playing(engine: Engine, episodes: Episodes | None) -> Engine:
     return engine if episodes is None else EpisodeEngine(engine, episodes)
 
 
-def with_tools_described(system: str | None, episodes: Episodes | None) -> str | None:
-    """The system prompt, with the tools in it where the chat template does not describe them."""
-    if episodes is None or episodes.format.native:
-        return system
-    tools = list(episodes.toolbox.tools.values())
-    example = episodes.format.write(tools[0].name, dict.fromkeys(tools[0].parameters[:1], "..."))
-    described = f"To use a tool, write only {example} and wait for its result. Tools: {' '.join(tool.summary for tool in tools)}"
-    return f"{system}\n{described}" if system else described
+def render_episode(
+    problem: Problem, tokenizer: Any, prompt: PromptConfig, system: str | None, episodes: Episodes | None
+) -> Prompt:
+    """The prompt of ``problem``: as ``data.prompts.render`` has it, with what its environment says at the start, and with the tools."""
+    if episodes is None:
+        return render(problem, tokenizer, prompt, system)
+    said, tools = None, list(episodes.tools.values())
+    if episodes.environments is not None:
+        said, more = episodes.environments.opening(problem)
+        tools += more
+    asked = problem if said is None else replace(problem, question=_with(problem.question, said))
+    native = episodes.format.native
+    if tools and not native:
+        system = "\n".join(filter(None, (system, _described(tools, episodes.format))))
+    rendered = render(asked, tokenizer, prompt, system, [tool.schema for tool in tools] if tools and native else None)
+    return replace(rendered, problem=problem)
+
+
+def _with(question: str | Sequence[Message], said: str) -> str | list[Message]:
+    """The question, with ``said`` at the end of the user's last turn, as TRL has it."""
+    if isinstance(question, str):
+        return question + said
+    *before, last = question
+    return [*before, {"role": last["role"], "content": last["content"] + said}]
+
+
+def _described(tools: Sequence[Tool], form: CallFormat) -> str:
+    example = form.write(tools[0].name, dict.fromkeys(tools[0].parameters[:1], "..."))
+    return f"To use a tool, write only {example} and wait for its result. Tools: {' '.join(tool.summary for tool in tools)}"
 
 
 def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes: Episodes | None) -> tuple[list[int], list[bool]]:
     """What a policy should have done with ``prompt``, as tokens, and which of them it should have sampled, end tokens included.
 
-    With tools: the turns in the row's column ``script``, whose calls are really made; or a call of the calculator where the row has an
+    In an episode: the turns in the row's column ``script``, which are really answered; or a call of the calculator where the row has an
     ``expression``. Otherwise the worked answer. Raises DataError for a script that is no list of texts.
     """
-    turns = worked_turns(prompt.problem, style, episodes)
+    turns = _worked_turns(prompt.problem, style, episodes)
     if episodes is not None:
-        return episodes.play_script(turns, tokenizer.eos_token_id)
+        return episodes.play_script(prompt.problem, turns, tokenizer.eos_token_id)
     ids = [*tokenizer(turns[0], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return ids, [True] * len(ids)
 
 
-def worked_turns(problem: Problem, style: AnswerStyle, episodes: Episodes | None) -> list[str]:
+def _worked_turns(problem: Problem, style: AnswerStyle, episodes: Episodes | None) -> list[str]:
     answer = worked_completion(problem, style)
     if episodes is None:
         return [answer]
@@ -84,6 +109,6 @@ def worked_turns(problem: Problem, style: AnswerStyle, episodes: Episodes | None
             )
         return script
     expression = problem.columns.get("expression")
-    if expression is None or "calculator" not in episodes.toolbox.tools:
+    if expression is None or "calculator" not in episodes.tools:
         return [answer]
     return [episodes.format.write("calculator", {"expression": str(expression)}), answer]

@@ -1,51 +1,73 @@
-"""Plays episodes over any engine: the policy samples a turn, its calls are made, it is given the results, and samples on.
+"""Plays episodes over any engine: the policy samples a turn, tools or an environment answer it, and it samples on.
 
-Each turn is a request whose prompt is the whole of the tokens so far, just as they were sampled and given. Turns are played in rounds: the
-tools of one round all answer, side by side, before the next is sampled. So what is sampled together, and with it the last bit of every
+Each turn is a request whose prompt is the whole of the tokens so far, just as they were sampled and given. Turns are played in rounds: all
+of a round are answered, side by side, before the next is sampled. So what is sampled together, and with it the last bit of every
 number, does not depend on how fast a tool is, and a run can be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
 from groupwise.engines.wrappers import RowLimit
+from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, takes_steps
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import TurnTemplate
-from groupwise.episodes.tools import Toolbox
+from groupwise.episodes.tools import Tool, Toolbox
+from groupwise.errors import TrainingError
 from groupwise.metrics import Metric
-from groupwise.rewards.calling import Background
-from groupwise.types import Completion, FinishReason, Prompt, ToolCall, Turn
+from groupwise.rewards.calling import Background, CallRaised, CallTimedOut
+from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
 
 __all__ = ["EpisodeEngine", "Episodes"]
+
+logger = logging.getLogger("groupwise")
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
     """How the episodes of a run are played."""
 
-    toolbox: Toolbox
+    tools: Mapping[str, Tool]
+    environments: Environments | None
     format: CallFormat
     template: TurnTemplate
     max_turns: int
     """Turns of the policy."""
-    concurrent_calls: int
+    timeout_s: float
+    concurrent: int
+    """Turns that are answered at once."""
 
-    def play_script(self, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
-        """Token ids of an episode in which the policy says ``turns``, each ended with ``end_token``, and which of them are its own. Calls
-        are really made."""
+    def partner(self, problem: Problem) -> tuple[Partner, str | None]:
+        """Who answers the policy in one episode of ``problem``, and what is said at the start.
+
+        Raises ConfigError for a problem without an environment, and TrainingError where it cannot be reset.
+        """
+        if self.environments is None:
+            return ToolUse(Toolbox(self.tools, self.timeout_s), self.format), None
+        made = self.environments.make(problem)
+        said = self.environments.start(made, problem)
+        if takes_steps(made):
+            return Steps(made, self.timeout_s), said
+        return ToolUse(Toolbox({**self.tools, **self.environments.tools_of(made)}, self.timeout_s), self.format, made), said
+
+    def play_script(self, problem: Problem, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
+        """Token ids of an episode of ``problem`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
+        said. They are really answered."""
         ids: list[int] = []
         sampled: list[bool] = []
+        partner, _ = self.partner(problem)
         for number, text in enumerate(turns):
             own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
             ids, sampled = ids + own, sampled + [True] * len(own)
-            results = [self.toolbox.call(asked).result for asked in self.format.read(text)]
-            if not results or number == len(turns) - 1:
+            if number == len(turns) - 1 or (reply := partner.reply(text)).ended is not None:
                 break
-            given, _ = self.template.given(results)
+            given = self.template.given(reply.given, partner.role)
             ids, sampled = ids + given, sampled + [False] * len(given)
         return ids, sampled
 
@@ -89,36 +111,42 @@ class EpisodeEngine(Engine):
                 on_progress(finished, tokens + sampled)
 
         first = self.engine.serve(request, progress)
-        everyone = [
-            [_Episode(self.episodes, prompt, completion, request.settings.max_tokens) for completion in completions]
-            for prompt, completions in zip(request.prompts, first, strict=True)
-        ]
-        playing = [episode for group in everyone for episode in group]
-        while playing:
-            self._answer(playing)
-            tokens = sum(episode.sampled_tokens for group in everyone for episode in group)
-            playing = [episode for episode in playing if episode.finish_reason is None]
-            finished = sum(map(len, everyone)) - len(playing)
-            progress(finished, 0)
-            if playing:
-                room = max(episode.room for episode in playing)
-                settings = replace(request.settings, max_tokens=room)
-                further = replace(request, prompts=[e.prompt_so_far for e in playing], samples_per_prompt=1, settings=settings)
-                for episode, (completion,) in zip(playing, self.engine.serve(further, progress), strict=True):
-                    episode.take(completion)
-        return [tuple(episode.completion() for episode in group) for group in everyone]
-
-    def _answer(self, playing: Sequence[_Episode]) -> None:
-        """Make the calls of every last turn, and give the results; end the episodes that called nothing."""
-        toolbox = self.episodes.toolbox
-        with Background(self.episodes.concurrent_calls, "tool") as background:
-            waiting = [
-                (episode, [background.submit(lambda asked=asked: toolbox.call(asked)) for asked in episode.asks()])  # type: ignore[misc]
-                for episode in playing
+        with Background(self.episodes.concurrent, "episode") as background:
+            everyone = [
+                [
+                    background.submit(partial(_begin, self.episodes, prompt, one, request.settings.max_tokens))
+                    for one in completions
+                ]
+                for prompt, completions in zip(request.prompts, first, strict=True)
             ]
-            for episode, calls in waiting:
-                if calls:
-                    episode.hear(tuple(call.result() for call in calls))  # type: ignore[misc]
+            groups: list[list[_Episode]] = [[begun.result() for begun in group] for group in everyone]  # type: ignore[misc]
+            playing = [episode for group in groups for episode in group]
+            while playing:
+                for answered in [background.submit(episode.be_answered) for episode in playing]:
+                    answered.result()
+                tokens = sum(episode.sampled_tokens for group in groups for episode in group)
+                playing = [episode for episode in playing if episode.finish_reason is None]
+                finished = sum(map(len, groups)) - len(playing)
+                progress(finished, 0)
+                if playing:
+                    settings = replace(request.settings, max_tokens=max(episode.room for episode in playing))
+                    further = replace(
+                        request, prompts=[e.prompt_so_far for e in playing], samples_per_prompt=1, settings=settings
+                    )
+                    for episode, (completion,) in zip(playing, self.engine.serve(further, progress), strict=True):
+                        episode.take(completion)
+        return [tuple(episode.completion() for episode in group) for group in groups]
+
+
+def _begin(episodes: Episodes, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
+    """The episode of which the first turn is sampled. Raises TrainingError where it begins otherwise than the prompt says."""
+    partner, said = episodes.partner(prompt.problem)
+    if said and prompt.messages is not None and not prompt.messages[-1]["content"].endswith(said):
+        raise TrainingError(
+            f"reset of the environment began problem {prompt.problem.id} with {said[-80:]!r}, and before with "
+            f"{prompt.messages[-1]['content'][-80:]!r}, but all members of a group must start alike: give it an argument seed to draw from"
+        )
+    return _Episode(episodes, prompt, first, max_tokens, partner)
 
 
 @dataclass
@@ -129,11 +157,13 @@ class _Episode:
     prompt: Prompt
     first: Completion
     max_tokens: int
+    partner: Partner
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     """None while it is played."""
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         self.take(self.first)
@@ -164,34 +194,50 @@ class _Episode:
         if not (whole and turn.stopped):
             self.finish_reason = "length"
 
-    def asks(self) -> list[Any]:
-        """The calls to be made now. Without any the episode is over."""
+    def be_answered(self) -> None:
+        """Append the answer to the last turn; or end the episode, and find out what it was worth."""
+        if self.finish_reason is None:
+            self._hear(self.partner.reply(self.turns[-1].text))
         if self.finish_reason is not None:
-            return []
-        asked = self.episodes.format.read(self.turns[-1].text)
-        if not asked:
-            self.finish_reason = "stop"
-        elif sum(turn.sampled for turn in self.turns) >= self.episodes.max_turns:
-            self.finish_reason = "max_turns"
-        return [] if self.finish_reason is not None else asked
+            self._judge()
 
-    def hear(self, calls: tuple[ToolCall, ...]) -> None:
-        """Append the results, unless no token of the policy would fit behind them."""
-        self.turns[-1] = replace(self.turns[-1], calls=calls)
-        results = [call.result for call in calls]
-        given, role = self.episodes.template.given(results)
-        if len(given) >= self.room:
+    def _hear(self, reply: Reply) -> None:
+        self.turns[-1] = replace(self.turns[-1], calls=reply.calls, reward=reply.reward)
+        if reply.ended is not None:
+            self.finish_reason = reply.ended
+            return
+        if sum(turn.sampled for turn in self.turns) >= self.episodes.max_turns:
+            self.finish_reason = "max_turns"
+            return
+        given = self.episodes.template.given(reply.given, self.partner.role)
+        if len(given) >= self.room:  # no token of the policy would fit behind them
             self.finish_reason = "context_full"
             return
         self.token_ids += given
         self.logprobs += [0.0] * len(given)
-        self.turns.append(Turn(role, "\n".join(results), len(given)))
+        role = self.partner.role or self.episodes.template.role
+        self.turns.append(Turn(role, "\n".join(reply.given), len(given)))
+
+    def _judge(self) -> None:
+        """The rewards of its turns and of the whole; none where the environment failed."""
+        try:
+            whole = self.partner.reward()
+        except (CallRaised, CallTimedOut, TypeError, ValueError) as failure:
+            self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
+            logger.warning(
+                "get_reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
+            )
+        if self.finish_reason in ("environment_error", "timeout"):
+            return
+        parts = [*(turn.reward for turn in self.turns), whole]
+        known = [part for part in parts if part is not None]
+        self.reward = math.fsum(known) if known else None
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         return replace(
             self.first, text=self._text(self.token_ids), token_ids=tuple(self.token_ids), logprobs=tuple(self.logprobs),
-            finish_reason=self.finish_reason, turns=tuple(self.turns),
+            finish_reason=self.finish_reason, turns=tuple(self.turns), reward=self.reward,
         )  # fmt: skip
 
     def _text(self, token_ids: Sequence[int]) -> str:

@@ -26,29 +26,30 @@ class TurnTemplate:
     Raises ModelError for a tokenizer without a chat template, and for a template whose turns do not end with an end token.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """``schemas``: of the tools, where the template describes them."""
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ModelError(
-                "rollout.tools needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
+                "an episode needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
             )
-        self.tokenizer, self.schemas = tokenizer, None if schemas is None else [dict(schema) for schema in schemas]
+        self.tokenizer = tokenizer
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
         self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
         """Of a tool's result. A template that does not know tools is given it as the user's words."""
-        self._tail("")
+        self._tail([""], self.role)
 
-    def given(self, results: Sequence[str]) -> tuple[list[int], str]:
-        """The tokens that follow a turn of the policy up to its next, and the role that they speak in. One message for each result."""
-        return self.tokenizer(self._tail(*results), add_special_tokens=False)["input_ids"], self.role
+    def given(self, texts: Sequence[str], role: str | None = None) -> list[int]:
+        """The tokens that follow a turn of the policy up to its next. One message for each text; ``role``: another than a tool's."""
+        return self.tokenizer(self._tail(texts, role or self.role), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
-    def rewrites(self) -> str | None:
-        """How the template changes what stands already when a conversation goes on; None where it only appends."""
+    def rewrites(self, role: str | None = None) -> str | None:
+        """How the template changes what stands already when a conversation goes on; None where it only appends. ``role``: of what is given
+        between turns."""
+        role = role or self.role
         opened = self._render([_user("Go on.")])
         for said in _ANSWERS:
             before = opened + said
-            messages = [_user("Go on."), _assistant(said), self._message("42")]
+            messages = [_user("Go on."), _assistant(said), {"role": role, "content": "42"}]
             for _ in range(2):
                 now = self._render(messages)
                 if not now.startswith(before):
@@ -56,12 +57,13 @@ class TurnTemplate:
                     first = max(0, alike - 20)
                     return f"{before[first : first + 60]!r} becomes {now[first : first + 60]!r}"
                 before = now + said
-                messages += [_assistant(said), self._message("43")]
+                messages += [_assistant(said), {"role": role, "content": "43"}]
         return None
 
-    def _tail(self, *results: str) -> str:
+    def _tail(self, texts: Sequence[str], role: str) -> str:
         """What stands after the end token of the policy's turn."""
-        text = self._render([_user("Go on."), _assistant(_MARK), *map(self._message, map(self._harmless, results))])
+        given = [{"role": role, "content": self._harmless(text)} for text in texts]
+        text = self._render([_user("Go on."), _assistant(_MARK), *given])
         after = text[text.index(_MARK) + len(_MARK) :]
         ended = next((end for end in self._ends if end and after.startswith(end)), None)
         if ended is None:
@@ -78,9 +80,6 @@ class TurnTemplate:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _message(self, result: str) -> dict[str, Any]:
-        return {"role": self.role, "content": result}
-
     def _knows_tools(self) -> bool:
         try:
             return _MARK * 2 in self._render([_user("Go on."), _assistant("42"), {"role": "tool", "content": _MARK * 2}])
@@ -91,7 +90,7 @@ class TurnTemplate:
         """The conversation as text, up to where the policy's next turn begins."""
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tools=self.schemas, add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template is a program, and may raise anything
             raise ModelError(

@@ -16,6 +16,7 @@ from groupwise.data.latex import renew_budget
 from groupwise.data.prompts import worked_completion
 from groupwise.data.sources import held_out_from, load_problems, question_key
 from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.episodes import Episodes, render_episode
 from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import figures, paired_comparison
 from groupwise.evaluation.records import further_verdicts, make_record, references_of
@@ -309,18 +310,19 @@ def evaluate_stage(
 
 def held_out_prompts(
     problems: Sequence[Problem], tokenizer: Any, config: Config, system: str | None, context_length: int,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    episodes: Episodes | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens; ``tools`` as for
-    ``data.prompts.render``.
+    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens.
 
     Raises:
         DataError: there are none, or one is too long and ``data.on_long_prompt`` says ``error``.
         ConfigError: a completion alone would fill the context.
     """
-    from groupwise.data.prompts import drop_long_prompts, render
+    from groupwise.data.prompts import drop_long_prompts
 
-    prompts = [render(problem, tokenizer, config.prompt, system, tools) for problem in problems[: config.evaluation.problems]]
+    prompts = [
+        render_episode(problem, tokenizer, config.prompt, system, episodes) for problem in problems[: config.evaluation.problems]
+    ]
     if not prompts:
         raise DataError(NO_PROBLEMS)
     completion_tokens = sampling_settings(config, "sampled").max_tokens

@@ -48,7 +48,7 @@ def evaluate_model(
     from groupwise.engines import make_engine
     from groupwise.engines.vllm.engine import check_vllm
     from groupwise.engines.wrappers import DealtEngine
-    from groupwise.episodes import open_episodes, playing, with_tools_described
+    from groupwise.episodes import open_episodes, playing
     from groupwise.models.adapters import load_trained
     from groupwise.models.load import (
         check_model,
@@ -72,8 +72,7 @@ def evaluate_model(
     room = context_length(hf_config, tokenizer)
     room = min(room, check_vllm(config.rollout, hf_config, model) or room)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)))
-    system = with_tools_described(system, episodes)
-    prompts = held_out_prompts(problems, tokenizer, config, system, room, None if episodes is None else episodes.template.schemas)
+    prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes)
     world = world or World()
     policy = load_policy(model_config)
     if adapter is not None:

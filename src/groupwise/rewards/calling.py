@@ -113,6 +113,7 @@ class RewardArguments:
             "answer_style": [self.answer_style for _ in chosen],
             "completion_ids": [list(c.token_ids) for _, _, c in chosen],
             "finish_reason": [c.finish_reason for _, _, c in chosen],
+            "environment_reward": [c.reward for _, _, c in chosen],
             "calls": [[asdict(call) for call in c.calls] for _, _, c in chosen],
             "group_index": [g for g, _, _ in chosen],
         }

@@ -21,6 +21,7 @@ __all__ = [
     "builtin_rewards",
     "correctness",
     "correctness_and_format",
+    "environment",
     "format",
     "keyword",
     "length",
@@ -322,7 +323,14 @@ def _sure(graded: Grade, verdict: bool | None) -> bool:
     return verdict
 
 
-def builtin_rewards() -> dict[str, Callable[..., list[float]]]:
+def environment(
+    completions: Sequence[CompletionText], environment_reward: Sequence[float | None] | None = None, **_: object
+) -> list[float | None]:
+    """What the environment gave for the episode (`rollout.environment`): the sum over its turns, and its `get_reward()`."""
+    return [None] * len(completions) if environment_reward is None else list(environment_reward)
+
+
+def builtin_rewards() -> dict[str, Callable[..., list[float]] | Callable[..., list[float | None]]]:
     """All built-in functions by name; the first sentence of each docstring says what it gives."""
     functions = (
         correctness,
@@ -333,6 +341,7 @@ def builtin_rewards() -> dict[str, Callable[..., list[float]]]:
         soft_xml,
         xml_count,
         boxed_format,
+        environment,
         length,
         overlong,
         keyword,

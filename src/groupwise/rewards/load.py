@@ -50,6 +50,7 @@ OFFERED = (
     "completion_ids",
     "finish_reason",
     "calls",
+    "environment_reward",
     "max_completion_tokens",
     "group_index",
 )
@@ -286,7 +287,13 @@ def _read_signature(
 def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, object], limit: int) -> None:
     """Call one of ours on a toy completion, so that a bad argument is refused now and not after the first rollout."""
     sample = {"prompts": ["?"], "completions": ["1 2"], "completion_ids": [[1, 2]], "answer": ["1"], "answer_style": ["xml"]}
-    sample |= {"finish_reason": ["stop"], "calls": [[]], "max_completion_tokens": [limit], "group_index": [0]}
+    sample |= {
+        "finish_reason": ["stop"],
+        "calls": [[]],
+        "environment_reward": [None],
+        "max_completion_tokens": [limit],
+        "group_index": [0],
+    }
     try:
         function(**{**sample, **arguments})
     except RewardError:

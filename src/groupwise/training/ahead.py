@@ -313,6 +313,7 @@ def _texts(pairs: Pairs) -> list[list[Any]]:
                     c.temperature,
                     len(c.token_ids),
                     [asdict(turn) for turn in c.turns],
+                    c.reward,
                 ]
                 for c in completions
             ],
@@ -333,11 +334,12 @@ def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) ->
     flat_tokens, flat_logprobs = iter(tokens.tolist()), iter(logprobs.tolist())
 
     def completion(
-        text: str, finish_reason: Any, sample: int, version: int, temperature: float, size: int, turns: Any = ()
-    ) -> Completion:
+        text: str, finish_reason: Any, sample: int, version: int, temperature: float, size: int, turns: Any = (),
+        reward: float | None = None,
+    ) -> Completion:  # fmt: skip
         ids = tuple(next(flat_tokens) for _ in range(size))
         logprobs = tuple(next(flat_logprobs) for _ in range(size))
-        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature, turns_of(turns))
+        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature, turns_of(turns), reward)
 
     return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]
 

@@ -16,12 +16,12 @@ import torch
 from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes
 from groupwise.config.schema import Config, ModelConfig
-from groupwise.data.prompts import drop_long_prompts, render, resolve_system
+from groupwise.data.prompts import drop_long_prompts, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
 from groupwise.engines.vllm.engine import check_vllm
-from groupwise.episodes import Episodes, open_episodes, with_tools_described
+from groupwise.episodes import Episodes, open_episodes, render_episode
 from groupwise.errors import ConfigError
 from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
@@ -92,7 +92,7 @@ class Prepared:
     tokenizer: Any
     answer_style: str
     system: str | None
-    """The system prompt that was resolved, with tools described where the chat template does not; or None."""
+    """The system prompt that was resolved, or None."""
     hf_config: Any
     episodes: Episodes | None
     """How completions of several turns are played; None without tools."""
@@ -134,14 +134,13 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)))
-    system = with_tools_described(system, episodes)
     check_sharding(config, hf_config, processes)
     context = context_length(hf_config, tokenizer)
     context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
     check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:
-        return render(problem, tokenizer, config.prompt, system, None if episodes is None else episodes.template.schemas)
+        return render_episode(problem, tokenizer, config.prompt, system, episodes)
 
     dropped: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
@@ -228,7 +227,8 @@ def _fitting(
     if not problems:
         return LazyPrompts(problems, render_one)
     everything = LazyPrompts(problems, render_one)
-    surely_fits = _length_bound(everything, limit)
+    # What an environment says at the start may be of any length.
+    surely_fits = _length_bound(everything, limit) if config.rollout.environment is None else lambda problem: False
     suspects = [index for index, problem in enumerate(problems) if not surely_fits(problem)]
     long = {index for index in suspects if len(everything[index].token_ids) > limit}
     if not long:

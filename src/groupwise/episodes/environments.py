@@ -1,0 +1,178 @@
+"""Environments: objects that an episode is played with, by the protocol of TRL's environments or by that of games.
+
+A class whose instances have ``reset(**row) -> str | None`` is one, and an instance plays one episode. With ``step(text) -> (observation,
+reward, done, info)`` it answers every turn of the policy. Without, its other public methods are tools, and an optional ``get_reward()``
+says at the end what the episode was worth. A ``seed`` among the arguments of ``reset`` is a function of the problem, so that all members
+of a group start alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from groupwise.episodes.formats import CallFormat
+from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.importing import import_member, in_one_line
+from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
+from groupwise.types import FinishReason, Problem, ToolCall
+
+__all__ = ["Environments", "Partner", "Reply", "ToolUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How a turn of the policy is answered."""
+
+    given: tuple[str, ...] = ()
+    """Messages that the policy is given."""
+    ended: FinishReason | None = None
+    """Why the episode is over, where it is."""
+    calls: tuple[ToolCall, ...] = ()
+    reward: float | None = None
+    """For this turn."""
+
+
+class Partner(Protocol):
+    """Who answers the policy in one episode."""
+
+    role: str | None
+    """That it speaks in; None for that of tools."""
+
+    def reply(self, text: str) -> Reply:
+        """The answer to a turn. It may wait; it raises nothing."""
+
+    def reward(self) -> float | None:
+        """Of the episode that has ended, apart from its turns. Raises CallRaised or CallTimedOut."""
+
+
+@dataclass(slots=True)
+class ToolUse:
+    """Makes the calls that the policy writes, one after the other. A turn without calls ends the episode.
+
+    ``environment``: whose methods some of the tools are, if any.
+    """
+
+    toolbox: Toolbox
+    format: CallFormat
+    environment: Any = None
+    role: str | None = None
+
+    def reply(self, text: str) -> Reply:
+        asked = self.format.read(text)
+        if not asked:
+            return Reply(ended="stop")
+        calls = tuple(map(self.toolbox.call, asked))
+        return Reply(tuple(call.result for call in calls), calls=calls)
+
+    def reward(self) -> float | None:
+        judge = getattr(self.environment, "get_reward", None)
+        return None if judge is None else float(call_with_limit(judge, {}, self.toolbox.timeout_s))
+
+
+@dataclass(slots=True)
+class Steps:
+    """Answers each turn by ``environment.step(text)``."""
+
+    environment: Any
+    timeout_s: float
+    role: str | None = "user"
+
+    def reply(self, text: str) -> Reply:
+        step = self.environment.step
+        try:
+            taken = call_with_limit(partial(step, text), {}, self.timeout_s)
+            observation, reward, done, _ = taken
+            reward = None if reward is None else float(reward)
+            return Reply(() if done else (shortened(as_text(observation, "step")),), "stop" if done else None, reward=reward)
+        except CallTimedOut:
+            return Reply(ended="timeout", calls=(_failed("timed_out", f"step did not answer within {self.timeout_s:g} seconds"),))
+        except CallRaised as raised:
+            return Reply(ended="environment_error", calls=(_failed("raised", str(raised)),))
+        except (TypeError, ValueError):
+            why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info)"
+            return Reply(ended="environment_error", calls=(_failed("raised", why),))
+
+    def reward(self) -> float | None:
+        return 0.0  # its turns have theirs; a policy that never finished one earned nothing
+
+
+def _failed(failure: Any, why: str) -> ToolCall:
+    return ToolCall("step", {}, shortened(f"error: {why}"), failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """Factories of environments: one for all problems, or by the name in a problem's column ``environment``."""
+
+    factories: Mapping[str | None, Callable[[], Any]]
+    timeout_s: float
+
+    @classmethod
+    def load(cls, named: str | Mapping[str, str], timeout_s: float) -> Environments:
+        """Those that a config names by import path. Raises ConfigError for what is no factory of environments."""
+        factories: dict[str | None, Callable[[], Any]] = {}
+        for name, path in [(None, named)] if isinstance(named, str) else named.items():
+            factory, _ = import_member(path, "environment", ConfigError)
+            if not callable(factory):
+                raise ConfigError(f"rollout.environment names {path}, which is no class and no function that makes environments")
+            factories[name] = factory
+        return cls(factories, timeout_s)
+
+    def make(self, problem: Problem) -> Any:
+        """A new instance for ``problem``. Raises ConfigError where its column names none, or the instance has no ``reset``."""
+        name = None if None in self.factories else problem.columns.get("environment")
+        if name not in self.factories:
+            raise ConfigError(
+                f"problem {problem.id} has the environment {name!r}, but rollout.environment has {', '.join(map(str, self.factories))}: "
+                "name one of them in the column environment"
+            )
+        try:
+            made = self.factories[name]()
+        except Exception as error:
+            raise ConfigError(f"the environment could not be made ({in_one_line(error)}): fix its constructor") from error
+        if not callable(getattr(made, "reset", None)):
+            raise ConfigError(f"the environment {type(made).__name__} has no reset: define reset(self, **row) -> str | None")
+        return made
+
+    def start(self, environment: Any, problem: Problem) -> str | None:
+        """Resets it for an episode of ``problem``; returns what the policy is told at the start. Raises TrainingError where that fails."""
+        row: dict[str, Any] = {**problem.columns, "answer": problem.answer, "prompt": problem.question}
+        row.pop("environment", None)
+        parameters = inspect.signature(environment.reset).parameters
+        if "seed" in parameters:
+            row["seed"] = int.from_bytes(hashlib.blake2b(problem.id.encode(), digest_size=4).digest(), "big") // 2
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            row = {name: value for name, value in row.items() if name in parameters}
+        try:
+            said = call_with_limit(environment.reset, row, self.timeout_s)
+        except (CallRaised, CallTimedOut) as failure:
+            why = str(failure) or f"no answer within {self.timeout_s:g} seconds"
+            raise TrainingError(
+                f"reset of the environment {type(environment).__name__} failed on problem {problem.id}: {why}"
+            ) from failure
+        if isinstance(said, tuple):  # (observation, info), as games have it
+            said = said[0]
+        return None if said is None else as_text(said, "reset")
+
+    def tools_of(self, environment: Any) -> dict[str, Tool]:
+        """Its public methods, where it has no ``step``."""
+        if takes_steps(environment):
+            return {}
+        methods = inspect.getmembers(type(environment), inspect.isfunction)
+        chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
+        return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
+
+    def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
+        """What ``problem`` begins with, and the tools there: from an instance that plays nothing."""
+        probe = self.make(problem)
+        return self.start(probe, problem), list(self.tools_of(probe).values())
+
+
+def takes_steps(environment: Any) -> bool:
+    return callable(getattr(environment, "step", None))

@@ -1,0 +1,276 @@
+"""Environments: TRL's protocol and that of games, what they are told and give, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_driver import PLENTY, Scripted, episodes_of, prompt_of
+
+from groupwise.config.schema import PromptConfig
+from groupwise.episodes import render_episode
+from groupwise.episodes.driver import EpisodeEngine
+from groupwise.episodes.environments import Environments
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.rewards.functions import environment as environment_reward
+from groupwise.training.loop import train
+from groupwise.types import Problem, Prompt
+from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
+
+
+class Guess:
+    """A game: higher or lower, one guess a turn."""
+
+    def reset(self, seed: int, largest: int = 64, **row: Any) -> str:
+        self.secret = random.Random(seed).randint(1, largest)
+        return f" It is between 1 and {largest}."
+
+    def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
+        guess = int(text)
+        if guess == self.secret:
+            return "Right.", 1.0, True, {}
+        return ("higher" if guess < self.secret else "lower"), -0.1, False, {}
+
+
+class Counter:
+    """TRL's protocol: methods are tools, and the reward is its own."""
+
+    def __init__(self) -> None:
+        self.count = -1
+
+    def reset(self, start: int = 0, **row: Any) -> None:
+        self.count = start
+
+    def add(self, number: int) -> int:
+        """Adds to the count.
+
+        Args:
+            number: How much.
+        """
+        self.count += number
+        return self.count
+
+    def _private(self) -> None:
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=5.0, max_turns=10, **named):
+    environments = Environments(named or {None: factories[0]}, timeout_s)
+    episodes = episodes_of(tokenizer, environments=environments, max_turns=max_turns, timeout_s=timeout_s)
+    engine = Scripted(tokenizer, script)
+    return (
+        EpisodeEngine(engine, episodes).sample(prompts or [prompt_of()], samples, PLENTY, seed=3, scope="test"),
+        engine,
+        episodes,
+    )
+
+
+def test_a_game_answers_every_turn_and_says_when_it_is_over(tokenizer):
+    game = Guess()
+    Environments({None: Guess}, 1.0).start(game, prompt_of().problem)
+    secret = game.secret
+    guesses = [1, 64, secret] if secret not in (1, 64) else [2, 3, secret]
+    ((completion,),), _, _ = played(tokenizer, lambda n, s, turn: str(guesses[turn]), Guess)
+    assert completion.finish_reason == "stop"
+    assert [turn.role for turn in completion.turns] == ["assistant", "user", "assistant", "user", "assistant"]
+    assert completion.turns[1].text == ("higher" if guesses[0] < secret else "lower")
+    assert [turn.reward for turn in completion.turns if turn.sampled] == [-0.1, -0.1, 1.0]
+    assert completion.reward == pytest.approx(0.8)
+    assert f"<|im_start|>user\n{completion.turns[1].text}<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(
+        completion.token_ids
+    )
+
+
+def test_a_group_starts_alike_and_each_member_plays_its_own(tokenizer):
+    prompts = [Prompt(Problem("p", "?", "1", {"largest": 8}), "?", (5, 6))]
+    ((*group,),), _, _ = played(
+        tokenizer, lambda n, sample, turn: str(1 + (sample + turn) % 8), Guess, samples=8, prompts=prompts
+    )
+    assert all(completion.finish_reason == "stop" for completion in group)
+    assert len({completion.turns[-1].text for completion in group}) == 1, "all found the same number"
+    assert len({len(completion.turns) for completion in group}) == 8
+
+
+def test_methods_are_tools_and_state_is_the_episode_s_own(tokenizer):
+    prompts = [Prompt(Problem("p", "?", "1", {"start": 10}), "?", (5, 6))]
+    ((*group,),), _, _ = played(
+        tokenizer,
+        lambda n, sample, turn: f"<call>add({sample + 1})</call>" if turn < 3 else "done",
+        Counter,
+        samples=4,
+        prompts=prompts,
+    )
+    assert [completion.reward for completion in group] == [13.0, 16.0, 19.0, 22.0]
+    assert [call.result for call in group[1].calls] == ["12", "14", "16"]
+    ((wrong,),), _, _ = played(tokenizer, lambda n, s, turn: "ok" if turn else "<call>_private()</call>", Counter)
+    assert wrong.calls[0].failure == "invalid"
+
+
+def test_the_prompt_has_what_the_environment_says_and_its_tools(tokenizer):
+    _, _, episodes = played(tokenizer, lambda *_: "1", Guess)
+    problem = Problem("p", "Guess my number.", "1")
+    prompt = render_episode(problem, tokenizer, PromptConfig(), None, episodes)
+    assert "user\nGuess my number. It is between 1 and 64.<|im_end|>" in prompt.text
+    assert prompt.problem is problem
+    _, _, episodes = played(tokenizer, lambda *_: "done", Counter)
+    prompt = render_episode(problem, tokenizer, PromptConfig(), "Be brief.", episodes)
+    assert prompt.text.startswith("<|im_start|>system\nBe brief.\nTo use a tool, write only <call>")
+    assert "add(number): Adds to the count." in prompt.text
+
+
+def test_problems_choose_their_environment_by_name(tokenizer):
+    rows = [{"environment": "game"}, {"environment": "count", "start": 5}]
+    prompts = [Prompt(Problem(f"p{i}", "?", "1", row), "?", (5,)) for i, row in enumerate(rows)]
+    groups, _, episodes = played(
+        tokenizer, lambda n, s, turn: "1" if n == "p0" else "done", prompts=prompts, game=Guess, count=Counter
+    )
+    assert groups[0][0].turns[1].text == "higher" or groups[0][0].reward == 1.0
+    assert groups[1][0].reward == 5.0
+    with pytest.raises(ConfigError, match=r"has the environment None, but .* has game, count"):
+        episodes.partner(Problem("p", "?", "1"))
+
+
+class Alike(Guess):
+    def reset(self, **row: Any) -> str:  # type: ignore[override]
+        self.secret = 1
+        return f" Today is {random.random()}."
+
+
+def test_members_that_would_start_otherwise_than_the_prompt_says_are_refused(tokenizer):
+    other = episodes_of(tokenizer, environments=Environments({None: Alike}, 1.0))
+    prompt = render_episode(Problem("p", "Guess.", "1"), tokenizer, PromptConfig(), None, other)
+    with pytest.raises(TrainingError, match="all members of a group must start alike: give it an argument seed to draw from"):
+        EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), other).sample([prompt], 2, PLENTY, seed=0, scope="x")
+
+
+def failing(kind: str) -> type:
+    class Failing(Guess):
+        def step(self, text: str) -> Any:
+            if kind == "raises":
+                raise RuntimeError("lost connection")
+            if kind == "hangs":
+                time.sleep(30)
+            return {"pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {})}[kind]
+
+    return Failing
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "why"),
+    [
+        ("raises", "environment_error", "error: RuntimeError: lost connection"),
+        ("hangs", "timeout", "error: step did not answer within 0.2 seconds"),
+        ("pair", "environment_error", "error: step returned ('a', 1.0), but it must return (observation, reward, done, info)"),
+        ("bytes", "environment_error", "error: step returned (b'x', 0.0, False, {}), but"),
+        ("word", "environment_error", "error: step returned ('a', 'much', False, {}), but"),
+    ],
+)
+def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, why):
+    """A false 0 would teach the policy that it had done wrong."""
+    ((completion,),), _, _ = played(tokenizer, lambda *_: "1", failing(kind), timeout_s=0.2)
+    assert completion.finish_reason == reason
+    assert completion.reward is None
+    assert not completion.stopped
+    assert completion.calls[0].result.startswith(why)
+    assert environment_reward(["x"], environment_reward=[completion.reward]) == [None]
+
+
+def test_a_reward_that_fails_is_none(tokenizer):
+    class Unfair(Counter):
+        def get_reward(self) -> float:
+            raise ZeroDivisionError
+
+    ((completion,),), _, _ = played(tokenizer, lambda *_: "done", Unfair)
+    assert (completion.finish_reason, completion.reward) == ("environment_error", None)
+
+
+def test_what_is_no_environment_is_refused(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="which is no class and no function"):
+        Environments.load("math:pi", 1.0)
+    problem = prompt_of().problem
+    with pytest.raises(ConfigError, match=r"could not be made .*Toolbox"):
+        Environments.load("groupwise.episodes.tools:Toolbox", 1.0).make(problem)
+    with pytest.raises(ConfigError, match=r"has no reset: define reset\(self, \*\*row\)"):
+        Environments({None: dict}, 1.0).make(problem)
+
+    class Broken(Guess):
+        def reset(self, **row: Any) -> str:  # type: ignore[override]
+            raise KeyError("level")
+
+    with pytest.raises(TrainingError, match="reset of the environment Broken failed on problem p: KeyError: 'level'"):
+        Environments({None: Broken}, 1.0).start(Broken(), problem)
+
+
+def test_reset_is_given_the_row_and_a_seed_of_the_problem():
+    class Spy(Guess):
+        def reset(self, **row: Any) -> None:  # type: ignore[override]
+            self.row = row
+
+    class Seeded(Spy):
+        def reset(self, answer: str, seed: int) -> None:  # type: ignore[override]
+            self.row = {"answer": answer, "seed": seed}
+
+    environments = Environments({None: Spy}, 1.0)
+    problem = Problem("p", "?", "42", {"level": 3, "environment": "x"})
+    one, seeded, again, other = Spy(), Seeded(), Seeded(), Seeded()
+    environments.start(one, problem)
+    assert one.row == {"level": 3, "answer": "42", "prompt": "?"}
+    for instance, asked in ((seeded, problem), (again, problem), (other, Problem("q", "?", "42"))):
+        environments.start(instance, asked)
+    assert seeded.row == again.row
+    assert seeded.row["seed"] != other.row["seed"]
+
+
+GAME = '''
+class Letters:
+    """Says how many letters each turn had, three times; the reward is the share of lower-case ones."""
+
+    def reset(self, seed, **row):
+        self.turns = 0
+        return f" ({seed % 7})"
+
+    def step(self, text):
+        self.turns += 1
+        return f"{len(text)} letters", sum(c.islower() for c in text) / max(1, len(text)), self.turns == 3, {}
+'''
+
+
+def test_a_run_with_an_environment_learns_from_its_rewards_and_resumes(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    model = write_tiny_llama(tmp_path / "model", tie_word_embeddings=False, stop_weight=12.0, max_position_embeddings=512)
+    config = tiny_config(
+        model, write_sums(tmp_path / "sums.jsonl"),
+        rollout={"environment": f"{tmp_path / 'game.py'}:Letters", "max_completion_tokens": 300, "max_turns": 5},
+        rewards={"functions": [{"function": "environment"}]}, training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 4},
+    )  # fmt: skip
+    reports: list[Any] = []
+    whole = train(config, console=Console(quiet=True), run_folder=tmp_path / "whole", on_step=reports.append).folder
+    finished = [c for r in reports for g in r.groups for c in g.completions if c.finish_reason == "stop"]
+    assert finished
+    for completion in finished:
+        own = [turn for turn in completion.turns if turn.sampled]
+        assert len(own) == 3
+        assert completion.reward == pytest.approx(sum(sum(c.islower() for c in t.text) / max(1, len(t.text)) for t in own))
+    for report in reports:
+        for group in report.groups:
+            assert list(group.rewards) == [c.reward for c in group.completions]
+    again: list[Any] = []
+    train(
+        config,
+        console=Console(quiet=True),
+        run_folder=tmp_path / "again",
+        resume_from=whole / "checkpoints" / "step-2",
+        on_step=again.append,
+    )
+    assert [g.completions for g in again[-1].groups] == [g.completions for g in reports[-1].groups]
