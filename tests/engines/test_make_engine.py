@@ -11,11 +11,13 @@ import torch
 from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines import SamplingSettings, check_engine, make_engine
+from groupwise.engines.base import Engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
+from groupwise.types import Completion
 
 
 def policy_of(model):
@@ -42,6 +44,25 @@ def test_another_architecture_falls_back_or_is_refused(tiny_gpt2):
     assert isinstance(make_engine(policy_of(tiny_gpt2()), RolloutConfig()), TransformersEngine)
     with pytest.raises(ConfigError, match=r"some/model.*gpt2.*rollout.engine=transformers"):
         make_engine(policy_of(tiny_gpt2()), RolloutConfig(engine="builtin"))
+
+
+class Forgetful(Engine):
+    """Says nothing of the temperature that it samples at."""
+
+    def serve(self, request, on_progress=None):
+        return [(Completion("a", (1,), (-0.5,), "stop"),) for _ in request.prompts]
+
+    def refresh(self, policy_version):
+        pass
+
+
+def test_samples_of_another_temperature_are_refused(make_prompts):
+    """They would be scored at another temperature than they were drawn at, and only the sampler's mismatch would show it."""
+    prompts = make_prompts([3])
+    with pytest.raises(TrainingError, match=r"Forgetful was asked .* temperature 0\.7 .* say 1: .*temperature=request"):
+        Forgetful().sample(prompts, 1, SamplingSettings(max_tokens=4, temperature=0.7), seed=0, scope="s")
+    for settings in (SamplingSettings(max_tokens=4), SamplingSettings(max_tokens=4, temperature=0.7, greedy=True)):
+        assert len(Forgetful().sample(prompts, 1, settings, seed=0, scope="s")) == 1
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/vllm.md"

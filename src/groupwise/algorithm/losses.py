@@ -34,7 +34,8 @@ class LossInputs:
     logprobs_T: Tensor
     """Log-probabilities of the current policy, in nats."""
     old_T: Tensor
-    """Those of the policy before the batch's first update; on-policy the same numbers."""
+    """The denominator of the ratio: the policy before the batch's first update (on-policy the same numbers), or the sampler where
+    ``stale_samples`` is ``behaviour``."""
     advantages_T: Tensor
     sequence_T: Tensor
     """Which completion, 0 to N - 1, each token belongs to."""

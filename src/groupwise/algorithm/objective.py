@@ -147,12 +147,13 @@ def policy_loss(
     The sum of this over all micro-batches is the batch's loss; with weights from ``token_weights`` nothing is divided again.
     With the default objective it is GRPO's, arXiv 2402.03300 eq. 3 and 4, with the sign turned.
 
-    ``old_logprobs_T``: of the policy that sampled; ``None`` means that the batch is on-policy (the ratio is then exactly 1).
-    Exactly one of ``advantages_N`` (one per completion) and ``advantages_T`` (one per token) is given. ``reference_logprobs_T``
-    is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given anyway, it is logged.
-    ``factor_T`` multiplies the loss of the tokens, not the KL: ``correction.sampler_correction``, or a mask of tokens.
-    ``completions`` is N, by default counted from the others. Half-precision inputs are computed in fp32. The gradient flows into
-    ``logprobs_T`` alone. Raises ``ValueError`` for a missing reference, or a loss that does not return one number per token.
+    ``old_logprobs_T``: the ratio's denominator, as in ``LossInputs``; ``None`` means that the batch is on-policy (the ratio is then
+    exactly 1). Exactly one of ``advantages_N`` (one per completion) and ``advantages_T`` (one per token) is given.
+    ``reference_logprobs_T`` is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given
+    anyway, it is logged. ``factor_T`` multiplies the loss of the tokens, not the KL: ``correction.sampler_correction``, or a mask of
+    tokens. ``completions`` is N, by default counted from the others. Half-precision logprobs are computed in fp32. The gradient flows
+    into ``logprobs_T``, and into ``entropy_T`` where the loss reads it. Raises ``ValueError`` for a missing reference, or a loss that
+    does not return one number per token.
     """
     beta = objective.beta if beta is None else beta
     kl_weight = beta if objective.kl_in_loss else 0.0
@@ -229,7 +230,7 @@ def _metrics(
     ratio_T: Tensor,
     clipped_T: Tensor,
 ) -> dict[str, Metric]:
-    """Everything is stacked and read back at once, so that a GPU is waited for only here. k3 is used for both KLs: for old ->
+    """Everything is stacked and read back at once, so that a GPU is waited for once here. k3 is used for both KLs: for old ->
     new it is E_old[r - 1 - log r], an estimate of KL(old || new)."""
     tokens = logprobs_T.numel()
     sums = {

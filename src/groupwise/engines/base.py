@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from groupwise.errors import TrainingError
 from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
@@ -74,8 +75,18 @@ class Engine(ABC):
         self, prompts: Sequence[Prompt], samples_per_prompt: int, settings: SamplingSettings, *, seed: int, scope: str,
         on_progress: Progress | None = None,
     ) -> list[tuple[Completion, ...]]:  # fmt: skip
-        """``serve`` for a request of these parts."""
-        return self.serve(SampleRequest(prompts, samples_per_prompt, settings, seed, scope), on_progress)
+        """``serve`` for a request of these parts.
+
+        Raises TrainingError where a completion carries another temperature than was asked for: it would be scored at the wrong one.
+        """
+        sampled = self.serve(SampleRequest(prompts, samples_per_prompt, settings, seed, scope), on_progress)
+        others = {c.temperature for group in sampled for c in group} - {settings.temperature}
+        if others and not settings.greedy:
+            raise TrainingError(
+                f"{type(self).__name__} was asked for completions at temperature {settings.temperature:g} and gave some that say "
+                f"{min(others):g}: its serve must make Completion(temperature=request.settings.temperature)"
+            )
+        return sampled
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """One completion, with ``on_text`` called with each new piece of text, for a person who reads along; by itself with all of it."""

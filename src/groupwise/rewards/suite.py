@@ -273,7 +273,7 @@ class RewardSuite:
         for g in sound:
             group = self._weighted(*batch[g], components[g])
             if isinstance(group, RewardFailure):
-                failures[g] = self._admit(group)
+                failures[g] = self._apply_on_error(group)
             else:
                 groups[g] = group
         totals = [r for group in groups.values() if _has_outcomes(group) for r in group.outcomes]
@@ -343,7 +343,7 @@ class RewardSuite:
                 failed[call.reward.name] += any(isinstance(answer, BadResult) for answer in answers)
                 for (g, m), answer in zip(call.targets, answers, strict=True):
                     if isinstance(answer, BadResult):
-                        failures.setdefault(g, self._admit(_failure(call, batch, g, answer), answer.cause))
+                        failures.setdefault(g, self._apply_on_error(_failure(call, batch, g, answer), answer.cause))
                     else:
                         components[g][call.reward.name][m] = answer
         if on_progress is not None:
@@ -357,7 +357,7 @@ class RewardSuite:
             counts |= {f"calls/failed_{r.name}": Sum(failed[r.name]) for r in self.rewards}
         return counts
 
-    def _admit(self, failure: RewardFailure, cause: BaseException | None = None) -> RewardFailure:
+    def _apply_on_error(self, failure: RewardFailure, cause: BaseException | None = None) -> RewardFailure:
         """The failure again where ``on_error`` lets it pass, else raises ``RewardError``."""
         if self.on_error == "skip" and failure.kind != "wrong_length":
             return failure
