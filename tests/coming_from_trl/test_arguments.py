@@ -130,6 +130,14 @@ def test_the_command_lists_every_argument():
     assert [name for name in ARGUMENTS if f"`{name}`" not in render_table()] == []
 
 
+@pytest.mark.slow
+def test_the_command_says_nothing_beside_its_list():
+    """Such as that of bitsandbytes, which transformers' trainer modules import where it is installed."""
+    done = subprocess.run([sys.executable, "-m", "groupwise.trl"], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == render_table().strip()
+    assert done.stderr == ""
+
+
 def test_the_page_names_what_is_refused():
     page = PAGE.read_text(encoding="utf-8")
     assert [row.name for row in REFUSED if f"`{row.name}`" not in page] == []

@@ -3,7 +3,11 @@
 ``docs/how-to/coming-from-trl.md`` says what every argument does here. TRL itself is not needed.
 """
 
-from groupwise.trl.config import GRPOConfig
-from groupwise.trl.trainer import GRPOTrainer
+from groupwise.models.quiet import quieten_bitsandbytes
+
+quieten_bitsandbytes()  # transformers' trainer modules import it by way of peft
+
+from groupwise.trl.config import GRPOConfig  # noqa: E402
+from groupwise.trl.trainer import GRPOTrainer  # noqa: E402
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
