@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from groupwise.config.schema import ModelConfig
@@ -30,6 +31,7 @@ from groupwise.models.load import (
     resolve_device,
     save_model,
 )
+from groupwise.models.quiet import quiet
 
 QWEN_ROWS = 151_936  # embedding rows of the real Qwen2.5 models
 IM_END, ENDOFTEXT = 151_645, 151_643
@@ -313,3 +315,16 @@ def test_scaled_rotary_embeddings_are_written_both_ways(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == 500_000
     assert written["rope_scaling"] == llama3
+
+
+def test_libraries_stay_quiet_until_the_last_of_several_threads_is_done() -> None:
+    """As where a checkpoint is still written when the final model is."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    first, second = quiet(), quiet()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.ERROR, False)
+    second.__exit__(None, None, None)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
