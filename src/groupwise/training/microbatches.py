@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from groupwise.batch import Batch
 from groupwise.batching import cut_batch
 from groupwise.memory import reclaim_memory
-from groupwise.models.packing import PackedTokens
+from groupwise.models.module_scorer import Padded
+from groupwise.models.packing import Packed, PackedTokens
 from groupwise.models.scorer import Scorer
 
 __all__ = ["MicroBatch", "PassBudget", "cut", "largest_divisible", "sampled_alone"]
@@ -58,13 +59,14 @@ def cut(batch: Batch, scorer: Scorer, budget: int) -> list[MicroBatch]:
     return out
 
 
-def sampled_alone(packed: Any, batch: Batch) -> PackedTokens:
+def sampled_alone(packed: PackedTokens, batch: Batch) -> PackedTokens:
     """``packed``, which predicts every token of ``batch``, so that it predicts those alone that the policy sampled."""
     if bool(batch.sampled_S.all()):
-        return packed  # type: ignore[no-any-return]
-    kept_S = batch.sampled_S.to(packed.targets_T.device)
-    chosen = {name: getattr(packed, name)[kept_S] for name in ("predict_rows_T", "targets_T", "sequence_T")}
-    return replace(packed, **chosen, lengths_N=batch.length_N.to(packed.lengths_N.device))  # type: ignore[no-any-return]
+        return packed
+    assert isinstance(packed, (Packed, Padded))
+    kept_S, lengths_N = batch.sampled_S.to(packed.targets_T.device), batch.length_N.to(packed.lengths_N.device)
+    rows_T, targets_T, sequence_T = (x[kept_S] for x in (packed.predict_rows_T, packed.targets_T, packed.sequence_T))
+    return replace(packed, predict_rows_T=rows_T, targets_T=targets_T, sequence_T=sequence_T, lengths_N=lengths_N)
 
 
 T = TypeVar("T")
