@@ -32,18 +32,18 @@ def ratios_by_update(rate: float, updates: int, settings: Sequence[str] = ()) ->
     """Before each of ``updates`` on one batch: quantiles of the ratio to the policy before the first, and the share clipped."""
     bench = workbench(["rollout.prompts_per_step=2", "rollout.max_completion_tokens=32", VARYING_REWARD, *settings])
     batch = bench.pack(bench.groups())
-    chosen, optimizer, old_T = Objective.from_config(bench.config.algorithm), bench.optimizer(), None
+    chosen, optimizer, old_logprobs_T = Objective.from_config(bench.config.algorithm), bench.optimizer(), None
     found = []
     for _ in range(updates):
         logprobs_T = bench.scorer.logprobs(batch.packed)
-        old_T = logprobs_T.detach() if old_T is None else old_T
+        old_logprobs_T = logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T
         loss, numbers = policy_loss(
-            chosen, logprobs_T=logprobs_T, old_logprobs_T=old_T, sequence_T=batch.packed.sequence_T, weights_T=batch.weights_T,
+            chosen, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, sequence_T=batch.packed.sequence_T, weights_T=batch.weights_T,
             advantages_N=batch.advantages_N,
         )  # fmt: skip
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(rate)
-        ratio_T = (logprobs_T.detach() - old_T).exp()
+        ratio_T = (logprobs_T.detach() - old_logprobs_T).exp()
         clipped = numbers["clip_low"].total + numbers["clip_high"].total  # type: ignore[union-attr]
         found.append(
             {

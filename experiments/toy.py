@@ -61,7 +61,7 @@ class ToyPolicy:
         key_NL = scores_PLV.argmax(-1).repeat_interleave(group, 0)
         right_N = (tokens_NL[:, :KEY_TOKENS] == key_NL).all(1) & stopped_N
         batch = Batch(features_ND, tokens_NL, lengths_N, right_N.float(), stopped_N, group)
-        batch.old_T = self.logprobs(batch).detach()
+        batch.old_logprobs_T = self.logprobs(batch).detach()
         return batch
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -81,7 +81,7 @@ class Batch:
     rewards_N: Tensor
     stopped_N: Tensor
     group: int
-    old_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
 
     @property
     def used_NL(self) -> Tensor:
@@ -100,7 +100,7 @@ class Batch:
         cut = slice(start, stop)
         tokens = (self.sequence_T >= start) & (self.sequence_T < stop)
         return Batch(self.features_ND[cut], self.tokens_NL[cut], self.lengths_N[cut], self.rewards_N[cut], self.stopped_N[cut],
-                     group or self.group, None if self.old_T is None else self.old_T[tokens])  # fmt: skip
+                     group or self.group, None if self.old_logprobs_T is None else self.old_logprobs_T[tokens])  # fmt: skip
 
 
 def objective(**choices: object) -> Objective:
@@ -119,7 +119,7 @@ def backward(
     ``train_stop`` off leaves the stop token out of the loss, as a mask by pad id does where pad = eos. ``first``: on-policy.
     """
     inputs = AdvantageInputs(
-        rewards_N=batch.rewards_N.double(), group_N=torch.arange(len(batch.rewards_N)) // batch.group, length_N=batch.lengths_N
+        rewards_N=batch.rewards_N.double(), group_N=torch.arange(len(batch.rewards_N)) // batch.group, lengths_N=batch.lengths_N
     )
     advantages_N = chosen.advantages(inputs).per_completion(inputs).float()
     logprobs_T = policy.logprobs(batch)
@@ -127,10 +127,10 @@ def backward(
     if not train_stop:
         weights_T = weights_T * (batch.tokens_NL[batch.used_NL] != STOP)
     with torch.no_grad():
-        reference_T = reference.logprobs(batch) if reference is not None else None
+        reference_logprobs_T = reference.logprobs(batch) if reference is not None else None
     loss, numbers = policy_loss(
         chosen, logprobs_T=logprobs_T, sequence_T=batch.sequence_T, weights_T=weights_T, advantages_N=advantages_N,
-        old_logprobs_T=None if first else batch.old_T, reference_logprobs_T=reference_T,
+        old_logprobs_T=None if first else batch.old_logprobs_T, reference_logprobs_T=reference_logprobs_T,
     )  # fmt: skip
     (factor * loss).backward()
     tokens = len(logprobs_T)

@@ -40,7 +40,7 @@ class Batch:
     """Index of each completion in its group, on the CPU."""
     place_N: Tensor
     """Index of each completion among all of the step, on the CPU."""
-    length_N: Tensor
+    lengths_N: Tensor
     """Sampled tokens of each completion, on the CPU."""
     span_N: Tensor
     """All tokens of each completion, on the CPU."""
@@ -58,11 +58,11 @@ class Batch:
     weights_T: Tensor
     """Weight of each token in the policy's loss, see ``algorithm.aggregate``."""
     advantages_T: Tensor | None = None
-    reference_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
     """Log-probabilities under the reference."""
     policy_T: Tensor | None = None
     """The policy's own before the first update, where something needs them and the sampler's are others."""
-    old_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
     """Those that the ratio is measured from; None while the ratio is 1 by definition."""
     correction_T: Tensor | None = None
     """Importance weights for the sampler's mismatch, from the first update on."""
@@ -95,8 +95,8 @@ class Batch:
         places = {member: n for n, member in enumerate(everyone)}
         all_lengths = torch.tensor([groups[g].completions[m].sampled_tokens for g, m in everyone], dtype=torch.long)
         place_N = torch.tensor([places[member] for member in members], dtype=torch.long)
-        length_N = all_lengths[place_N]
-        before_N = (all_lengths.cumsum(0) - all_lengths)[place_N] - (length_N.cumsum(0) - length_N)
+        lengths_N = all_lengths[place_N]
+        before_N = (all_lengths.cumsum(0) - all_lengths)[place_N] - (lengths_N.cumsum(0) - lengths_N)
         sampled_S = torch.tensor([sampled for c in chosen for sampled in c.sampled], dtype=torch.bool)
         logprobs_T = torch.tensor([x for c in chosen for x in c.logprobs], dtype=torch.float32)[sampled_S]
         return cls(
@@ -104,19 +104,19 @@ class Batch:
             group_N=torch.tensor([g for g, _ in members], dtype=torch.long),
             member_N=torch.tensor([m for _, m in members], dtype=torch.long),
             place_N=place_N,
-            length_N=length_N,
+            lengths_N=lengths_N,
             span_N=torch.tensor([len(c.token_ids) for c in chosen], dtype=torch.long),
             learnt=len(members) if learnt is None else learnt,
             temperature=temperatures[0] if temperatures else 1.0,
             token_ids_S=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
             sampled_S=sampled_S,
-            place_T=torch.repeat_interleave(before_N, length_N) + torch.arange(len(logprobs_T)),
+            place_T=torch.repeat_interleave(before_N, lengths_N) + torch.arange(len(logprobs_T)),
             sampler_logprobs_T=logprobs_T.to(device),
             weights_T=torch.zeros(len(logprobs_T), device=device),
         )
 
     def __len__(self) -> int:
-        return len(self.length_N)
+        return len(self.lengths_N)
 
     @property
     def own_T(self) -> Tensor:
@@ -136,7 +136,7 @@ class Batch:
     @property
     def sequence_T(self) -> Tensor:
         """Which of the N completions each sampled token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.length_N).to(self.weights_T.device)
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_N).to(self.weights_T.device)
 
     def per_token(self, numbers_N: Tensor) -> Tensor:
         """Each completion's number at each of its tokens, on the device that computes."""
@@ -144,7 +144,7 @@ class Batch:
 
     def tokens(self, rows: range) -> slice:
         """Where the sampled tokens of the completions ``rows`` lie."""
-        return _part(self.length_N, rows)
+        return _part(self.lengths_N, rows)
 
     def view(self, rows: range) -> Batch:
         """The completions ``rows`` alone: their columns are parts of this batch's."""
@@ -173,7 +173,7 @@ class Batch:
 
     def by_member(self, numbers_T: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """One number per sampled token, split by completion."""
-        return zip(self.members, numbers_T.split(self.length_N.tolist()), strict=True)
+        return zip(self.members, numbers_T.split(self.lengths_N.tolist()), strict=True)
 
     def notes(self) -> dict[str, Tensor]:
         """What was found out about the tokens since the batch was made, by column, on the CPU: for a checkpoint."""
@@ -193,7 +193,9 @@ class Batch:
                 yield f.name, column
 
 
-_NOTED = frozenset(("advantages_T", "reference_T", "policy_T", "old_T", "correction_T", "mask_T", "values_T", "returns_T"))
+_NOTED = frozenset(
+    ("advantages_T", "reference_logprobs_T", "policy_T", "old_logprobs_T", "correction_T", "mask_T", "values_T", "returns_T")
+)
 
 
 def _part(sizes_N: Tensor, rows: range) -> slice:

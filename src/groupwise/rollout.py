@@ -17,7 +17,7 @@ from groupwise.rewards.functions import strict_xml
 from groupwise.rewards.suite import RewardFailure, RewardSuite
 from groupwise.types import Completion, Group, Problem, Prompt
 
-__all__ = ["Rollout", "Sampled", "collect", "deal_prompts", "rollout_scope", "rollout_settings", "score"]
+__all__ = ["Rollout", "Sampled", "assign_prompts", "collect", "rollout_scope", "rollout_settings", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Rollout:
     scoring_s: float
     replaced: tuple[Group, ...] = ()
     """Groups that were sampled for this step too, and gave way to others that have variance."""
-    of_scoring: Mapping[str, Metric] = field(default_factory=dict)
+    scoring_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the scoring itself: failed calls, clipping, running statistics."""
 
     @property
@@ -55,7 +55,7 @@ class Rollout:
             self.sampling_s + more.sampling_s,
             self.scoring_s + more.scoring_s,
             (*self.replaced, *groups[size:]),
-            merge([self.of_scoring, more.of_scoring]),
+            merge([self.scoring_metrics, more.scoring_metrics]),
         )
 
     def metrics(self, style: AnswerStyle) -> dict[str, Metric]:
@@ -84,7 +84,7 @@ class Rollout:
         names = groups[0].components if groups else ()
         for name in names:
             metrics[f"reward/{name}"] = Mean.of(s for g in groups for s in g.components[name] if s is not None)
-        return metrics | dict(self.of_scoring)
+        return metrics | dict(self.scoring_metrics)
 
 
 def _of_episodes(completions: Sequence[Completion]) -> dict[str, Metric]:
@@ -133,7 +133,7 @@ def collect(
     world = world or World()
     started = time.perf_counter()
     settings = rollout_settings(config)
-    own = deal_prompts(prompts, config, world)
+    own = assign_prompts(prompts, config, world)
     sampled = engine.sample(
         [prompts[i] for i in own],
         config.completions_per_prompt,
@@ -145,7 +145,7 @@ def collect(
     return score(prompts, Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started), rewards, world, refill)
 
 
-def deal_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
+def assign_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
     """Indices of the prompts assigned to this process."""
     return world.assigned(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
 
@@ -169,7 +169,7 @@ def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, wor
         scoring.failures,
         sampling_s=sampled.seconds,
         scoring_s=time.perf_counter() - started,
-        of_scoring=scoring.metrics,
+        scoring_metrics=scoring.metrics,
     )
 
 
@@ -197,7 +197,7 @@ def _exchange(
         [failure for part in parts for failure in part[1]],
         sampling_s=max(sampling for sampling, _ in times),  # the processes wait for each other
         scoring_s=max(scoring for _, scoring in times),
-        of_scoring=merge(part[2] for part in parts),
+        scoring_metrics=merge(part[2] for part in parts),
     )
 
 

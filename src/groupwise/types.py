@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 __all__ = [
-    "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn", "told_apart",
+    "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn",
+    "number_occurrences",
 ]  # fmt: skip
 
 FinishReason = Literal["stop", "length", "max_turns", "context_full", "environment_error", "timeout"]
@@ -71,7 +72,7 @@ class Prompt:
     """How often the problem stands before this in the same batch; part of its completions' seeds."""
 
 
-def told_apart(prompts: Iterable[Prompt]) -> list[Prompt]:
+def number_occurrences(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The same prompts, those of a problem that comes up again numbered by ``occurrence``: else its completions would be the same again."""
     seen: Counter[str] = Counter()
     out = []

@@ -32,13 +32,13 @@ def lengths_of(nested):
     return [[len(tokens) for tokens in group] for group in nested]
 
 
-def length_N(lengths):
+def lengths_N(lengths):
     return torch.tensor([n for group in lengths for n in group], dtype=torch.long)
 
 
 def step_rewards(steps, lengths, weight=1.0):
     """``steps[p][g]`` is a list of (index of the last token, reward)."""
-    starts = (length_N(lengths).cumsum(0) - length_N(lengths)).tolist()
+    starts = (lengths_N(lengths).cumsum(0) - lengths_N(lengths)).tolist()
     completions = [completion for group in steps for completion in group]
     rows = [(n, starts[n] + end, r) for n, completion in enumerate(completions) for end, r in completion]
     sequence, ends, rewards = ([row[k] for row in rows] for k in range(3))
@@ -54,7 +54,7 @@ def inputs_of(rewards, lengths=None, steps=None, penalties=None, values=None, fu
     return AdvantageInputs(
         rewards_N=torch.tensor([float(r) for group in rewards for r in group], dtype=torch.float64),
         group_N=torch.tensor([p for p, group in enumerate(rewards) for _ in group], dtype=torch.long),
-        length_N=length_N(lengths),
+        lengths_N=lengths_N(lengths),
         functions=functions or {},
         steps={} if steps is None else {"steps": step_rewards(steps, lengths)},
         penalties_T=None if penalties is None else flat(penalties),
@@ -64,20 +64,20 @@ def inputs_of(rewards, lengths=None, steps=None, penalties=None, values=None, fu
 
 def process_advantages(steps, lengths, baseline="group_mean", scale="group_std", epsilon=1e-4):
     group_N = torch.tensor([p for p, group in enumerate(steps) for _ in group], dtype=torch.long)
-    found = product.process_advantages(step_rewards(steps, lengths), group_N, length_N(lengths), baseline, scale, epsilon)
+    found = product.process_advantages(step_rewards(steps, lengths), group_N, lengths_N(lengths), baseline, scale, epsilon)
     return nest(found, lengths)
 
 
 def token_advantages(rewards, penalties, baseline="batch_mean", scale="batch_std", epsilon=1e-4):
     lengths = lengths_of(penalties)
-    return nest(product.token_advantages(rewards, flat(penalties), length_N(lengths), baseline, scale, epsilon), lengths)
+    return nest(product.token_advantages(rewards, flat(penalties), lengths_N(lengths), baseline, scale, epsilon), lengths)
 
 
 def value_advantages(rewards, values, penalties=None, **settings):
     lengths = lengths_of(values)
     rewards_N = torch.tensor([float(r) for group in rewards for r in group], dtype=torch.float64)
     rewards_T = None if penalties is None else -flat(penalties)
-    found = flat_value_advantages(rewards_N, flat(values), length_N(lengths), rewards_T, **settings)
+    found = flat_value_advantages(rewards_N, flat(values), lengths_N(lengths), rewards_T, **settings)
     return tuple(nest(numbers, lengths) for numbers in found)
 
 

@@ -338,16 +338,16 @@ def test_the_gradient_of_the_weights_is_trls(name, make):
     logprobs_T = scorer.logprobs(packed, 1.0)
     drift = {"gspo": 1e-3}.get(name, 0.3)
     noise_T = torch.randn(2, len(logprobs_T), generator=torch.Generator().manual_seed(9))
-    old_T, reference_T = logprobs_T.detach() + drift * noise_T[0], logprobs_T.detach() + 0.3 * noise_T[1]
-    for padded, flat in ((g.old, old_T), (g.reference, reference_T)):
+    old_logprobs_T, reference_logprobs_T = logprobs_T.detach() + drift * noise_T[0], logprobs_T.detach() + 0.3 * noise_T[1]
+    for padded, flat in ((g.old, old_logprobs_T), (g.reference, reference_logprobs_T)):
         padded[g.mask.bool()] = flat.double()
     objective = Objective.from_config(AlgorithmConfig(**SAME[name][1]))
     counts = BatchCounts(completions=N, tokens=int(g.mask.sum()), max_tokens=LONGEST)
     loss, _ = policy_loss(
         objective,
         logprobs_T=logprobs_T,
-        old_logprobs_T=old_T,
-        reference_logprobs_T=reference_T,
+        old_logprobs_T=old_logprobs_T,
+        reference_logprobs_T=reference_logprobs_T,
         advantages_N=g.advantages,
         sequence_T=packed.sequence_T,
         weights_T=objective.weights(packed.lengths_N, packed.sequence_T, counts),

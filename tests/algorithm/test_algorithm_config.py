@@ -190,7 +190,9 @@ def every_combination(estimator: str) -> Iterator[dict[str, dict[str, object]]]:
 def test_every_combination_works_or_is_refused(estimator):
     """Two groups, one without variance: advantages of a size that can be learnt from, a finite loss, and a gradient."""
     sequence_T = torch.tensor([0, 0, 1, 2, 3, 3, 3])
-    old_T, reference_T = -torch.rand(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    old_logprobs_T, reference_logprobs_T = (
+        -torch.rand(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    )
     rewards, values = [[1.0, 0.0], [1.0, 1.0]], [[[0.5, 0.1], [0.2]], [[0.3], [0.1, 0.9, 0.4]]]
     worked = refused = 0
     for chosen in every_combination(estimator):
@@ -199,16 +201,16 @@ def test_every_combination_works_or_is_refused(estimator):
         except ValidationError:  # for what, the test above says
             refused += 1
             continue
-        advantages_T = advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T)
+        advantages_T = advantages_as_trained(objective, rewards, values, old_logprobs_T, reference_logprobs_T, sequence_T)
         assert advantages_T.abs().max() < 10, chosen
-        logprobs_T = (old_T + 0.1 * advantages_T).requires_grad_()
+        logprobs_T = (old_logprobs_T + 0.1 * advantages_T).requires_grad_()
         counts = BatchCounts(completions=4, tokens=7, max_tokens=4)
         loss, _ = policy_loss(
             objective,
             logprobs_T=logprobs_T,
-            old_logprobs_T=old_T,
+            old_logprobs_T=old_logprobs_T,
             advantages_T=advantages_T,
-            reference_logprobs_T=reference_T,
+            reference_logprobs_T=reference_logprobs_T,
             sequence_T=sequence_T,
             weights_T=objective.weights(torch.bincount(sequence_T), sequence_T, counts, torch.float64),
         )
@@ -221,15 +223,15 @@ def test_every_combination_works_or_is_refused(estimator):
     assert (worked, refused) == ((18 * 3 - 14) * 28, 14 * 28)
 
 
-def advantages_as_trained(objective, rewards, values, old_T, reference_T, sequence_T) -> torch.Tensor:
+def advantages_as_trained(objective, rewards, values, old_logprobs_T, reference_logprobs_T, sequence_T) -> torch.Tensor:
     """By the way that the objective's properties prescribe, for the batch of the test above."""
     cut = {"beta": objective.beta, "estimator": objective.kl.estimator}
     penalties = None
     if objective.kl_in_reward:
-        taken = kl_in_reward(old_T, reference_T, sequence_T, 4, **cut).tolist()
+        taken = kl_in_reward(old_logprobs_T, reference_logprobs_T, sequence_T, 4, **cut).tolist()
         rewards = [[r - taken[2 * g + i] for i, r in enumerate(group)] for g, group in enumerate(rewards)]
     elif objective.kl_in_token_reward:
-        a, b, c, d = kl_penalty(old_T, reference_T, **cut).split([2, 1, 1, 3])
+        a, b, c, d = kl_penalty(old_logprobs_T, reference_logprobs_T, **cut).split([2, 1, 1, 3])
         penalties = [[a.tolist(), b.tolist()], [c.tolist(), d.tolist()]]
     inputs = inputs_of(rewards, [[2, 1], [1, 3]], penalties=penalties, values=values)
     return objective.advantages(inputs).per_token(inputs)

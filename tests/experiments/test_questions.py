@@ -34,7 +34,7 @@ def batch():
 def test_the_toy_samples_what_it_scores_and_rewards_only_what_stops(batch):
     policy, found = batch
     logprobs = policy.logprobs(found)
-    assert torch.equal(logprobs.detach(), found.old_T)
+    assert torch.equal(logprobs.detach(), found.old_logprobs_T)
     assert len(logprobs) == int(found.lengths_N.sum())
     last = found.tokens_NL.gather(1, found.lengths_N[:, None] - 1)[:, 0]
     assert ((last == STOP) == found.stopped_N).all()

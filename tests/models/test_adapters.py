@@ -16,7 +16,7 @@ from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_reference, make_scorer
-from groupwise.training.learner import Learner, Sweep
+from groupwise.training.learner import BatchPass, Learner
 from groupwise.types import Completion, Group, Problem, Prompt
 
 peft = pytest.importorskip("peft")
@@ -268,7 +268,7 @@ def test_old_logprobs_are_those_of_the_mask_that_later_sweeps_have(tiny_llama):
     for chosen in (members[::2], members[1::2]):
         of_chosen = torch.tensor([advantages[g][m] for g, m in chosen])
         window = learner.window_of(groups, chosen, torch.full((len(chosen),), 0.01), of_chosen, off_policy=True)
-        assert learner.accumulate([Sweep(window, True)])["policy/ratio_deviation"].value < 1e-4
+        assert learner.accumulate([BatchPass(window, True)])["policy/ratio_deviation"].value < 1e-4
 
 
 def test_what_is_dropped_is_even_unrelated_and_made_up_for(tiny_llama):

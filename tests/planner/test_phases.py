@@ -110,7 +110,7 @@ from groupwise.algorithm import LossOutputs, needs
 
 @needs("reference")
 def near(inputs):
-    return LossOutputs((inputs.logprobs_T - inputs.reference_T) ** 2)
+    return LossOutputs((inputs.logprobs_T - inputs.reference_logprobs_T) ** 2)
 
 def far(inputs):
     return LossOutputs(-inputs.advantages_T * inputs.logprobs_T)

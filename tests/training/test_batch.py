@@ -29,19 +29,19 @@ def test_it_holds_every_token_with_its_provenance(groups, batch):
     assert batch.token_ids_S.tolist() == [t for c in completions for t in c.token_ids]
     assert batch.sampler_logprobs_T.tolist() == pytest.approx([x for c in completions for x in c.logprobs])
     assert batch.sampled_S.all()
-    assert batch.length_N.tolist() == [len(c.token_ids) for c in completions]
+    assert batch.lengths_N.tolist() == [len(c.token_ids) for c in completions]
     assert batch.packing() == [(g.prompt.token_ids, [list(c.token_ids) for c in g.completions]) for g in groups]
 
 
 def test_a_view_is_a_window_onto_the_columns(batch):
     rows = range(2, 6)
-    batch.note(rows, old_T=torch.ones(batch.tokens(rows).stop - batch.tokens(rows).start))
+    batch.note(rows, old_logprobs_T=torch.ones(batch.tokens(rows).stop - batch.tokens(rows).start))
     view = batch.view(rows)
     assert view.members == batch.members[2:6]
-    view.old_T[0] = 5.0
+    view.old_logprobs_T[0] = 5.0
     start = batch.tokens(rows).start
-    assert batch.old_T[start] == 5.0
-    assert float(batch.old_T.sum()) == 4 + len(view.weights_T)
+    assert batch.old_logprobs_T[start] == 5.0
+    assert float(batch.old_logprobs_T.sum()) == 4 + len(view.weights_T)
     assert view.packing() == [(batch.prompts[g], ids) for g, ids in _by_group(view)]
 
 
@@ -61,12 +61,12 @@ def test_micro_batches_are_ranges_in_order_whatever_the_budget(tiny_llama, batch
 
 
 def test_notes_come_back_and_belong_to_one_batch(groups, batch):
-    batch.note(range(len(batch)), old_T=torch.randn(len(batch.weights_T)), mask_T=torch.ones(len(batch.weights_T)))
+    batch.note(range(len(batch)), old_logprobs_T=torch.randn(len(batch.weights_T)), mask_T=torch.ones(len(batch.weights_T)))
     again = Batch.of(groups, batch.members, torch.device("cpu"))
     again.restore(batch.notes())
-    assert torch.equal(again.old_T, batch.old_T)
+    assert torch.equal(again.old_logprobs_T, batch.old_logprobs_T)
     assert again.values_T is None
-    with pytest.raises(ValueError, match="no column old_T"):
+    with pytest.raises(ValueError, match="no column old_logprobs_T"):
         Batch.of(groups, batch.members[:3], torch.device("cpu")).restore(batch.notes())
     with pytest.raises(ValueError, match="no column weights_T"):
         again.restore({"weights_T": batch.weights_T})

@@ -145,12 +145,12 @@ def test_a_batch_keeps_given_tokens_as_context(tiny_llama):
     batch = Batch.of(groups, members, torch.device("cpu"))
     everyone = [c for g in groups for c in g.completions]
     assert batch.packing() == [(g.prompt.token_ids, [list(c.token_ids) for c in g.completions]) for g in groups]
-    assert batch.length_N.tolist() == [c.sampled_tokens for c in everyone]
+    assert batch.lengths_N.tolist() == [c.sampled_tokens for c in everyone]
     own = [[t for t, s in zip(c.token_ids, c.sampled, strict=True) if s] for c in everyone]
     assert len(batch.sampler_logprobs_T) == sum(map(len, own))
     for part in cut(batch, learner.scorer, 30):
         assert part.packed.targets_T.tolist() == [t for n in part.rows for t in own[n]]
-        assert torch.equal(part.packed.lengths_N, part.view.length_N)
+        assert torch.equal(part.packed.lengths_N, part.view.lengths_N)
         assert torch.equal(part.packed.sequence_T, part.view.sequence_T)
 
 

@@ -22,7 +22,7 @@ from slow_grpo import (
 
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config
-from groupwise.training.learner import Sweep
+from groupwise.training.learner import BatchPass
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 
@@ -249,7 +249,7 @@ def test_windows_of_a_batch_add_up_to_the_whole(tiny_llama):
     everyone = [(g, m) for g in range(3) for m in range(4)]
     seen = watch_gradients(learner)
     windows = windows_of(learner, groups, [everyone[::2], [], everyone[1::2]])
-    learner.accumulate([Sweep(window, True) for window in windows])
+    learner.accumulate([BatchPass(window, True) for window in windows])
     learner.step(1e-3)
     loss, _ = slow_loss(before, groups)
     assert distance(seen[0], slow_gradient(loss, before)) < 1e-5
@@ -263,10 +263,10 @@ def test_a_window_whose_turn_comes_later_is_measured_from_the_policy_that_sample
     halves = [[(g, m) for g in range(3) for m in members] for members in ((0, 1), (2, 3))]
     seen = watch_gradients(learner)
     first, second = windows_of(learner, groups, halves, off_policy=True)
-    learner.accumulate([Sweep(first, True)])
+    learner.accumulate([BatchPass(first, True)])
     learner.step(2e-2)
     moved = present_model(learner, before)
-    numbers = learner.accumulate([Sweep(second, True)])
+    numbers = learner.accumulate([BatchPass(second, True)])
     learner.step(2e-2)
     advantages = [slow_advantages(rewards) for rewards in REWARDS]
     loss, cut, tokens = 0.0, 0, 0

@@ -62,7 +62,7 @@ class AdvantageInputs:
     """For whole completions, less their KL where that is part of the reward."""
     group_N: Tensor
     """0 to P - 1, not decreasing."""
-    length_N: Tensor
+    lengths_N: Tensor
     """Tokens of each completion."""
     functions: Mapping[str, FunctionScores] = field(default_factory=dict)
     """Each reward function's own scores for whole completions, by name."""
@@ -78,7 +78,7 @@ class AdvantageInputs:
     @property
     def sequence_T(self) -> Tensor:
         """The completion of each token."""
-        return torch.repeat_interleave(torch.arange(len(self.length_N)), self.length_N)
+        return torch.repeat_interleave(torch.arange(len(self.lengths_N)), self.lengths_N)
 
     def by_group(self, numbers_N: Tensor) -> list[list[float]]:
         """One number per completion, as ``[p][g]``."""
@@ -107,7 +107,7 @@ class AdvantageOutputs:
         if self.advantages_T is None:
             assert self.advantages_N is not None, "an advantage returns advantages_N or advantages_T"
             return self.advantages_N
-        return segment_sum(self.advantages_T, inputs.sequence_T, len(inputs.length_N)) / inputs.length_N.clamp(min=1)
+        return segment_sum(self.advantages_T, inputs.sequence_T, len(inputs.lengths_N)) / inputs.lengths_N.clamp(min=1)
 
 
 Advantage = Callable[..., AdvantageOutputs]
@@ -223,7 +223,7 @@ def group_advantages(
 def token_advantages(
     rewards: Rewards,
     penalties_T: Tensor,
-    length_N: Tensor,
+    lengths_N: Tensor,
     baseline: str = "batch_mean",
     scale: str = "batch_std",
     epsilon: float = 1e-4,
@@ -236,8 +236,8 @@ def token_advantages(
     """
     check_finite(rewards)
     rewards_N = torch.tensor([r for group in rewards for r in group], dtype=torch.float64)
-    sequence_T = torch.repeat_interleave(torch.arange(len(length_N)), length_N)
-    returns_T = rewards_N[sequence_T] - to_go(penalties_T.double(), length_N)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths_N)), lengths_N)
+    returns_T = rewards_N[sequence_T] - to_go(penalties_T.double(), lengths_N)
     tokens = returns_T.tolist()
     baselines = BASELINES[baseline](rewards, tokens)
     centred_T = returns_T - torch.tensor([b for group in baselines for b in group], dtype=torch.float64)[sequence_T]
@@ -246,14 +246,14 @@ def token_advantages(
     return centred_T / torch.tensor(divisors, dtype=torch.float64).repeat_interleave(sizes)[sequence_T]
 
 
-def to_go(numbers_T: Tensor, length_N: Tensor) -> Tensor:
+def to_go(numbers_T: Tensor, lengths_N: Tensor) -> Tensor:
     """The sum from each token to the end of its completion, ``[T]``."""
-    pieces = numbers_T.split(length_N.tolist())
+    pieces = numbers_T.split(lengths_N.tolist())
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in pieces]) if pieces else numbers_T
 
 
 def process_advantages(
-    steps: StepRewards, group_N: Tensor, length_N: Tensor, baseline: str = "group_mean", scale: str = "group_std",
+    steps: StepRewards, group_N: Tensor, lengths_N: Tensor, baseline: str = "group_mean", scale: str = "group_std",
     epsilon: float = 1e-4,
 ) -> Tensor:  # fmt: skip
     """DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3), ``[T]`` in float64.
@@ -274,9 +274,9 @@ def process_advantages(
     everything = [r for pool in pools for r in pool]
     centred_S = steps.rewards_S - _step_baselines(baseline, steps, group_S, pools, everything)
     divisors = torch.tensor(SCALES[scale](pools, everything, centred_S.tolist(), epsilon), dtype=torch.float64)
-    at_T = torch.zeros(int(length_N.sum()), dtype=torch.float64)
+    at_T = torch.zeros(int(lengths_N.sum()), dtype=torch.float64)
     at_T.index_add_(0, steps.end_S, centred_S / divisors[group_S])
-    return to_go(at_T, length_N)
+    return to_go(at_T, lengths_N)
 
 
 def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: Rewards, everything: Sequence[float]) -> Tensor:
@@ -312,7 +312,7 @@ def group_advantage(
         out = AdvantageOutputs(_flat(group_advantages(rewards, baseline, scale, epsilon)))
     else:
         out = AdvantageOutputs(
-            advantages_T=token_advantages(rewards, inputs.penalties_T, inputs.length_N, baseline, scale, epsilon)
+            advantages_T=token_advantages(rewards, inputs.penalties_T, inputs.lengths_N, baseline, scale, epsilon)
         )
     return _with_steps(inputs, out, baseline, scale, epsilon)
 
@@ -359,17 +359,17 @@ def gae_advantage(
 
     Rewards of steps, and the KL where it is part of the tokens' rewards, arrive at their tokens, a completion's reward at its last.
     """
-    rewards_T = torch.zeros(int(inputs.length_N.sum()), dtype=torch.float64)
+    rewards_T = torch.zeros(int(inputs.lengths_N.sum()), dtype=torch.float64)
     if inputs.penalties_T is not None:
         rewards_T -= inputs.penalties_T
     for steps in inputs.steps.values():
         rewards_T.index_add_(0, steps.end_S, steps.weight_N[steps.sequence_S] * steps.rewards_S)
     assert inputs.values_T is not None, "this advantage needs values"
-    part_N = torch.ones(len(inputs.length_N), dtype=torch.bool) if inputs.taking_part_N is None else inputs.taking_part_N
+    part_N = torch.ones(len(inputs.lengths_N), dtype=torch.bool) if inputs.taking_part_N is None else inputs.taking_part_N
     part_T = part_N[inputs.sequence_T]
     values_T = inputs.values_T[part_T]
     advantages_T, returns_T = value_advantages(
-        inputs.rewards_N[part_N], values_T, inputs.length_N[part_N], rewards_T[part_T],
+        inputs.rewards_N[part_N], values_T, inputs.lengths_N[part_N], rewards_T[part_T],
         gamma=gamma, lam=lam, whiten=whiten, epsilon=epsilon,
     )  # fmt: skip
     explained = explained_variance(values_T, returns_T)
@@ -398,7 +398,7 @@ def _with_steps(
         return outcome
     total_T = outcome.per_token(inputs)
     for steps in inputs.steps.values():
-        of_steps_T = process_advantages(steps, inputs.group_N, inputs.length_N, baseline, scale, epsilon)
+        of_steps_T = process_advantages(steps, inputs.group_N, inputs.lengths_N, baseline, scale, epsilon)
         total_T = total_T + steps.weight_N[inputs.sequence_T] * of_steps_T
     return AdvantageOutputs(advantages_T=total_T)
 

@@ -24,7 +24,7 @@ __all__ = ["off_policy_mask", "sampler_correction"]
 @torch.no_grad()
 def sampler_correction(
     old_logprobs_T: Tensor,
-    sampled_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
     sequence_T: Tensor,
     completions: int,
     *,
@@ -35,14 +35,14 @@ def sampler_correction(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """``factor_T`` for ``policy_loss`` and metrics: pi_old / mu of each token, or of its whole completion (the product).
 
-    ``old_logprobs_T`` are the trainer's before the first update, ``sampled_logprobs_T`` the sampler's. ``level`` is ``token`` or
+    ``old_logprobs_T`` are the trainer's before the first update, ``sampler_logprobs_T`` the sampler's. ``level`` is ``token`` or
     ``sequence``. ``truncate`` holds the factor between ``low`` and ``high``; ``mask`` sets it to 0 outside of them, which takes
     the token or the completion out of the surrogate. ``None`` is no bound. The gradient does not flow through the factor.
 
     Metrics, over tokens: ``correction`` (mean factor), ``correction_cut`` (share beyond a bound) and ``sampler_kl``, the k3 estimate
     exp(d) - 1 - d of KL(mu || pi_old) from d = log pi_old - log mu (Schulman 2020), whose samples come from mu.
     """
-    log_T = at_least_fp32(old_logprobs_T) - at_least_fp32(sampled_logprobs_T)
+    log_T = at_least_fp32(old_logprobs_T) - at_least_fp32(sampler_logprobs_T)
     kl_T = log_T.clamp(max=MAX_LOG_RATIO).expm1() - log_T
     if level == "sequence":
         log_T = segment_sum(log_T, sequence_T, completions)[sequence_T]

@@ -33,7 +33,7 @@ class LossInputs:
 
     logprobs_T: Tensor
     """Log-probabilities of the current policy, in nats."""
-    old_T: Tensor
+    old_logprobs_T: Tensor
     """The denominator of the ratio: the policy before the batch's first update (on-policy the same numbers), or the sampler where
     ``stale_samples`` is ``behaviour``."""
     advantages_T: Tensor
@@ -41,9 +41,9 @@ class LossInputs:
     """Which completion, 0 to N - 1, each token belongs to."""
     completions: int
     """N."""
-    sampler_T: Tensor | None = None
+    sampler_logprobs_T: Tensor | None = None
     """Log-probabilities under the distribution that the token was drawn from."""
-    reference_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
     """Those of the reference, for losses whose ``needs`` names it, or where the run keeps one anyway."""
     entropy_T: Tensor | None = None
     """Entropy of the current policy's whole distribution, for losses whose ``needs`` names it."""
@@ -117,7 +117,7 @@ _RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
 
 
 def _ratio(inputs: LossInputs, level: str) -> Tensor:
-    return _RATIOS[level](inputs.logprobs_T, inputs.old_T, inputs.sequence_T, inputs.completions)
+    return _RATIOS[level](inputs.logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
 
 
 # Surrogates, from a ratio r and an advantage A to each token's loss, and where the clip acts.
@@ -228,7 +228,7 @@ def vespo_loss(
     lambda_negative: float = 2.0,
 ) -> LossOutputs:  # fmt: skip
     """``vespo``: a smooth weight of the whole completion's ratio."""
-    w_T = product_ratio(inputs.logprobs_T, inputs.old_T, inputs.sequence_T, inputs.completions)
+    w_T = product_ratio(inputs.logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
     positive, negative = (k_positive, lambda_positive), (k_negative, lambda_negative)
     return LossOutputs(vespo(w_T, inputs.advantages_T, inputs.logprobs_T, positive, negative), None, w_T)
 
@@ -240,7 +240,7 @@ def gmpo_loss(inputs: LossInputs, *, epsilon: float = 0.4) -> LossOutputs:
     tokens that the clip leaves free. With ``aggregation: sequence_mean`` every completion counts once.
     """
     sign_T = torch.where(inputs.advantages_T > 0, 1.0, -1.0).to(inputs.logprobs_T.dtype)
-    signed_T = sign_T * (inputs.logprobs_T - inputs.old_T)
+    signed_T = sign_T * (inputs.logprobs_T - inputs.old_logprobs_T)
     held_T = torch.minimum(signed_T, signed_T.clamp(-epsilon, epsilon))
     ratio_T = segment_mean(sign_T * held_T, inputs.sequence_T, inputs.completions).exp()[inputs.sequence_T]
     return LossOutputs(-ratio_T * inputs.advantages_T, held_T < signed_T, ratio_T)
@@ -254,7 +254,7 @@ def dppo_loss(inputs: LossInputs, *, divergence: str = "tv", threshold: float | 
     early and likely ones too late.
     """
     ratio_T = _ratio(inputs, "token")
-    p_T, q_T = inputs.old_T.exp(), inputs.logprobs_T.detach().exp()
+    p_T, q_T = inputs.old_logprobs_T.exp(), inputs.logprobs_T.detach().exp()
     if divergence == "tv":
         away_T = (q_T - p_T).abs()
     else:

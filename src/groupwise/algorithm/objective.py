@@ -165,13 +165,15 @@ def policy_loss(
     if completions is None:
         completions = len(advantages_N) if advantages_N is not None else int(sequence_T[-1]) + 1 if len(sequence_T) else 0
     logprobs_T = at_least_fp32(logprobs_T)
-    old_T = (logprobs_T if old_logprobs_T is None else old_logprobs_T).detach().to(logprobs_T.dtype)
+    old_logprobs_T = (logprobs_T if old_logprobs_T is None else old_logprobs_T).detach().to(logprobs_T.dtype)
     given_T = advantages_T if advantages_T is not None else advantages_N[sequence_T]  # type: ignore[index]
     advantages_T, weights_T = (x.detach().to(logprobs_T.dtype) for x in (given_T, weights_T))
-    assert logprobs_T.shape == old_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, "one value per token"
+    assert logprobs_T.shape == old_logprobs_T.shape == advantages_T.shape == weights_T.shape == sequence_T.shape, (
+        "one value per token"
+    )
 
     inputs = LossInputs(
-        logprobs_T, old_T, advantages_T, sequence_T, completions, sampler_logprobs_T, reference_logprobs_T, entropy_T
+        logprobs_T, old_logprobs_T, advantages_T, sequence_T, completions, sampler_logprobs_T, reference_logprobs_T, entropy_T
     )
     loss_T, ratio_T, clipped_T, more = _surrogate(objective, inputs, factor_T)
     loss = policy = (weights_T * loss_T).sum()
@@ -180,10 +182,10 @@ def policy_loss(
         kl = objective.kl or KL(beta)
         kl_T = kl_per_token(logprobs_T, reference_logprobs_T, kl.estimator)
         if kl.importance is not None:
-            kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_T, sequence_T, completions)
+            kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_logprobs_T, sequence_T, completions)
             more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
-    metrics = _metrics(loss, policy, logprobs_T, old_T, reference_logprobs_T, ratio_T, clipped_T)
+    metrics = _metrics(loss, policy, logprobs_T, old_logprobs_T, reference_logprobs_T, ratio_T, clipped_T)
     return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
 
 
@@ -198,11 +200,13 @@ def _surrogate(
             f"the loss returned a tensor of shape {tuple(found.loss_T.shape)}, but it must return one number for each of the "
             f"{len(inputs.logprobs_T)} tokens: leave sums and means to algorithm.loss.aggregation"
         )
-    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_T, *about) if found.ratio_T is None else found.ratio_T
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T, *about) if found.ratio_T is None else found.ratio_T
     clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
     loss_T = found.loss_T
     if objective.off_policy_limit is not None:
-        kept_T = off_policy_mask(inputs.logprobs_T, inputs.old_T, inputs.advantages_T, *about, objective.off_policy_limit)
+        kept_T = off_policy_mask(
+            inputs.logprobs_T, inputs.old_logprobs_T, inputs.advantages_T, *about, objective.off_policy_limit
+        )
         loss_T = loss_T * kept_T.to(loss_T.dtype)
     if factor_T is not None:
         loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
@@ -217,7 +221,7 @@ def _clipped_by_completion(clipped_T: Tensor, ratio_T: Tensor, sequence_T: Tenso
     low_N = segment_mean((clipped_T & (ratio_T < 1)).to(ratio_T.dtype), sequence_T, completions)
     high_N = segment_mean((clipped_T & (ratio_T >= 1)).to(ratio_T.dtype), sequence_T, completions)
     least, most = torch.stack([low_N.min(), high_N.max()]).tolist()
-    return {"clip_low_least": Min(least), "clip_high_most": Max(most)}
+    return {"clip_low_min": Min(least), "clip_high_max": Max(most)}
 
 
 @torch.no_grad()
@@ -225,7 +229,7 @@ def _metrics(
     loss: Tensor,
     policy: Tensor,
     logprobs_T: Tensor,
-    old_T: Tensor,
+    old_logprobs_T: Tensor,
     reference_logprobs_T: Tensor | None,
     ratio_T: Tensor,
     clipped_T: Tensor,
@@ -238,7 +242,7 @@ def _metrics(
         "ratio": ratio_T.sum(),
         "clip_low": (clipped_T & (ratio_T < 1)).sum(),
         "clip_high": (clipped_T & (ratio_T >= 1)).sum(),
-        "kl_old": k3(old_T, logprobs_T).sum(),
+        "kl_old": k3(old_logprobs_T, logprobs_T).sum(),
     }
     if reference_logprobs_T is not None:
         sums["kl"] = kl_per_token(logprobs_T, reference_logprobs_T, "k3").sum()

@@ -43,7 +43,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, gamma: float
 def value_advantages(
     rewards_N: Tensor,
     values_T: Tensor,
-    length_N: Tensor,
+    lengths_N: Tensor,
     rewards_T: Tensor | None = None,
     *,
     gamma: float = 1.0,
@@ -62,11 +62,11 @@ def value_advantages(
         raise RewardError(
             f"a reward is {rewards_N[~rewards_N.isfinite()][0].item()}, but rewards must be finite: fix the reward function"
         )
-    sequence_T = torch.repeat_interleave(torch.arange(len(length_N)), length_N)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths_N)), lengths_N)
     values_T = values_T.double()
     at_T = torch.zeros_like(values_T) if rewards_T is None else rewards_T.double().clone()
     assert at_T.shape == values_T.shape, "one reward per token"
-    at_T.index_add_(0, length_N.cumsum(0) - 1, rewards_N.double())
+    at_T.index_add_(0, lengths_N.cumsum(0) - 1, rewards_N.double())
     advantages_T, returns_T = gae(at_T, values_T, sequence_T, gamma=gamma, lam=lam)
     return _whitened(advantages_T, epsilon) if whiten else advantages_T, returns_T
 
@@ -83,14 +83,14 @@ def value_loss(
     Metrics: ``value_loss`` (Sum), ``value_clipped`` (Mean over tokens: share without gradient), ``value_error`` (Mean of V - R).
     """
     values_T = at_least_fp32(values_T)
-    old_T, returns_T, weights_T = (x.detach().to(values_T.dtype) for x in (old_values_T, returns_T, weights_T))
-    assert values_T.shape == old_T.shape == returns_T.shape == weights_T.shape, "one value per token"
+    old_logprobs_T, returns_T, weights_T = (x.detach().to(values_T.dtype) for x in (old_values_T, returns_T, weights_T))
+    assert values_T.shape == old_logprobs_T.shape == returns_T.shape == weights_T.shape, "one value per token"
     error_T = values_T - returns_T
     squares_T = error_T.square()
     clipped_T = torch.zeros_like(squares_T, dtype=torch.bool)
     if clip is not None:
-        near_T = (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
-        clipped_T = (near_T >= squares_T) & ((values_T - old_T).abs() > clip)
+        near_T = (old_logprobs_T + (values_T - old_logprobs_T).clamp(-clip, clip) - returns_T).square()
+        clipped_T = (near_T >= squares_T) & ((values_T - old_logprobs_T).abs() > clip)
         squares_T = torch.maximum(squares_T, near_T)
     loss = (weights_T * squares_T).sum() / 2
     total, clipped, error = torch.stack([loss.detach(), clipped_T.sum().to(loss.dtype), error_T.detach().sum()]).tolist()

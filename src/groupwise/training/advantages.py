@@ -46,19 +46,21 @@ class StepAdvantages:
         ``world`` put together."""
         flat = [(group, i) for group in groups for i in range(len(group.completions))]
         rewards_N = torch.tensor([group.outcomes[i] for group, i in flat], dtype=torch.float64)
-        length_N = torch.tensor([group.completions[i].sampled_tokens for group, i in flat], dtype=torch.long)
+        lengths_N = torch.tensor([group.completions[i].sampled_tokens for group, i in flat], dtype=torch.long)
         penalties_T = values_T = None
         if batch is not None:
-            world, tokens = world or World(), int(length_N.sum())
+            world, tokens = world or World(), int(lengths_N.sum())
             if objective.kl_in_reward or objective.kl_in_token_reward:
-                assert batch.reference_T is not None
+                assert batch.reference_logprobs_T is not None
                 assert objective.kl is not None
-                own_T, reference_T, estimator = batch.own_T, batch.reference_T, objective.kl.estimator
+                own_T, reference_logprobs_T, estimator = batch.own_T, batch.reference_logprobs_T, objective.kl.estimator
                 if objective.kl_in_token_reward:
-                    taken_T = kl_penalty(own_T, reference_T, beta=beta, estimator=estimator)
+                    taken_T = kl_penalty(own_T, reference_logprobs_T, beta=beta, estimator=estimator)
                     penalties_T = world.assemble(taken_T, batch.place_T, tokens)
                 else:
-                    taken_N = kl_in_reward(own_T, reference_T, batch.sequence_T, len(batch), beta=beta, estimator=estimator)
+                    taken_N = kl_in_reward(
+                        own_T, reference_logprobs_T, batch.sequence_T, len(batch), beta=beta, estimator=estimator
+                    )
                     rewards_N = rewards_N - world.assemble(taken_N, batch.place_N, len(flat))
             if objective.needs_values:
                 assert batch.values_T is not None
@@ -66,9 +68,9 @@ class StepAdvantages:
         inputs = AdvantageInputs(
             rewards_N=rewards_N,
             group_N=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.completions) for g in groups])),
-            length_N=length_N,
+            lengths_N=lengths_N,
             functions=_functions(flat),
-            steps=_steps(flat, length_N),
+            steps=_steps(flat, lengths_N),
             penalties_T=penalties_T,
             values_T=values_T,
             taking_part_N=None if taking_part is None else torch.tensor(list(taking_part), dtype=torch.bool),
@@ -103,11 +105,11 @@ def _functions(flat: Sequence[tuple[Group, int]]) -> dict[str, FunctionScores]:
     return found
 
 
-def _steps(flat: Sequence[tuple[Group, int]], length_N: Tensor) -> dict[str, StepRewards]:
+def _steps(flat: Sequence[tuple[Group, int]], lengths_N: Tensor) -> dict[str, StepRewards]:
     """Rewards of steps by function; each step by the place of its last sampled token among all of the step's.
 
     One that ends within what the policy was given rewards what it had sampled before."""
-    start, found = (length_N.cumsum(0) - length_N).tolist(), {}
+    start, found = (lengths_N.cumsum(0) - lengths_N).tolist(), {}
     for name in dict.fromkeys(name for group, _ in flat for name in group.process):
         given = [group.process.get(name) for group, _ in flat]
         rows = [

@@ -28,7 +28,7 @@ from groupwise.models.adapters import is_adapted
 from groupwise.models.decoder import Decoder
 from groupwise.models.layer import Layer
 from groupwise.models.load import Policy
-from groupwise.rollout import Sampled, deal_prompts, rollout_scope, rollout_settings
+from groupwise.rollout import Sampled, assign_prompts, rollout_scope, rollout_settings
 from groupwise.training.learner import Learner
 from groupwise.training.sharding import Sharding
 from groupwise.training.window import turns_of
@@ -201,7 +201,7 @@ class Ahead:
 
     def _order(self, step: int, weights_of: int, version: int) -> _Batch:
         rollout, prompts = self.config.rollout, self.prompts_of(step)
-        own = deal_prompts(prompts, rollout, self.world)
+        own = assign_prompts(prompts, rollout, self.world)
         request = SampleRequest(
             [prompts[i] for i in own],
             rollout.completions_per_prompt,
@@ -270,7 +270,7 @@ class Ahead:
                 "data, or an earlier checkpoint"
             )
         pairs = _pairs(row["places"], tensors[f"batch.{step}.tokens"], tensors[f"batch.{step}.logprobs"])
-        own = deal_prompts(prompts, self.config.rollout, self.world)
+        own = assign_prompts(prompts, self.config.rollout, self.world)
         return _Batch(step, int(row["weights_of"]), int(row["version"]), prompts, own, None, pairs, float(row["seconds"]))
 
 

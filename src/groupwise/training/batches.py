@@ -13,7 +13,7 @@ from groupwise.engines import Engine
 from groupwise.errors import CheckpointError
 from groupwise.rollout import Rollout, Sampled, collect, score
 from groupwise.training.setup import Prepared
-from groupwise.types import Prompt, told_apart
+from groupwise.types import Prompt, number_occurrences
 
 __all__ = ["Batches"]
 
@@ -35,7 +35,7 @@ class Batches:
         indices = problems_for_step(
             len(available), self.config.rollout.prompts_per_step, step, self.config.training.seed, self.config.data.shuffle
         )
-        return told_apart(available[i] for i in indices)
+        return number_occurrences(available[i] for i in indices)
 
     def refill_prompts(self, step: int, refill: int, count: int) -> list[Prompt]:
         """Further problems for a step whose groups have no variance; a function of seed, step and round (from 1) alone."""
@@ -46,7 +46,7 @@ class Batches:
             step * rounds + refill - 1,
             self.config.training.seed + _REFILL_SEED,
         )
-        return told_apart(available[i] for i in indices[:count])
+        return number_occurrences(available[i] for i in indices[:count])
 
     def prompt_of(self, checkpoint: Path | None, problem_id: str) -> Prompt:
         """The prompt of a problem in a batch that ``checkpoint`` holds. Raises CheckpointError where the data no longer has it."""

@@ -32,13 +32,13 @@ from groupwise.training.sharding import Replicas, Sharding
 from groupwise.training.window import HeldState, Paused, Stateful, Window
 from groupwise.types import Group
 
-__all__ = ["Advantages", "Learner", "Learnt", "MicroBatch", "Paused", "Stateful", "Sweep"]
+__all__ = ["Advantages", "BatchPass", "Learner", "Learnt", "MicroBatch", "Paused", "Stateful"]
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
 _NAMES = {
     "loss": "policy/loss", "ratio": "policy/ratio", "ratio_deviation_max": "policy/ratio_deviation", "kl": "policy/kl",
-    **{name: f"detail/{name}" for name in ("clip_low", "clip_high", "clip_low_least", "clip_high_most", "kl_corrected")},
+    **{name: f"detail/{name}" for name in ("clip_low", "clip_high", "clip_low_min", "clip_high_max", "kl_corrected")},
 }  # fmt: skip
 """What is kept of ``policy_loss``'s metrics, beside those of the loss function itself, and its name in the records."""
 
@@ -50,7 +50,7 @@ class Learnt(NamedTuple):
     metrics: dict[str, Metric]
 
 
-class Sweep(NamedTuple):
+class BatchPass(NamedTuple):
     """The passes over all completions of a window."""
 
     window: Window
@@ -167,7 +167,7 @@ class Learner:
         bonus = window.metrics.get(BONUS)
         self.entropy_bonus = (bonus.value or None) if bonus else None
         while window.updates < updates:
-            passes = self.accumulate([Sweep(window, window.updates == 0)], stop if within else _never)
+            passes = self.accumulate([BatchPass(window, window.updates == 0)], stop if within else _never)
             if passes is None:
                 return Paused(window)
             place = step * updates + window.updates
@@ -238,11 +238,11 @@ class Learner:
         members = [*learnt, *scored_only]
         own = self._share(groups, members)
         batch = Batch.of(groups, [members[n] for n in own], self.scorer.device, sum(n < len(learnt) for n in own))
-        batch.weights_T = self.objective.weights(batch.length_N, batch.sequence_T.cpu(), counts).to(self.scorer.device)
+        batch.weights_T = self.objective.weights(batch.lengths_N, batch.sequence_T.cpu(), counts).to(self.scorer.device)
         if self.objective.needs_values:
             batch.value_weights_T = torch.full_like(batch.weights_T, 1 / counts.tokens)
         if self.config.clips_against_the_sampler:
-            batch.old_T = batch.sampler_logprobs_T
+            batch.old_logprobs_T = batch.sampler_logprobs_T
         return Window(groups, batch, self._cut(batch))
 
     def window_of(
@@ -266,7 +266,7 @@ class Learner:
             self._score_reference(window.micro_batches)
             if off_policy:
                 with as_in_learning(self.scorer):
-                    self._note_each(self.scorer, window.micro_batches, lambda m: {"old_T": _logprobs(self.scorer, m)})
+                    self._note_each(self.scorer, window.micro_batches, lambda m: {"old_logprobs_T": _logprobs(self.scorer, m)})
 
         self._attempt(passes, [window])
         return window
@@ -318,7 +318,7 @@ class Learner:
             return {}
         started = time.perf_counter()
         with self.moving_reference.present() as reference:
-            self._note_each(reference, micro_batches, lambda m: {"reference_T": _logprobs(reference, m)})
+            self._note_each(reference, micro_batches, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
         return {"time/reference_s": Sum(time.perf_counter() - started)}
 
     def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
@@ -358,7 +358,7 @@ class Learner:
 
     # Passes with gradients.
 
-    def accumulate(self, sweeps: Sequence[Sweep], stop: Stop = _never) -> dict[str, Metric] | None:
+    def accumulate(self, sweeps: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
         """For all processes at once: add the gradients of ``sweeps`` to what the next ``step`` takes. Their losses are summed, not
         averaged.
 
@@ -368,7 +368,7 @@ class Learner:
         found = self._attempt(lambda: self._sweep_all(sweeps, stop), [sweep.window for sweep in sweeps])
         return None if found is None else self.world.reduce(found)
 
-    def _sweep_all(self, sweeps: Sequence[Sweep], stop: Stop) -> dict[str, Metric] | None:
+    def _sweep_all(self, sweeps: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
         started = time.perf_counter()
         parts: list[dict[str, Metric]] = []
         notes: list[tuple[MicroBatch, dict[str, Tensor]]] = []
@@ -400,9 +400,9 @@ class Learner:
             logprobs_T=scored.logprobs_T,
             sequence_T=micro_batch.packed.sequence_T,
             weights_T=view.weights_T * scale,
-            old_logprobs_T=view.old_T,
+            old_logprobs_T=view.old_logprobs_T,
             advantages_T=view.advantages_T,
-            reference_logprobs_T=view.reference_T,
+            reference_logprobs_T=view.reference_logprobs_T,
             sampler_logprobs_T=view.sampler_logprobs_T,
             entropy_T=scored.entropy_T,
             factor_T=view.factor_T,
@@ -440,12 +440,12 @@ class Learner:
         level, correction = self.config.correction_level, self.config.algorithm.correction or CorrectionConfig()
         if level != "none":
             notes["correction_T"], numbers = sampler_correction(
-                taken_T if view.old_T is None else view.old_T, view.sampler_logprobs_T, view.sequence_T, len(view),
+                taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T, view.sequence_T, len(view),
                 level=level, mode=correction.mode, high=correction.cap,
             )  # fmt: skip
             metrics |= {f"policy/{name}": number for name, number in numbers.items()}
-        if self.config.algorithm.updates_per_batch > 1 and view.old_T is None:
-            notes["old_T"] = taken_T
+        if self.config.algorithm.updates_per_batch > 1 and view.old_logprobs_T is None:
+            notes["old_logprobs_T"] = taken_T
         return metrics, notes
 
     def _pass(self, micro_batch: MicroBatch, entropy: bool) -> Scored:

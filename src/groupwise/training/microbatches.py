@@ -64,7 +64,7 @@ def sampled_alone(packed: PackedTokens, batch: Batch) -> PackedTokens:
     if bool(batch.sampled_S.all()):
         return packed
     assert isinstance(packed, (Packed, Padded))
-    kept_S, lengths_N = batch.sampled_S.to(packed.targets_T.device), batch.length_N.to(packed.lengths_N.device)
+    kept_S, lengths_N = batch.sampled_S.to(packed.targets_T.device), batch.lengths_N.to(packed.lengths_N.device)
     rows_T, targets_T, sequence_T = (x[kept_S] for x in (packed.predict_rows_T, packed.targets_T, packed.sequence_T))
     return replace(packed, predict_rows_T=rows_T, targets_T=targets_T, sequence_T=sequence_T, lengths_N=lengths_N)
 

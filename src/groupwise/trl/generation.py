@@ -17,7 +17,7 @@ from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
 from groupwise.trl.steps import Part
-from groupwise.types import Completion, Group, Problem, Prompt, told_apart
+from groupwise.types import Completion, Group, Problem, Prompt, number_occurrences
 
 __all__ = ["Generation", "PromptSet", "generate", "generation_numbers"]
 
@@ -223,7 +223,7 @@ def generate(
     the process before it. ``extras``: keywords beside the columns.
     """
     settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
-    sampled = engine.sample(told_apart(prompts), group_size, settings, seed=args.seed, scope=scope)
+    sampled = engine.sample(number_occurrences(prompts), group_size, settings, seed=args.seed, scope=scope)
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
     answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]

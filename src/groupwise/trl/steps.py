@@ -255,8 +255,8 @@ def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: s
         "clip_ratio/low_mean": shares[0],
         "clip_ratio/high_mean": shares[1],
         "clip_ratio/region_mean": sum(shares),
-        "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_least", Max(0.0)).value,
-        "clip_ratio/high_max": found.get("detail/clip_high_most", Max(0.0)).value,
+        "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_min", Max(0.0)).value,
+        "clip_ratio/high_max": found.get("detail/clip_high_max", Max(0.0)).value,
     }
 
 

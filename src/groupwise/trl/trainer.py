@@ -25,7 +25,7 @@ from groupwise.metrics import Metric
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy
 from groupwise.streams import tolerate_broken_pipe
-from groupwise.training.learner import Learner, Sweep
+from groupwise.training.learner import BatchPass, Learner
 from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
@@ -295,7 +295,7 @@ class GRPOTrainer(Outputs):
         """Forward and backward of ``parts``, each with whether its sweeps are the first ones; numbers are of all processes."""
         for part, _ in parts:
             self.entropy.prepare(self.learner, part)
-        found = self.learner.accumulate([Sweep(part.window, first, scale) for part, first in parts])
+        found = self.learner.accumulate([BatchPass(part.window, first, scale) for part, first in parts])
         assert found is not None
         return found
 
