@@ -189,7 +189,7 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     (tmp_path / "spec.json").write_text(json.dumps(cases[:3]))
     config = HERE.parents[1] / "launch" / f"{way}-cpu.yaml"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(HERE / "run_script.py")]
     done = subprocess.run([*command, str(tmp_path / "spec.json")], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

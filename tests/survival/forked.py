@@ -99,7 +99,8 @@ def _fork(config: Config, folder: Path, rank: int, size: int, port: int) -> int:
         os.dup2(log, 2)
         if size > 1:
             told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-            os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in told.items()}})
+            here = {"MASTER_ADDR": "127.0.0.1", "XDG_RUNTIME_DIR": str(folder.parent)}
+            os.environ.update({**here, **{name: str(value) for name, value in told.items()}})
         train(config, rewards={"letters": lower_case_share}, console=Console(quiet=True), run_folder=folder, resume=True)
         code = 0
     except StoppedError as stopped:
