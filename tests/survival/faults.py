@@ -337,8 +337,8 @@ def memory_short(place: Place) -> Outcome:
     place.write()
     assert place.run("training.steps=1").exit_code == 0
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    large = ["rollout.prompts_per_step=64", "rollout.completions_per_prompt=32", "training.micro_batch_tokens=10000000"]
-    ended = place.run("--resume", "--accept-changes", *large, memory_bytes=pages * os.sysconf("SC_PAGESIZE") + 160 * 2**20)
+    large = ["rollout.prompts_per_step=256", "rollout.completions_per_prompt=32", "training.micro_batch_tokens=10000000"]
+    ended = place.run("--resume", "--accept-changes", *large, memory_bytes=pages * os.sysconf("SC_PAGESIZE") + 100 * 2**20)
     said = told(ended, place, "memory ran out", "micro_batch_tokens", "step-1")
     assert ended.exit_code == 1
     goes_on(place)
