@@ -117,7 +117,7 @@ def check(config, result, seen):
 
 
 def test_every_recipe_is_here():
-    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "polaris-3b-qlora", "quickstart"}
+    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "polaris-3b-qlora", "quickstart", "quickstart-tools"}
 
 
 SLOW = {"gsm8k-0.5b", "gsm8k-7b-8gpu", "gsm8k-1.5b-24gb"}
@@ -158,7 +158,8 @@ def test_a_polaris_recipe_runs_on_competition_rows(name, tiny_qwen_folder, share
     assert result.summary["format"] == "boxed"
 
 
-def test_the_quickstart_recipe_runs(tiny_qwen_folder, tmp_path):
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])
+def test_a_quickstart_recipe_runs(name, tiny_qwen_folder, tmp_path):
     """On the generator's problems, its warm start included."""
     changes = {
         "model.name": tiny_qwen_folder(tied=True),
@@ -166,6 +167,6 @@ def test_the_quickstart_recipe_runs(tiny_qwen_folder, tmp_path):
         "warm_start.steps": 2,
         "warm_start.examples_per_step": 2,
     }
-    config, result, seen = run("quickstart", changes, tmp_path / "run")
+    config, result, seen = run(name, changes, tmp_path / "run")
     check(config, result, seen)
     assert [row["stage"] for row in result.summary["evaluations"]] == ["base", "warm_start", "final"]
