@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def against_a_checkout(args: argparse.Namespace) -> Result:
     sides = {side: _summary(found) for side, found in steps.items()}
     rows: list[list[Any]] = [["whole step, s", *(s["step_s"] for s in sides.values()), _by_step(steps, lambda s: s["total"])]]
     for phase in PHASES[:-1]:
-        ratio = _by_step(steps, lambda s, p=phase: s["phases"][p])
+        ratio = _by_step({side: [s["phases"] for s in found] for side, found in steps.items()}, itemgetter(phase))
         rows.append([f"  {phase.replace('_', ' + ')}, s", *(s["phases_s"][phase] for s in sides.values()), ratio])
     rows.append(["peak memory, GiB", *(s["peak_memory_gib"] for s in sides.values()), None])
     print_table("Workload W, medians; ratio: the median over steps", ("", "this checkout", "the other", "ratio"), rows)

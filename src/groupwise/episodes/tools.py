@@ -215,7 +215,7 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.expr) -> int | float:
     value: Any
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         value = _OPERATORS[type(node.op)](_value(node.operand))
