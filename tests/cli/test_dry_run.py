@@ -234,8 +234,8 @@ def test_training_prompts_are_rendered_when_used_and_are_those_of_their_problems
     import groupwise.training.setup as setup
 
     rendered = []
-    original = setup.render
-    monkeypatch.setattr(setup, "render", lambda problem, *rest: rendered.append(problem.id) or original(problem, *rest))
+    original = setup.render_episode
+    monkeypatch.setattr(setup, "render_episode", lambda problem, *rest: rendered.append(problem.id) or original(problem, *rest))
     prepared = prepare(load_config("quickstart", small))
     assert len(rendered) <= 2 + 4, "two training prompts, the first and the one with most words, and the held-out ones"
     for problem, prompt in zip(prepared.problems.train, prepared.train_prompts, strict=True):
