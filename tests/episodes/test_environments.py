@@ -11,12 +11,14 @@ from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 
 from groupwise.config.schema import PromptConfig
+from groupwise.doctor import diagnose_prepared
 from groupwise.episodes import render_episode
 from groupwise.episodes.driver import EpisodeEngine
 from groupwise.episodes.environments import Environments
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.rewards.functions import environment as environment_reward
 from groupwise.training.loop import train
+from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
 
@@ -274,3 +276,19 @@ def test_a_run_with_an_environment_learns_from_its_rewards_and_resumes(tmp_path)
         on_step=again.append,
     )
     assert [g.completions for g in again[-1].groups] == [g.completions for g in reports[-1].groups]
+
+
+def test_the_check_before_a_run_does_not_judge_an_environment_by_texts(tmp_path):
+    """What was not played has no reward of an environment: that is no failure of a function, and no sign of a blind one."""
+    (tmp_path / "game.py").write_text(GAME)
+    model = write_tiny_llama(tmp_path / "model", max_position_embeddings=512)
+    config = tiny_config(
+        model, write_sums(tmp_path / "sums.jsonl"), rollout={"environment": f"{tmp_path / 'game.py'}:Letters"},
+        rewards={"functions": [{"function": "environment"}]},
+    )  # fmt: skip
+    prepared = prepare(config)
+    assert prepared.rewards.without_weights() is None
+    findings = diagnose_prepared(prepared)
+    assert not [finding for finding in findings if finding.severity == "critical"]
+    assert "?" in prepared.train_prompts[0].text
+    assert " (" in prepared.train_prompts[0].text, "what reset says is in the prompt"

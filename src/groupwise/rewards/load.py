@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from groupwise.config.rewards import Isolation, RewardFunctionConfig, RewardModelConfig, Scope
 from groupwise.errors import RewardError
 from groupwise.importing import import_member, in_one_line, looks_like_file, nearest
-from groupwise.rewards.functions import builtin_rewards
+from groupwise.rewards.functions import builtin_rewards, environment
 from groupwise.rewards.processes import refusal
 from groupwise.rewards.scores import Shaper
 
@@ -105,6 +105,11 @@ class LoadedReward:
     @property
     def built_in(self) -> bool:
         return self.source == "built-in"
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether it is what an environment gave, which no completion has that was not played."""
+        return self.function is environment
 
     @property
     def is_model(self) -> bool:

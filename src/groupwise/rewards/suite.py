@@ -173,9 +173,10 @@ class RewardSuite:
         return [str(function.load()) for function in self.models.values()]
 
     def without_weights(self) -> RewardSuite | None:
-        """The functions that cost nothing to try: all but reward models. None where there is no other with a weight."""
+        """The functions that a text alone can be tried on: all but reward models, and what an environment gives. None where there is no
+        other with a weight."""
         light = copy.copy(self)
-        light.rewards = tuple(reward for reward in self.rewards if not reward.is_model)
+        light.rewards = tuple(reward for reward in self.rewards if not reward.is_model and not reward.is_environment)
         return light if any(reward.weight for reward in light.rewards) else None
 
     @property
