@@ -372,6 +372,22 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     more = GRPOTrainer(again, letters, settings(beta=0.1, learning_rate=1e-2, disable_dropout=True), prompts)
     more.train()
     assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
+    (tmp_path / "far.py").write_text(
+        "from groupwise.algorithm import LossOutputs\n"
+        "from groupwise.algorithm.registry import needs\n"
+        "from groupwise.metrics import Max\n"
+        "@needs('reference')\n"
+        "def loss(inputs):\n"
+        "    far = float((inputs.logprobs_T.detach() - inputs.reference_logprobs_T).abs().max())\n"
+        "    return LossOutputs(-inputs.advantages_T * inputs.logprobs_T, metrics={'far': Max(far)})\n"
+    )
+    again = peft.PeftModel.from_pretrained(load_tiny(), tmp_path / "adapter", is_trainable=True)
+    own = settings(loss_type=f"{tmp_path}/far.py:loss", learning_rate=1e-2, disable_dropout=True)
+    more = GRPOTrainer(again, letters, own, prompts)
+    more.train()
+    assert more.state.log_history[0]["loss/far"] == pytest.approx(0, abs=1e-5), (
+        "also of a loss that reads the reference by itself"
+    )
 
 
 @pytest.mark.parametrize("kind", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])

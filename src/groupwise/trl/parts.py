@@ -315,7 +315,7 @@ def make_policy(
 
 
 def make_parts(
-    policy: Policy, config: Config, world: World, own_optimizer: bool, aside: torch.device | None = None
+    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, aside: torch.device | None = None
 ) -> tuple[Scorer, Sharding, Engine]:
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
     what learns; the sampler works on the same memory either way. ``aside``: where the weights of a model that is divided were read to."""
@@ -327,7 +327,7 @@ def make_parts(
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
-    if given and config.algorithm.needs_reference and isinstance(scorer, KeepsAdapter):
+    if given and needs_reference and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     sharding = make_sharding(config, world, scorer)
     engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)

@@ -172,9 +172,12 @@ class GRPOTrainer(Outputs):
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
         given, self.lr_scheduler = optimizers
-        scorer, sharding, self.engine = make_parts(self.policy, self.config, self.world, given is not None, aside)
+        chosen = objective(args)
+        scorer, sharding, self.engine = make_parts(
+            self.policy, self.config, self.world, given is not None, chosen.needs_reference, aside
+        )
         own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=objective(args))
+        self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=chosen)
         self.optimizer = self.learner.optimizer.adamw
         self._own_optimizer = given is not None
         sharding.check()
