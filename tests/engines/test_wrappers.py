@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from groupwise.config.schema import OptimizerConfig
 from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.builtin.engine import Runner
 from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.memory import DEVICE_WIDE, reclaim_memory
+from groupwise.training.optimizer import MasterAdamW
 from groupwise.types import Problem, Prompt
 
 
@@ -74,14 +77,11 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
     seen = []
 
     class Graph:
-        def pool(self):
-            return "pool"
-
         def replay(self):
             seen.append(("replay", held_elsewhere()))
 
     @contextmanager
-    def capture(graph, pool, capture_error_mode):
+    def capture(graph, capture_error_mode):
         seen.append(("begin", held_elsewhere()))
         yield
         seen.append(("end", held_elsewhere()))
@@ -94,6 +94,50 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
     runner._replay(step)
     runner._replay(step)
     assert seen == [("begin", True), ("record", True), ("end", True), ("replay", False), ("replay", False)]
+
+
+def test_no_graph_is_captured_into_the_memory_of_one_that_was_destroyed(monkeypatch):
+    """torch 2.11 fails an assertion there (vllm-project/vllm#28426)."""
+    users = Counter()
+
+    class Graph:
+        pooled = None
+
+        def pool(self):
+            return self.pooled
+
+        def replay(self):
+            pass
+
+        def __del__(self):
+            users[self.pooled] -= 1
+
+    @contextmanager
+    def capture(graph, pool=None, capture_error_mode="global"):
+        if pool is not None and users[pool] == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        graph.pooled = len(users) if pool is None else pool
+        users[graph.pooled] += 1
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    runner = Runner(None, None, None, None)
+    monkeypatch.setattr(runner, "_once", lambda step: None)
+    for step in (object(), object(), object()):
+        runner._replay(step)
+    assert sum(users.values()) == 1, "of the graphs that nobody replays any more, none holds memory"
+
+
+@pytest.mark.parametrize(("precision", "held"), [("masters-8bit", True), ("masters", False)])
+def test_8_bit_moments_are_stepped_with_nobody_capturing(precision, held, monkeypatch):
+    """bitsandbytes waits for the whole device after each tensor."""
+    weight, seen = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)), []
+    optimizer = MasterAdamW([("w", weight)], OptimizerConfig(precision=precision))
+    monkeypatch.setattr(optimizer.adamw, "step", lambda: seen.append(held_elsewhere()))
+    weight.sum().backward()
+    optimizer.step(1e-3)
+    assert seen == [held]
 
 
 def test_memory_is_given_back_with_nobody_capturing(monkeypatch):

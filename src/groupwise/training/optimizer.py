@@ -11,6 +11,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import OptimizerConfig
 from groupwise.errors import ConfigError
+from groupwise.memory import DEVICE_WIDE
 from groupwise.metrics import Mean
 from groupwise.models.quiet import quieten_bitsandbytes
 
@@ -344,7 +346,9 @@ class MasterAdamW:
         if isinstance(self.adamw, StochasticAdamW):
             self.adamw.step(gradients)
         else:
-            self.adamw.step()
+            # bitsandbytes waits for the whole device after each tensor, and that would break a graph which a sampling thread captures.
+            with DEVICE_WIDE if self.config.precision == "masters-8bit" else nullcontext():
+                self.adamw.step()
         self.lost = _lost(before, gradients)
         self.publish()
 

@@ -313,7 +313,6 @@ class Runner:
         self.decoder, self.weights, self.cache, self.draw = decoder, weights, cache, draw
         self._graph: Any = None
         self._captured: DecodeStep | None = None
-        self._pool: Any = None
 
     def run(self, step: DecodeStep, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """``count`` tokens for every row, and their log-probabilities, by step: one wait for the device in all."""
@@ -334,9 +333,10 @@ class Runner:
     def _replay(self, step: DecodeStep) -> None:
         """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""
         if self._captured is not step:
-            self._graph = torch.cuda.CUDAGraph()
+            self._graph = None  # its memory goes with it: torch 2.11 refuses a pool whose only graph was destroyed
+            graph = torch.cuda.CUDAGraph()
             # It records; nothing is computed yet. Another thread that learns meanwhile may take memory; it may not capture as well.
-            with DEVICE_WIDE, torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            with DEVICE_WIDE, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._once(step)
-            self._captured, self._pool = step, self._graph.pool()
+            self._graph, self._captured = graph, step
         self._graph.replay()
