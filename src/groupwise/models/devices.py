@@ -25,6 +25,7 @@ __all__ = [
     "has_device_map",
     "input_device",
     "remove_with",
+    "wait_for",
     "with_dtype",
 ]
 
@@ -67,6 +68,15 @@ def remove_with(model: Any, folder: str) -> None:
         weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when ``device`` has done what this thread has launched there: a clock that is read before shows the launches alone.
+
+    Its stream alone is waited for, not the whole device: another thread may be capturing a graph.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def has_device_map(model: Any) -> bool:

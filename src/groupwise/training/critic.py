@@ -164,9 +164,9 @@ class Critic:
             raise ValueError("one of them has a critic of its own and the other the policy's states")
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             parameter.copy_(state[name])
-            moments = {
-                key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state
-            }
+            kept = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
+            # AdamW counts its steps on the CPU, and has moments beside the parameter.
+            moments = {key: value.to("cpu" if key == "step" else parameter.device, copy=True) for key, value in kept.items()}
             self.adamw.state[parameter].update(moments)
         if self.trunk is not None and self.optimizer is not None:
             for name, parameter in self._own_masters():

@@ -1,0 +1,45 @@
+"""Where tensors lie: by fake ones on a CUDA device, whose operations refuse those of the CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from groupwise.config import build_config
+from groupwise.models import devices
+from groupwise.training.critic import Critic
+
+
+def test_operations_on_two_devices_are_refused(fake_cuda, cuda):
+    """What the other tests here rest on."""
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.ones(2, device=cuda) + torch.ones(2)
+
+
+def test_a_resumed_value_head_has_its_moments_beside_it(fake_cuda, cuda):
+    """A checkpoint's tensors are on the CPU. On CUDA the first step after ``--resume`` failed."""
+    config = build_config({"algorithm": {"preset": "ppo"}}).algorithm
+
+    def stepped():
+        critic = Critic(8, config, cuda)
+        for parameter in critic.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return critic
+
+    before, after = stepped(), stepped()
+    before.adamw.step()
+    after.load_state({name: tensor.detach().to("cpu") for name, tensor in before.state().items()})
+    after.adamw.step()
+    kept = after.adamw.state[after.weight]
+    assert (kept["exp_avg"].device, kept["exp_avg_sq"].device, kept["step"].device) == (cuda, cuda, torch.device("cpu"))
+
+
+def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):
+    """A wait for the whole device would break a graph that another thread captures."""
+    asked = []
+    stream = SimpleNamespace(synchronize=lambda: asked.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: pytest.fail("the whole device was waited for"))
+    devices.wait_for(torch.device("cuda"))
+    devices.wait_for(torch.device("cpu"))
+    assert asked == ["stream"]
