@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import decode_step_s, link_bytes_per_s, step_cost
 from groupwise.planner.plan import training_problems
+from groupwise.planner.shape import find_shape
 from groupwise.planner.state import exchange_bytes
 
 
@@ -94,6 +95,58 @@ def test_an_hour_and_an_epoch_are_those_of_the_step():
     assert training_problems(load_config("gsm8k-0.5b", ["data.source=mine.jsonl"])) is None
 
 
+GPUS = [
+    # what the driver says, MiB, which card of the table, and the data sheet's dense bf16 TFLOP/s
+    ("NVIDIA A100-SXM4-40GB", 40960, "a100-40gb", 312),
+    ("NVIDIA A100-SXM4-80GB", 81920, "a100-80gb", 312),
+    ("NVIDIA A100 80GB PCIe", 81920, "a100-80gb", 312),
+    ("NVIDIA L4", 23034, "l4", 121),
+    ("NVIDIA L40S", 46068, "l40s", 362),
+    ("NVIDIA L40", 46068, "l40", 181),
+    ("NVIDIA A10", 23028, "a10", 125),
+    ("NVIDIA A10G", 23028, "a10g", 70),
+    ("NVIDIA GeForce RTX 4090", 24564, "rtx-4090", 165),
+    ("NVIDIA GeForce RTX 5090", 32607, "rtx-5090", 209),
+    ("NVIDIA RTX A6000", 49140, "rtx-a6000", 155),
+    ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada", 364),
+    ("NVIDIA H100 80GB HBM3", 81559, "h100", 989),
+    ("NVIDIA H100 PCIe", 81559, "h100-pcie", 756),
+    ("NVIDIA H100 NVL", 95830, "h100-nvl", 835),
+    ("NVIDIA H200", 143771, "h200", 989),
+    ("NVIDIA B200", 183359, "b200", 2250),
+    # not in the table: rates by memory, and never another card's memory
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, "a10g", 70),
+    ("Quadro RTX 6000", 24576, "a10g", 70),
+    ("NVIDIA A40", 46068, "rtx-a6000", 155),
+]
+
+
+@pytest.mark.parametrize(("label", "mebibytes", "name", "tflops"), GPUS, ids=[label for label, *_ in GPUS])
+def test_a_card_is_known_by_its_whole_name_and_has_its_own_memory(label, mebibytes, name, tflops, monkeypatch):
+    monkeypatch.setattr(hardware, "present_gpu", lambda: (label, mebibytes * 2**20))
+    found = hardware.choose_hardware("auto", None, None)
+    assert (found.name, found.memory_bytes) == (name, mebibytes * 2**20)
+    assert round(found.flops_per_s / 1e12) == tflops
+
+
+def test_a_gpu_that_a_process_does_not_see_is_not_planned_for(monkeypatch):
+    asked = []
+
+    def answer(query, **rest):
+        asked.append(query)
+        return SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 81559\n")
+
+    monkeypatch.setattr(hardware, "shutil", SimpleNamespace(which=lambda name: name))
+    monkeypatch.setattr(hardware.subprocess, "run", answer)
+    for visible, found in ((None, "0"), ("", None), ("-1", None), ("3,1", "3"), ("GPU-8f6d", "GPU-8f6d")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        asked.clear()
+        assert hardware.present_gpu() == (None if found is None else ("NVIDIA H100 80GB HBM3", 81559 * 2**20))
+        assert [f"--id={found}" in query for query in asked] == ([] if found is None else [True])
+
+
 def test_this_machine_can_be_measured(monkeypatch):
     monkeypatch.setattr(hardware, "_fastest", lambda action, wait: action() is None or 0.25)
     found = hardware.measure("cpu", 64, 128)
@@ -116,3 +169,19 @@ def test_the_fastest_call_counts(monkeypatch):
 
     assert hardware._fastest(action, lambda: None, seconds=15) == 3
     assert next(durations) == 1, "there was no time for it"
+
+
+def test_a_decode_step_has_a_floor_on_a_gpu_whatever_the_card():
+    """1.5B at 256 rows of 256 tokens: 1,278 kernels; as fast as its memory it would be 1.8 ms on an H200."""
+    config = load_config("gsm8k-1.5b-8gpu", ["rollout.completions_per_prompt=8"])
+    setup = Setup(config, find_shape(config.model), "cuda", prompt_tokens=256)
+    floor = 4e-6 * (28 * 43 + 74)
+    endless = replace(HARDWARE["h200"], bytes_per_s=1e18, flops_per_s=1e21)
+    h200, fast = (decode_step_s(setup, card, 256, 256) for card in (HARDWARE["h200"], endless))
+    assert 6.3e-3 < h200 < 8.1e-3, "what reading the code predicts"
+    assert floor < fast < h200
+    assert decode_step_s(replace(setup, device="cpu"), HARDWARE["cpu"], 256, 256) > 0.05
+    by_vllm = Setup(
+        config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "vllm"})}), setup.shape, "cuda"
+    )
+    assert 20_000 < 256 / decode_step_s(by_vllm, HARDWARE["h200"], 256, 256) < 40_000

@@ -100,8 +100,8 @@ def test_sharding_of_ones_own_is_hinted_at_too_and_a_plan_for_one_device_is_left
 
 def test_a_size_of_memory_says_whose_rates_it_takes():
     (hint,) = hints("quickstart", "--gpu-memory", "24GiB")
-    assert "the times are those of l4;" in hint
-    assert hint.endswith("another's rates: rtx-4090, rtx-3090, a10")
+    assert "the times are those of a10g;" in hint
+    assert hint.endswith("another's rates: rtx-4090, a10, l4, rtx-3090")
     (roomy,) = hints("quickstart", "--gpu-memory", "100GiB")
     assert "those of h200;" in roomy or "those of b200;" in roomy
     assert all(name in roomy or name == "cpu" for name in HARDWARE)

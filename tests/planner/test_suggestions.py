@@ -196,7 +196,7 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
 
 
 def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():
-    made = make_plan(load_config("polaris-3b"), HARDWARE["rtx-4090"])
+    made = make_plan(load_config("polaris-3b"), HARDWARE["rtx-5090"])
     last = made.suggestions[-1]
     assert (last.rank, last.world_size) == (3, 4)
     assert "--num-processes 4" in last.words

@@ -14,7 +14,7 @@ from groupwise.planner.hardware import HARDWARE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.setup import Setup
 from groupwise.planner.state import exchange_bytes, share
 
-__all__ = ["StepCost", "cost_formulas", "decode_step_s", "link_bytes_per_s", "step_cost"]
+__all__ = ["DECODE_OPERATIONS", "StepCost", "cost_formulas", "decode_step_s", "link_bytes_per_s", "step_cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def _learning_flops(setup: Setup, forward: float) -> float:
 def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
     """Seconds of one decode step of ``rows`` sequences that have ``length`` tokens of their own: it reads all weights once and the
     rows' cache, or computes, whichever takes longer. A base of few bits that is not merged is unpacked for each step. ``devices``: as
-    many divide both among them. Layers with a window read no further, but where the built-in engine masks instead: on GPUs, and in fp32."""
+    many divide both among them. Layers with a window read no further, but where the built-in engine masks instead: on GPUs, and in fp32.
+    On a GPU what lies between its kernels comes on top."""
     shape, s = setup.shape, setup.weight_bytes
     weights = shape.layers * shape.layer_matrices + shape.head
     groups = max(1, rows // setup.config.rollout.completions_per_prompt)
@@ -107,7 +108,28 @@ def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, de
         read += shape.cached(s) * layers / shape.layers * (groups * prompt + rows * own)
         seen += layers * (prompt + own)
     computed = 2.0 * weights * rows + 4.0 * shape.attended * rows * seen
-    return max(read / (hardware.bytes_per_s * hardware.bandwidth_share), computed / _arithmetic(setup, hardware)) / devices
+    work = max(read / (hardware.bytes_per_s * hardware.bandwidth_share), computed / _arithmetic(setup, hardware)) / devices
+    return work + _between_s(setup, rows)
+
+
+DECODE_OPERATIONS = (43, 74)
+"""Kernels of a decode step of the built-in engine on a GPU, in each layer and once for all: counted by dispatch in the tests."""
+_KERNEL_S = 4e-6
+"""A kernel of a captured graph that moves next to nothing, with the gap before it. Assumed; 2 to 5 microseconds are reported."""
+_VLLM_ROW_S, _MODULE_STEP_S = 20e-6, 25e-3
+"""Of other engines on a GPU, what a step takes beside its arithmetic and traffic: vLLM's scheduler and sampler on the host, for each row (20
+to 40 thousand tokens/s are reported for 256 sequences of a model of 1.5B), and transformers' modules, which launch every kernel by Python
+(4 to 10 thousand)."""
+
+
+def _between_s(setup: Setup, rows: int) -> float:
+    """Seconds of a decode step in which a GPU neither computes nor reads much: its floor, whatever the card."""
+    if setup.device == "cpu":
+        return 0.0
+    if not setup.by_builtin:
+        return _VLLM_ROW_S * rows if setup.by_vllm else _MODULE_STEP_S
+    each, once = DECODE_OPERATIONS
+    return _KERNEL_S * (setup.shape.layers * each + once)
 
 
 def _arithmetic(setup: Setup, hardware: Hardware) -> float:
@@ -176,12 +198,13 @@ def cost_formulas(setup: Setup, hardware: Hardware) -> list[tuple[str, str, str]
     step = decode_step_s(setup, hardware, rows, setup.mean_completion / 2)
     passes = cost.learning_flops / max(1.0, cost.sampling_flops)
     merging = " + 28 bytes a weight and merging" if _merging_s(setup, bandwidth) else ""
+    floor = f", and {1e3 * between:.2f} ms between kernels" if (between := _between_s(setup, rows)) else ""
     rows_of = [
         ("arithmetic", f"{_arithmetic(setup, hardware) / 1e12:,.1f} TFLOP/s", f"{hardware.arithmetic_share:.0%} of {hardware.name}'s"),
         ("bandwidth", f"{bandwidth / 1e9:,.0f} GB/s", f"{hardware.bandwidth_share:.0%} of {hardware.name}'s"),
         ("one forward pass", f"{cost.sampling_flops / 1e12:,.1f} TFLOP", "2 L matrices rows + 2 V D predictions + 4 L H E pairs"),
         ("learning's passes", f"{cost.learning_flops / 1e12:,.1f} TFLOP", f"{passes:.3g} forward passes (a backward pass is 2)"),
-        ("a decode step", f"{1e3 * step:,.2f} ms", f"the larger of reading weights and cache, and computing {rows} rows"),
+        ("a decode step", f"{1e3 * step:,.2f} ms", f"the larger of reading weights and cache, and computing {rows} rows" + floor),
         ("sampling", f"{cost.sampling_s:,.2f} s", "prefill / arithmetic + tokens x rounds x decode step"),
         ("learning", f"{cost.learning_s:,.2f} s", f"TFLOP / arithmetic{merging}"),
         ("optimiser", f"{cost.optimizer_s:,.2f} s", "reads and writes of gradient, moments, masters and weights / bandwidth"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from groupwise.errors import ConfigError
 
 __all__ = [
     "GPUS_OF_A_MACHINE", "HARDWARE", "NETWORK_BYTES_PER_S", "Hardware", "alike", "choose_hardware", "find_hardware", "measure",
-    "parse_bytes", "present_gpu",
+    "named_in", "parse_bytes", "present_gpu",
 ]  # fmt: skip
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -46,24 +47,34 @@ class Hardware:
     """Rate of fp32 products, where it was measured."""
 
 
+_AMPERE, _ADA, _BLACKWELL = (f"NVIDIA's white paper on {chips}" for chips in ("GA102", "the Ada architecture", "RTX Blackwell"))
+
 HARDWARE: dict[str, Hardware] = {
     card.name: card
     for card in (
-        Hardware("rtx-3090", 24576 * _MIB, 71e12, 936e9, 12e9),
-        Hardware("rtx-4090", 24564 * _MIB, 165e12, 1008e9, 12e9),
-        Hardware("l4", 23034 * _MIB, 60e12, 300e9, 12e9),
-        Hardware("a10", 23028 * _MIB, 70e12, 600e9, 12e9),
-        Hardware("l40s", 46068 * _MIB, 181e12, 864e9, 25e9),
+        Hardware("rtx-3090", 24576 * _MIB, 71e12, 936e9, 12e9, source=_AMPERE),
+        Hardware("rtx-4090", 24564 * _MIB, 165e12, 1008e9, 12e9, source=_ADA),
+        Hardware("rtx-5090", 32607 * _MIB, 209e12, 1792e9, 25e9, source=_BLACKWELL),
+        Hardware("l4", 23034 * _MIB, 121e12, 300e9, 12e9),
+        Hardware("a10", 23028 * _MIB, 125e12, 600e9, 12e9),
+        Hardware("a10g", 23028 * _MIB, 70e12, 600e9, 12e9),
+        Hardware("l40", 46068 * _MIB, 181e12, 864e9, 25e9),
+        Hardware("l40s", 46068 * _MIB, 362e12, 864e9, 25e9),
+        Hardware("rtx-a6000", 49140 * _MIB, 155e12, 768e9, 25e9, source=_AMPERE),
+        Hardware("rtx-6000-ada", 49140 * _MIB, 364e12, 960e9, 25e9),
         Hardware("a100-40gb", 40960 * _MIB, 312e12, 1555e9, 300e9),
         Hardware("a100-80gb", 81920 * _MIB, 312e12, 2039e9, 300e9),
         Hardware("h100", 81559 * _MIB, 989e12, 3350e9, 450e9),
+        Hardware("h100-pcie", 81559 * _MIB, 756e12, 2000e9, 300e9),
+        Hardware("h100-nvl", 95830 * _MIB, 835e12, 3900e9, 300e9),
         Hardware("h200", 139 * _GIB, 989e12, 4800e9, 450e9),
+        Hardware("h200-nvl", 139 * _GIB, 835e12, 4800e9, 450e9),
         Hardware("b200", 178 * _GIB, 2250e12, 8000e9, 900e9),
         Hardware("cpu", 16 * _GIB, 0.95e12, 60e9, 10e9, 0.5, 0.9, "two cores of an AMD EPYC (Zen 5), benchmarks/RESULTS.md"),
     )
 }
-"""By name. Rates are peaks of the vendors' data sheets without sparsity; what is reached is a share of them. Memory is what drivers
-report."""
+"""By name. Rates are the vendors' peaks of dense bf16 products with fp32 sums, half of what data sheets give with sparsity. GeForce cards
+make fp16 products with fp16 sums twice as fast; that rate is not meant here. Memory is what drivers report."""
 
 
 def find_hardware(name: str) -> Hardware:
@@ -97,10 +108,12 @@ def alike(memory_bytes: int) -> list[Hardware]:
 
 
 def present_gpu() -> tuple[str, int] | None:
-    """Name and memory of this machine's first NVIDIA GPU, asked of its driver; None without one."""
-    if shutil.which("nvidia-smi") is None:
+    """Name and memory of this machine's first NVIDIA GPU that a process sees (``CUDA_VISIBLE_DEVICES``), asked of its driver; None without
+    one."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if shutil.which("nvidia-smi") is None or first in ("", "-1"):
         return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={first}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
         name, _, mebibytes = answer.splitlines()[0].rpartition(",")
@@ -159,25 +172,38 @@ def _fastest(action: Callable[[], object], wait: Callable[[], object], seconds: 
     return best
 
 
+def named_in(label: str) -> Hardware | None:
+    """The card of the table that a driver's ``label`` means: of those whose words are all among the label's, the one with the most.
+
+    Whole words: "L40S" is no L4, and "A100" no A10. A mobile card shares only its name with the one on a board.
+
+    >>> named_in("NVIDIA A100-SXM4-80GB").name, named_in("NVIDIA H100 80GB HBM3").name, named_in("NVIDIA L40S").name
+    ('a100-80gb', 'h100', 'l40s')
+    """
+    words = set(re.findall(r"[a-z0-9]+", label.lower()))
+    fitting = [card for key, card in HARDWARE.items() if words.issuperset(key.split("-"))]
+    return None if "laptop" in words else max(fitting, key=lambda card: card.name.count("-"), default=None)
+
+
 def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Hardware:
     """What a plan is for: the device named, a GPU of the size given, or what this machine has (``device`` is ``model.device``).
 
     Of a GPU that is known by its size alone, rates are those of the slowest card of the table with about as much memory, or of the smallest
-    with more.
+    with more. The memory is always the GPU's own.
     """
     if name is not None:
         return find_hardware(name)
+    card = None
     if gpu_bytes is None:
         gpu = None if device == "cpu" else present_gpu()
         if gpu is None:
             import psutil
 
             return replace(HARDWARE["cpu"], memory_bytes=psutil.virtual_memory().total)
-        label, gpu_bytes = gpu
-        named = [card for key, card in HARDWARE.items() if key in label.lower().replace(" ", "-")]
-        if named:
-            return replace(named[0], memory_bytes=gpu_bytes)
-    if same := alike(gpu_bytes):
-        return min(same, key=lambda card: card.flops_per_s)
-    cards = sorted((c for c in HARDWARE.values() if c.name != "cpu"), key=lambda c: (c.memory_bytes, c.flops_per_s))
-    return next((card for card in cards if card.memory_bytes >= gpu_bytes), cards[-1])
+        card, gpu_bytes = named_in(gpu[0]), gpu[1]
+    if card is None and (same := alike(gpu_bytes)):
+        card = min(same, key=lambda card: card.flops_per_s)
+    if card is None:
+        cards = sorted((c for c in HARDWARE.values() if c.name != "cpu"), key=lambda c: (c.memory_bytes, c.flops_per_s))
+        card = next((card for card in cards if card.memory_bytes >= gpu_bytes), cards[-1])
+    return replace(card, memory_bytes=gpu_bytes)
