@@ -27,6 +27,7 @@ __all__ = [
     "keep_freed_memory",
     "own_memory",
     "peak_memory_bytes",
+    "ran_out_on_device",
     "reclaim_memory",
     "release_freed_memory",
     "reset_peak_memory",
@@ -197,6 +198,22 @@ def release_freed_memory() -> bool:
         return bool(ctypes.CDLL(None).malloc_trim(0))
     except (OSError, AttributeError, TypeError):
         return False
+
+
+_OF_A_DEVICE = re.compile(r"CUDA[^\n]{0,20}out of memory|STATUS_ALLOC_FAILED|ALLOCATION_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
+
+
+def ran_out_on_device(error: BaseException) -> bool:
+    """Whether ``error`` means that the accelerator's memory ran out, and that less work at once may fit.
+
+    PyTorch's allocator says so by ``OutOfMemoryError``. The driver (graphs, kernels that are loaded), cuBLAS (also where it cannot make its
+    handle) and cuDNN take memory themselves, and say it in words. NCCL's errors are not among them: one process alone cannot try again.
+    """
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _OF_A_DEVICE.search(str(error)) is not None
+    )
 
 
 def reclaim_memory() -> None:

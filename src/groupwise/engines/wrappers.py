@@ -19,7 +19,7 @@ import torch
 
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
-from groupwise.memory import reclaim_memory
+from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.metrics import Metric, Sum
 from groupwise.types import Completion, Prompt
 
@@ -183,12 +183,14 @@ class RowLimit:
 
         Args:
             at_once: sequences that the last attempt still had to sample; where those are fewer than the limit, they are what is halved.
-        Raises the ``torch.OutOfMemoryError``, with a note on what to set, where it was one.
+        Raises the error, with a note on what to set, where it was one.
         """
         while True:
             try:
                 return action()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not ran_out_on_device(error):
+                    raise
                 tried = min(at_once(), self.rows)
                 if tried <= 1:
                     error.add_note(

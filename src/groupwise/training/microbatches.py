@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from groupwise.batch import Batch
 from groupwise.batching import cut_batch
-from groupwise.memory import reclaim_memory
+from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.models.module_scorer import Padded
 from groupwise.models.packing import Packed, PackedTokens
 from groupwise.models.scorer import Scorer
@@ -100,12 +99,14 @@ class PassBudget:
         Args:
             largest: tokens of its largest pass that can be divided; None where there is none.
             restart: drops what the failed attempt left, and cuts the batch again by ``tokens``.
-        Raises the ``torch.OutOfMemoryError``, with a note on what to set, where no pass can be divided, or none may be.
+        Raises the error, with a note on what to set, where no pass can be divided, or none may be.
         """
         while True:
             try:
                 return action()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not ran_out_on_device(error):
+                    raise
                 tokens = largest()
                 if tokens is None or self.fixed:
                     error.add_note(self._remedy(tokens))

@@ -15,7 +15,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
-from groupwise.memory import available_memory_bytes
+from groupwise.memory import available_memory_bytes, ran_out_on_device
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
@@ -36,7 +36,7 @@ SHORT_OF_MEMORY = (
     "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
     "`groupwise plan` says what takes how much"
 )
-_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory")
+_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory", "Failed to CUDA calloc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,7 @@ def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_
 
 
 def _is_shortage(error: BaseException) -> bool:
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, MemoryError) or ran_out_on_device(error) or any(sign in str(error) for sign in _SIGNS)
 
 
 def _first_line(error: BaseException) -> str:
