@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.models import load
 from groupwise.models.devices import computes_bf16
 from groupwise.models.embedded import EMBEDDED_NAME
 from groupwise.models.folder import make_readable_by_4, only_from_cache
@@ -145,8 +146,16 @@ def test_a_device_that_is_not_there_is_refused(settings: dict[str, str]) -> None
 
 
 def test_flash_attention_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="flash-attn is not installed"):
+    monkeypatch.setattr(load, "is_flash_attn_2_available", lambda: False)
+    with pytest.raises(ModelError, match=r"flash-attn 2\.3\.3 or newer is not installed"):
+        check_model(ModelConfig(attention="flash_attention_2"))
+
+
+def test_flash_attention_4_is_not_taken_for_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are the package ``flash_attn``; transformers knows by which distribution it came."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert load._attention(ModelConfig(dtype="bfloat16"), torch.device("cuda")) is None
+    with pytest.raises(ModelError, match="flash-attn"):
         check_model(ModelConfig(attention="flash_attention_2"))
 
 

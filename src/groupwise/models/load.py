@@ -7,7 +7,6 @@ that transformers 4.57 and 5 both load to the same numbers.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_flash_attn_2_available
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
@@ -346,9 +346,10 @@ def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedMode
 
 
 def _check_attention(config: ModelConfig) -> None:
-    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise ModelError(
-            "model.attention is 'flash_attention_2', but the package flash-attn is not installed: install it or use auto"
+            "model.attention is 'flash_attention_2', but flash-attn 2.3.3 or newer is not installed here beside a GPU: install it or use "
+            "auto"
         )
 
 
@@ -356,7 +357,7 @@ def _attention(config: ModelConfig, device: torch.device) -> str | None:
     """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager."""
     if config.attention != "auto":
         return config.attention
-    flash = device.type == "cuda" and config.dtype != "float32" and importlib.util.find_spec("flash_attn") is not None
+    flash = device.type == "cuda" and config.dtype != "float32" and is_flash_attn_2_available()  # flash-attn 4 has the same name
     return "flash_attention_2" if flash else None
 
 
