@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test test-all lint format soak docs wheel clean
+.PHONY: help install dev quickstart test test-all test-gpu lint format soak docs wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test: dev  ## the fast tests, in two processes of one thread each (WORKERS=N for
 
 test-all: dev  ## the fast and the slow tests, as .ci/run does
 	$(PYTEST)
+
+test-gpu: dev  ## the tests that need a CUDA GPU; every other test takes the CPU, on every machine
+	$(BIN)/python -m pytest --timeout 300 -m gpu
 
 lint: dev  ## style, types, the direction of imports, the Dockerfile
 	$(BIN)/ruff check .

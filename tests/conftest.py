@@ -41,6 +41,10 @@ TINY = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Numbers, files and settings are held against the CPU's. On a machine with a GPU, `auto` would be another device, here and in every
+    # process that a test starts. So a session sees the GPU only where it asks for the tests that need one, and for no others.
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the tests run in other processes
     import torch
@@ -55,6 +59,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # transformers writes each configuration out for a log line that is not shown: a tenth of a tiny run's time.
     PretrainedConfig.__repr__ = object.__repr__
     fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU, and a session of its own: make test-gpu")
 
 
 def tiny_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
