@@ -1,5 +1,5 @@
-"""On a GPU at the shapes of Qwen2.5 (random weights, equal lengths): sampling in tokens/s against transformers' `generate`, and
-learning in tokens/s, model FLOPs utilisation and peak memory.
+"""On a GPU at the shapes of Qwen2.5 (random weights): sampling in tokens/s against transformers' `generate`, and learning in tokens/s,
+model FLOPs utilisation and peak memory. Every step has new prompts, new lengths and another seed, as in a run.
 
 Without CUDA it runs in miniature on the CPU, which shows that it works and nothing more.
 """
@@ -14,11 +14,10 @@ import torch
 from benchmarks.common import Result, finish, median, parser, print_table, quotient
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker, WorkerDied
+from groupwise.planner.hardware import named_in
 
 __all__ = ["main", "run"]
 
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0}
-"""Dense bf16 products with fp32 sums, from the makers' data sheets; boards with lower limits (PCIe) reach less."""
 ROOM = {
     "0.5b": {"micro_batch_tokens": 32768, "precision": "masters"},
     "1.5b": {"micro_batch_tokens": 16384, "precision": "masters"},
@@ -36,10 +35,11 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="by default 0.5b 1.5b 7b on CUDA, tiny elsewhere")
     out.add_argument("--sequences", type=int, default=256, help="completions at once")
     out.add_argument("--samples", type=int, default=8, help="completions of each prompt")
-    out.add_argument("--prompt-tokens", type=int, default=256)
+    out.add_argument("--prompt-tokens", type=int, default=256, help="of the longest; the shortest have half of it")
     out.add_argument(
-        "--completion-tokens", type=int, default=256, help="sampled; learnt from are ragged ones, a quarter to all of it"
-    )
+        "--completion-tokens", type=int, default=512,
+        help="at most: sampled rows end by chance, on average after 0.6 of it; learnt from are lengths from a quarter of it to all",
+    )  # fmt: skip
     out.add_argument("--repeats", type=int, default=3, help="measurements of each, after one to warm up")
     out.add_argument("--micro-batch-tokens", type=int, help="by default what the shape has room for")
     out.add_argument("--gradient-checkpointing", action="store_true")
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _known_peak(on_gpu: bool) -> float | None:
-    name = torch.cuda.get_device_name() if on_gpu else ""
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    card = named_in(torch.cuda.get_device_name()) if on_gpu else None
+    return None if card is None else card.flops_per_s / 1e12
 
 
 def _measure(args: argparse.Namespace, shape: str, role: str, peak: float | None) -> dict[str, Any]:
@@ -88,17 +88,15 @@ def _measure(args: argparse.Namespace, shape: str, role: str, peak: float | None
     taken = median([a["seconds"] for a in answers])
     found = {
         "seconds": taken,
-        "tokens_per_s": answers[0]["tokens"] / taken,
+        "tokens_per_s": median([a["tokens"] / a["seconds"] for a in answers]),
         "peak_memory_gib": max(a["peak_memory"] for a in answers) / 2**30,
     }
     if role == "learning":
+        tflops, whole = (median([a["flops"] / a[of] / 1e12 for a in answers]) for of in ("forward_backward_s", "seconds"))
         passes = median([a["forward_backward_s"] for a in answers])
-        found |= {"forward_backward_s": passes, "tflops": answers[0]["flops"] / passes / 1e12, **ROOM[shape]}
+        found |= {"forward_backward_s": passes, "tflops": tflops, **ROOM[shape]}
         if peak:
-            found |= {
-                "utilisation": answers[0]["flops"] / passes / peak / 1e12,
-                "utilisation_with_optimiser": answers[0]["flops"] / taken / peak / 1e12,
-            }
+            found |= {"utilisation": tflops / peak, "utilisation_with_optimiser": whole / peak}
     return found
 
 

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,40 +20,52 @@ from benchmarks.workers import Commands, serve
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
+from groupwise.types import Prompt
 
 __all__ = ["ROLES", "prepare"]
 
 Action = Callable[[], dict[str, Any]]
+Side = Callable[[int], Action]
+"""What a side does in step 0, 1 ...: with new prompts, new lengths and another seed each time. A GPU keeps plans, compiled kernels and
+graphs by shape; in a run hardly any shape comes twice, so a benchmark that repeats them would measure what a run never sees."""
 
 
-def _our_sampling(settings: dict[str, Any]) -> Action:
-    policy, asked = _policy_and_prompts(settings)
+def _our_sampling(settings: dict[str, Any]) -> Side:
+    vocabulary = SHAPES[settings["shape"]].vocab_size
+    policy = _policy(settings, range(1, vocabulary, _mean_tokens(settings)))  # by chance, a row ends with one token in so many
     config = Config.model_validate({"rollout": {"max_concurrent_sequences": settings["sequences"]}})
     engine = make_engine(policy, config.rollout)
     limits = SamplingSettings(max_tokens=settings["completion_tokens"])
 
-    def sample() -> dict[str, Any]:
-        done = engine.sample(asked, settings["samples"], limits, seed=0, scope="benchmark")
-        return {"tokens": sum(len(c.token_ids) for group in done for c in group)}
+    def side(step: int) -> Action:
+        asked = _prompts(settings, step)
 
-    return sample
+        def sample() -> dict[str, Any]:
+            done = engine.sample(asked, settings["samples"], limits, seed=step, scope="benchmark")
+            return {"tokens": sum(len(c.token_ids) for group in done for c in group)}
 
+        return sample
 
-def _their_sampling(settings: dict[str, Any]) -> Action:
-    policy, asked = _policy_and_prompts(settings)
-    prompts = [list(prompt.token_ids) for prompt in asked]
-    lengths = [[settings["completion_tokens"]] * settings["samples"]] * len(prompts)
-
-    def sample() -> dict[str, Any]:
-        return {"tokens": sum(generate_forced(policy.model, prompts, lengths, [1])[1])}
-
-    return sample
+    return side
 
 
-def _learning(settings: dict[str, Any]) -> Action:
-    policy, asked = _policy_and_prompts(settings)
+def _their_sampling(settings: dict[str, Any]) -> Side:
+    policy = _policy(settings)
+
+    def side(step: int) -> Action:
+        prompts = [list(prompt.token_ids) for prompt in _prompts(settings, step)]
+        source, most, mean = random.Random(step), settings["completion_tokens"], _mean_tokens(settings)
+        lengths = [[min(most, 1 + int(source.expovariate(1 / mean))) for _ in range(settings["samples"])] for _ in prompts]
+        return lambda: {"tokens": sum(generate_forced(policy.model, prompts, lengths, [1])[1])}
+
+    return side
+
+
+def _learning(settings: dict[str, Any]) -> Side:
+    policy = _policy(settings)
     config = Config.model_validate(
         {
             "model": {"gradient_checkpointing": settings["gradient_checkpointing"]},
@@ -62,27 +77,46 @@ def _learning(settings: dict[str, Any]) -> Action:
     learner = Learner(make_scorer(policy, config.model), config)
     shape = SHAPES[settings["shape"]]
     longest = settings["completion_tokens"]
-    groups = random_groups(asked, settings["samples"], longest // 4, longest, shape.vocab_size)
-    sizes = [(len(g.prompt.token_ids), [len(c.token_ids) for c in g.completions]) for g in groups]
 
-    def learn() -> dict[str, Any]:
-        _, metrics = learner.learn(groups)
-        return {
-            "tokens": sum(sum(lengths) for _, lengths in sizes),
-            "flops": learning_flops(shape, sizes),
-            "forward_backward_s": metrics["time/learn_s"].value,
-        }
+    def side(step: int) -> Action:
+        groups = random_groups(
+            _prompts(settings, step), settings["samples"], longest // 4, longest, shape.vocab_size, seed=1 + step
+        )
+        sizes = [(len(g.prompt.token_ids), [len(c.token_ids) for c in g.completions]) for g in groups]
 
-    return learn
+        def learn() -> dict[str, Any]:
+            _, metrics = learner.learn(groups)
+            return {
+                "tokens": sum(sum(lengths) for _, lengths in sizes),
+                "flops": learning_flops(shape, sizes),
+                "forward_backward_s": metrics["time/learn_s"].value,
+            }
+
+        return learn
+
+    return side
 
 
-def _policy_and_prompts(settings: dict[str, Any]) -> tuple[Any, Any]:
-    shape = SHAPES[settings["shape"]]
-    asked = random_prompts(settings["sequences"] // settings["samples"], settings["prompt_tokens"], shape.vocab_size)
-    return random_policy(shape, settings["device"]), asked
+def _policy(settings: dict[str, Any], end_token_ids: Sequence[int] = ()) -> Policy:
+    return replace(random_policy(SHAPES[settings["shape"]], settings["device"]), end_token_ids=tuple(end_token_ids))
 
 
-ROLES: dict[str, Callable[[dict[str, Any]], Action]] = {
+def _mean_tokens(settings: dict[str, Any]) -> int:
+    """Of a completion, were there no limit."""
+    return max(2, int(0.6 * settings["completion_tokens"]))
+
+
+def _prompts(settings: dict[str, Any], step: int) -> list[Prompt]:
+    """Random ones of a step, from half to all of ``prompt_tokens`` long."""
+    count, longest = settings["sequences"] // settings["samples"], settings["prompt_tokens"]
+    lengths, vocabulary = random.Random(step), SHAPES[settings["shape"]].vocab_size
+    return [
+        random_prompts(1, lengths.randint(max(1, longest // 2), longest), vocabulary, f"{step}-{place}")[0]
+        for place in range(count)
+    ]
+
+
+ROLES: dict[str, Callable[[dict[str, Any]], Side]] = {
     "ours": _our_sampling,
     "transformers": _their_sampling,
     "learning": _learning,
@@ -91,10 +125,11 @@ ROLES: dict[str, Callable[[dict[str, Any]], Action]] = {
 
 def prepare(settings: dict[str, Any]) -> Action:
     """The side's action with its seconds, the device's queue emptied before and after, and its peak memory."""
-    action = ROLES[settings["role"]](settings)
-    on_gpu = settings["device"].startswith("cuda")
+    side = ROLES[settings["role"]](settings)
+    on_gpu, steps = settings["device"].startswith("cuda"), itertools.count()
 
     def measured() -> dict[str, Any]:
+        action = side(next(steps))
         if on_gpu:
             torch.cuda.synchronize()
         started = time.perf_counter()

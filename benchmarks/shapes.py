@@ -60,18 +60,20 @@ def random_policy(config: PretrainedConfig, device: str, dtype: torch.dtype = to
     return Policy(model.eval(), NoText(), (), config.max_position_embeddings, "random weights")
 
 
-def random_prompts(count: int, tokens: int, vocabulary: int, seed: int = 0) -> list[Prompt]:
-    """Prompts of exactly ``tokens`` random ids each."""
+def random_prompts(count: int, tokens: int, vocabulary: int, seed: int | str = 0) -> list[Prompt]:
+    """Prompts of exactly ``tokens`` random ids each; those of another ``seed`` are other problems."""
     source = random.Random(seed)
     return [
-        Prompt(Problem(f"random-{i}", "", ""), "", tuple(source.randrange(2, vocabulary) for _ in range(tokens)))
+        Prompt(Problem(f"random-{seed}-{i}", "", ""), "", tuple(source.randrange(2, vocabulary) for _ in range(tokens)))
         for i in range(count)
     ]
 
 
-def random_groups(prompts: Sequence[Prompt], completions: int, shortest: int, longest: int, vocabulary: int) -> list[Group]:
+def random_groups(
+    prompts: Sequence[Prompt], completions: int, shortest: int, longest: int, vocabulary: int, seed: int = 1
+) -> list[Group]:
     """Groups of random completions, their lengths uniform from ``shortest`` to ``longest``, with rewards that differ."""
-    source = random.Random(1)
+    source = random.Random(seed)
     groups = []
     for prompt in prompts:
         members = []

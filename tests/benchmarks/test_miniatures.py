@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, sampling, scaling, step
+from benchmarks import gpu, gpu_worker, sampling, scaling, step
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker
 from tests.warm import python
@@ -87,13 +87,21 @@ def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
         "role": role, "shape": "tiny", "device": "cpu", "sequences": 4, "samples": 2, "prompt_tokens": 6, "completion_tokens": 5,
         "gradient_checkpointing": False, "micro_batch_tokens": 64, "precision": "masters",
     }  # fmt: skip
-    found = prepare(settings)()
-    assert found["seconds"] > 0
+    action = prepare(settings)
+    found = [action() for _ in range(6)]
+    assert all(one["seconds"] > 0 for one in found)
+    assert all(4 <= one["tokens"] <= 20 for one in found)
+    assert len({one["tokens"] for one in found}) > 1, "lengths are new in every step: a GPU keeps plans and graphs by shape"
     if role == "learning":
-        assert found["flops"] > 0
-        assert 4 <= found["tokens"] <= 20
-    else:
-        assert found["tokens"] == 20
+        assert all(one["flops"] > 0 for one in found)
+
+
+def test_gpu_prompts_are_new_in_every_step() -> None:
+    settings = {"sequences": 8, "samples": 2, "prompt_tokens": 64, "shape": "tiny"}
+    first, second = (gpu_worker._prompts(settings, step) for step in (0, 1))
+    assert not {p.problem.id for p in first} & {p.problem.id for p in second}
+    assert len({len(p.token_ids) for p in first}) > 1
+    assert [len(p.token_ids) for p in first] != [len(p.token_ids) for p in second]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from slow_grpo import (
 
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config
+from groupwise.training import learner as learner_module
 from groupwise.training.learner import BatchPass
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
@@ -350,3 +352,21 @@ def test_a_step_that_is_named_has_the_rate_of_its_place(tiny_llama):
     groups = make_groups(before, REWARDS)
     assert learner.learn(groups, step=7)[1]["optimizer/learning_rate"].value == pytest.approx(3e-4)
     assert learner.learn(groups)[1]["optimizer/learning_rate"].value == pytest.approx(2e-4)
+
+
+def test_times_last_until_the_device_is_done(tiny_llama, monkeypatch):
+    """By a clock that only waiting for the device moves. On a GPU what is launched is not yet computed."""
+    now = [0.0]
+
+    def wait(device):
+        now[0] += 100.0
+
+    monkeypatch.setattr(learner_module, "wait_for", wait)
+    monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    learner, before = learner_of(tiny_llama(), config_of(algorithm={"kl": {"beta": 0.1}}))
+    _, metrics = learner.learn(make_groups(before, [[1.0, 0.0, 1.0]]))
+    assert {name: metrics[name].value for name in ("time/reference_s", "time/learn_s", "time/optimizer_s")} == {
+        "time/reference_s": 100.0,
+        "time/learn_s": 100.0,
+        "time/optimizer_s": 100.0,
+    }

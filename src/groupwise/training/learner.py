@@ -19,6 +19,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.sharding import Optimizer
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
+from groupwise.models.devices import wait_for
 from groupwise.models.logprobs import Scored
 from groupwise.models.scorer import Scorer, as_in_learning
 from groupwise.training.advantages import Advantages, StepAdvantages
@@ -319,7 +320,7 @@ class Learner:
         started = time.perf_counter()
         with self.moving_reference.present() as reference:
             self._note_each(reference, micro_batches, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
-        return {"time/reference_s": Sum(time.perf_counter() - started)}
+        return {"time/reference_s": Sum(self._now() - started)}
 
     def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
         """Note what must be known before the first gradient: values, entropies where tokens are chosen by them, and the policy's own
@@ -345,7 +346,7 @@ class Learner:
 
         started = time.perf_counter()
         self._note_each(self.scorer, micro_batches, find)
-        return {"time/learn_s": Sum(time.perf_counter() - started)}
+        return {"time/learn_s": Sum(self._now() - started)}
 
     @torch.no_grad()
     def entropies(self, window: Window) -> Tensor:
@@ -357,6 +358,11 @@ class Learner:
         )
 
     # Passes with gradients.
+
+    def _now(self) -> float:
+        """The clock, once what was launched is done: a GPU computes behind the launches."""
+        wait_for(self.scorer.device)
+        return time.perf_counter()
 
     def accumulate(self, sweeps: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
         """For all processes at once: add the gradients of ``sweeps`` to what the next ``step`` takes. Their losses are summed, not
@@ -383,7 +389,7 @@ class Learner:
                     notes.append((micro_batch, noted))
         for micro_batch, noted in notes:  # only now: a sweep that memory ran out in starts afresh
             micro_batch.note(**noted)
-        return merge(parts) | {"time/learn_s": Sum(time.perf_counter() - started)}
+        return merge(parts) | {"time/learn_s": Sum(self._now() - started)}
 
     def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> tuple[dict[str, Metric], dict[str, Tensor]]:
         """Add one micro-batch's gradient; returns metrics, and what is to be noted in the batch.
@@ -460,7 +466,7 @@ class Learner:
         self.sharding.sum_gradients(self.optimizer)
         if self.critic:
             self.world.sum_gradients(self.critic.gradients(), self.critic.zero_gradient)
-        exchanged, loss_scale = time.perf_counter(), self.optimizer.loss_scale
+        exchanged, loss_scale = self._now(), self.optimizer.loss_scale
         norm, made = self.optimizer.step(rate)
         metrics: dict[str, Metric] = {
             "optimizer/grad_norm": Max(norm),
@@ -477,7 +483,7 @@ class Learner:
         self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
         if made and self.optimizer.lost is not None:
             metrics["optimizer/updates_lost"] = self.optimizer.lost
-        times = {"time/exchange_s": exchanged - started, "time/optimizer_s": time.perf_counter() - exchanged}
+        times = {"time/exchange_s": exchanged - started, "time/optimizer_s": self._now() - exchanged}
         return metrics | {name: Sum(seconds) for name, seconds in times.items()}
 
     def _steer_beta(self, window: Window) -> None:
