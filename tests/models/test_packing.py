@@ -18,17 +18,16 @@ def counted_pairs(packed: Packed, window: int | None = None) -> Tensor:
     """``[R + 1, R + 1]``: how many times the rectangles let row i attend to row j; the last row is padding's."""
     rows = len(packed.token_ids_R)
     counts = torch.zeros(rows + 1, rows + 1, dtype=torch.long)
-    for block in plan_rectangles(packed.spans, window):
-        queries, keys = block.query_rows.view(block.sequences, -1), block.key_rows.view(block.sequences, -1)
-        valid = torch.ones_like(queries, dtype=torch.bool) if block.query_valid is None else block.query_valid.view_as(queries)
-        visible = block.visible(torch.device("cpu"))
-        before = list(range(block.prefix[0], sum(block.prefix))) if block.prefix else []
-        for a in range(block.sequences):
-            for i in range(block.queries):
-                if valid[a, i]:
-                    seen = torch.tensor([*before, *keys[a].tolist()])[visible[i]]
-                    assert len(seen.unique()) == len(seen)
-                    counts[queries[a, i], seen] += 1
+    plan, start = plan_rectangles(packed.spans, window), 0
+    assert len(plan.places.unique()) == rows
+    for block in plan.blocks:
+        before, keys = block.key_rows[: block.prefix].tolist(), block.key_rows[block.prefix :].view(block.sequences, -1)
+        for place, row in enumerate(block.query_rows.tolist()):
+            if plan.places[row] == start + place:
+                seen = torch.tensor([*before, *keys[place // block.queries].tolist()])[block.mask[place % block.queries]]
+                assert len(seen.unique()) == len(seen)
+                counts[row, seen] += 1
+        start += len(block.query_rows)
     return counts[:rows, :rows]
 
 
@@ -85,10 +84,10 @@ def test_blocks_cover_each_causal_pair_once(
     expected = causal_pairs(groups, window or 10**6).long()
     assert torch.equal(counted_pairs(packed, window), expected)
     assert torch.equal(counted_pairs_in_two_parts(packed, window), expected)
-    for block in plan_rectangles(packed.spans, window):
-        width = block.keys + (block.prefix[1] if block.prefix else 0)
+    for block in plan_rectangles(packed.spans, window).blocks:
         assert block.queries <= query_block
-        assert block.sequences == 1 or block.sequences * block.queries * width <= budget
+        assert block.mask.shape[0] == block.queries
+        assert block.sequences == 1 or block.sequences * block.mask.numel() <= budget
     plan = plan_blocks(packed.spans, len(packed.token_ids_R), window)
     for own in plan.own:
         assert own.queries <= query_block

@@ -9,17 +9,19 @@ Axes: R packed rows, H query heads, K key-value heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from groupwise.limits import QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
 from groupwise.models.packing import Packed, Span
 
 __all__ = [
-    "AttentionBlock", "AttentionPlan", "attend_by_library", "default_implementation", "plan_attention", "plan_rectangles",
+    "AttentionBlock", "AttentionPlan", "Rectangles", "attend_by_library", "default_implementation", "plan_attention", "plan_rectangles",
 ]  # fmt: skip
 
 
@@ -30,7 +32,7 @@ class AttentionPlan:
     cos: Tensor
     sin: Tensor
     blocked: BlockedPlan | None
-    rectangles: tuple[AttentionBlock, ...] | None
+    rectangles: Rectangles | None
 
 
 def default_implementation(device: torch.device) -> str:
@@ -50,7 +52,11 @@ def plan_attention(
     if implementation == "blocked":
         blocked = {w: plan_blocks(packed.spans, len(packed.token_ids_R), w).to(device) for w in set(needed)}
         return [AttentionPlan(cos, sin, blocked[w], None) for (cos, sin), w in zip(ropes, needed, strict=True)]
-    library = {w: tuple(block.to(device) for block in plan_rectangles(packed.spans, w)) for w in set(needed)}
+    if device.type == "cuda":
+        # With a mask, cuDNN's attention is tried first on sm90 and later, and makes a plan for each new shape (20 to 40 ms are reported):
+        # rectangles hardly ever have the same shape twice.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    library = {w: plan_rectangles(packed.spans, w, device) for w in set(needed)}
     return [AttentionPlan(cos, sin, None, library[w]) for (cos, sin), w in zip(ropes, needed, strict=True)]
 
 
@@ -60,52 +66,101 @@ SCORE_BUDGET = 2**24
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """A rectangle of attention: A sequences, Q query rows each, against an optional shared prefix and S of their own rows.
-
-    ``query_rows`` ``[A * Q]`` and ``key_rows`` ``[A * S]`` index the packed rows; places past a sequence's end repeat row 0 and are
-    ruled out by ``query_valid`` (queries) and by causality (keys). ``offset`` is the place of the first query's own row among the keys.
-    """
+    """A rectangle of attention: A sequences, Q query rows each, against P rows of a shared prompt and S of their own rows."""
 
     sequences: int
     queries: int
-    keys: int
-    offset: int
+    prefix: int
+    """P; 0 where nothing is seen of a prompt, and for the prompt itself."""
     query_rows: Tensor
+    """``[A * Q]``; places past a sequence's end repeat row 0, and nobody reads what comes out of them."""
     key_rows: Tensor
-    query_valid: Tensor | None
-    prefix: tuple[int, int] | None
-    """First row and length of what is seen of the shared prompt; ``None`` where nothing is, and for the prompt itself."""
-    window: int | None = None
-    """How many positions a query sees, itself included; None where it sees all of prefix and keys before it."""
-
-    def visible(self, device: torch.device) -> Tensor:
-        """``[Q, prefix + S]``: which keys each query sees."""
-        before = self.prefix[1] if self.prefix else 0
-        queries = torch.arange(before + self.offset, before + self.offset + self.queries, device=device)[:, None]
-        keys = torch.arange(before + self.keys, device=device)[None]
-        return keys <= queries if self.window is None else (keys <= queries) & (keys > queries - self.window)
-
-    def to(self, device: torch.device) -> AttentionBlock:
-        valid = None if self.query_valid is None else self.query_valid.to(device)
-        return replace(self, query_rows=self.query_rows.to(device), key_rows=self.key_rows.to(device), query_valid=valid)
+    """``[P + A * S]``: the prompt's rows, then each sequence's own; places past a sequence's end repeat row 0, and causality alone rules
+    them out."""
+    mask: Tensor
+    """``[Q, P + S]``: which keys each query sees."""
 
 
-def plan_rectangles(spans: Sequence[Span], window: int | None = None) -> tuple[AttentionBlock, ...]:
-    """Rectangles of all prompts, and of each prompt's completions. ``window``: how many positions a row sees, itself included."""
-    out: list[AttentionBlock] = []
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Every causal pair of rows, in exactly one block."""
+
+    blocks: tuple[AttentionBlock, ...]
+    places: Tensor
+    """``[R]``: where each row's output lies among all blocks' queries, one block after the other."""
+
+
+def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: torch.device | None = None) -> Rectangles:
+    """Rectangles of all prompts, and of each prompt's completions. ``window``: how many positions a row sees, itself included.
+
+    All indices go to ``device`` at once, and nothing has to be asked of it, neither here nor in the layers.
+    """
+    found: list[_Cut] = []
     prompts = [s for s in spans if s.prompt is None]
-    out += _blocks([s.start for s in prompts], [s.length for s in prompts], None, window)
+    found += _cut([s.start for s in prompts], [s.length for s in prompts], None, window)
     for prompt in prompts:
         own = [s for s in spans if s.prompt == (prompt.start, prompt.length)]
-        out += _blocks([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length), window)
-    return tuple(out)
+        found += _cut([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length), window)
+    rows = [cut.rows() for cut in found]
+    count = sum(s.length for s in spans)
+    places = torch.zeros(count + 1, dtype=torch.long)  # padding's go to the last
+    if rows:
+        of_rows = torch.cat([torch.where(valid, queries, count) for queries, valid, _ in rows])
+        places[of_rows] = torch.arange(len(of_rows))
+    indices = _moved([places[:count], *(r[0] for r in rows), *(r[2] for r in rows)], device or places.device)
+    places, of_queries, of_keys = indices[0], indices[1 : 1 + len(rows)], indices[1 + len(rows) :]
+    masks: dict[tuple[int | None, ...], Tensor] = {}
+    blocks = []
+    for cut, query_rows, key_rows in zip(found, of_queries, of_keys, strict=True):
+        prefix = cut.prefix[1] if cut.prefix else 0
+        shape = (cut.end - cut.offset, prefix + cut.end - cut.first, prefix + cut.offset - cut.first, cut.window)
+        if shape not in masks:
+            masks[shape] = _visible(*shape, places.device)
+        blocks.append(AttentionBlock(len(cut.part), cut.end - cut.offset, prefix, query_rows, key_rows, masks[shape]))
+    return Rectangles(tuple(blocks), places)
 
 
-def _blocks(
-    starts: Sequence[int], lengths: Sequence[int], prompt: tuple[int, int] | None, window: int | None
-) -> list[AttentionBlock]:
+def _moved(indices: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """On ``device``, in one copy that nobody waits for."""
+    together = torch.cat(list(indices))
+    if device.type == "cuda":
+        together = together.pin_memory().to(device, non_blocking=True)
+    return list(together.split([len(index) for index in indices]))
+
+
+def _visible(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Tensor:
+    """``[queries, keys]``: which keys each query sees; the first query is ``offset`` keys behind the first key."""
+    query = torch.arange(offset, offset + queries, device=device)[:, None]
+    key = torch.arange(keys, device=device)[None]
+    return key <= query if window is None else (key <= query) & (key > query - window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Queries at positions ``offset .. end`` of sequences (first row, length) against keys at ``first .. end``, and a prompt's rows."""
+
+    part: list[tuple[int, int]]
+    first: int
+    offset: int
+    end: int
+    prefix: tuple[int, int] | None
+    """First row and length of what is seen of the shared prompt."""
+    window: int | None
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the queries ``[A * Q]``, which of them are any sequence's, and rows of the keys ``[P + A * S]``."""
+        starts = torch.tensor([s for s, _ in self.part])[:, None]
+        lengths = torch.tensor([n for _, n in self.part])[:, None]
+        q, k = torch.arange(self.offset, self.end)[None], torch.arange(self.first, self.end)[None]
+        valid = q < lengths
+        shared = torch.arange(self.prefix[0], sum(self.prefix)) if self.prefix else q.new_empty(0)
+        own = torch.where(k < lengths, starts + k, 0).flatten()
+        return torch.where(valid, starts + q, 0).flatten(), valid.flatten(), torch.cat([shared, own])
+
+
+def _cut(starts: Sequence[int], lengths: Sequence[int], prompt: tuple[int, int] | None, window: int | None) -> list[_Cut]:
     """Cut the causal attention of several sequences (rows ``start .. start + length``) into rectangles."""
-    out: list[AttentionBlock] = []
+    out: list[_Cut] = []
     before = prompt[1] if prompt else 0
     for offset in range(0, max(lengths, default=0), QUERY_BLOCK):
         alive = [(s, n) for s, n in zip(starts, lengths, strict=True) if n > offset]
@@ -118,29 +173,25 @@ def _blocks(
             width = end - first + (prefix[1] if prefix else 0)
             take = max(1, SCORE_BUDGET // ((end - offset) * width))
             part, alive = alive[:take], alive[take:]
-            out.append(_block(part, first, offset, end, prefix, None if window is None or before + end <= window else window))
+            out.append(_Cut(part, first, offset, end, prefix, None if window is None or before + end <= window else window))
     return out
 
 
-def _block(
-    part: list[tuple[int, int]], first: int, offset: int, end: int, prefix: tuple[int, int] | None, window: int | None
-) -> AttentionBlock:
-    """Queries at positions ``offset .. end`` of their sequences against keys at ``first .. end``."""
-    starts = torch.tensor([s for s, _ in part])[:, None]
-    lengths = torch.tensor([n for _, n in part])[:, None]
-    q, k = torch.arange(offset, end)[None], torch.arange(first, end)[None]
-    valid = q < lengths
-    return AttentionBlock(
-        sequences=len(part),
-        queries=end - offset,
-        keys=end - first,
-        offset=offset - first,
-        query_rows=torch.where(valid, starts + q, 0).flatten(),
-        key_rows=torch.where(k < lengths, starts + k, 0).flatten(),
-        query_valid=None if bool(valid.all()) else valid.flatten(),
-        prefix=prefix,
-        window=window,
-    )
+class _Rows(Function):
+    """Rows at several indices, a tensor for each. Their gradients go into one sum, index after index, so that it is the same each time."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*indices)
+        ctx.shape = rows.shape
+        return tuple(rows.index_select(0, index) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out = grads[0].new_zeros(ctx.shape)
+        for index, grad in zip(ctx.saved_tensors, grads, strict=True):
+            out.index_add_(0, index, grad)
+        return out, *(None for _ in grads)
 
 
 def _rotate_differentiably(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
@@ -150,34 +201,24 @@ def _rotate_differentiably(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) 
 
 
 def attend_by_library(
-    qkv: Tensor, cos: Tensor, sin: Tensor, blocks: tuple[AttentionBlock, ...], heads: int, kv_heads: int,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, cos: Tensor, sin: Tensor, plan: Rectangles, heads: int, kv_heads: int, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Output ``[R, H, E]``, differentiable, and the rotated ``qkv``, detached; ``qkv`` is ``[R, H + 2K, E]``.
 
     ``scale``: of queries; 1 / sqrt(E) by default.
     """
     rotated = _rotate_differentiably(qkv, cos, sin, heads + kv_heads)
-    q_rows, k_rows, v_rows = rotated.split([heads, kv_heads, kv_heads], dim=1)
-    pieces, rows = [], []
-    for block in blocks:
+    blocks, unit = plan.blocks, heads // kv_heads
+    queries = _Rows.apply(rotated[:, :heads], *(block.query_rows for block in blocks))
+    keys_values = _Rows.apply(rotated[:, heads:], *(block.key_rows for block in blocks))
+    pieces = []
+    for block, query, seen in zip(blocks, queries, keys_values, strict=True):
         a = block.sequences
-
-        def lay_out(source: Tensor, index: Tensor, count: int = a) -> Tensor:
-            return source.index_select(0, index).view(count, -1, *source.shape[1:]).transpose(1, 2)
-
-        query, key, value = lay_out(q_rows, block.query_rows), lay_out(k_rows, block.key_rows), lay_out(v_rows, block.key_rows)
-        mask = block.visible(qkv.device)
-        if block.prefix:
-            start, length = block.prefix
-            key = torch.cat([k_rows[start : start + length].transpose(0, 1).expand(a, -1, -1, -1), key], dim=2)
-            value = torch.cat([v_rows[start : start + length].transpose(0, 1).expand(a, -1, -1, -1), value], dim=2)
-        unit = heads // kv_heads
-        key, value = key.repeat_interleave(unit, dim=1), value.repeat_interleave(unit, dim=1)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        flat = out.transpose(1, 2).reshape(a * block.queries, heads, -1)
-        valid = block.query_valid
-        pieces.append(flat if valid is None else flat[valid])
-        rows.append(block.query_rows if valid is None else block.query_rows[valid])
-    order = torch.argsort(torch.cat(rows))
-    return torch.cat(pieces).index_select(0, order), rotated.detach()
+        seen = seen.transpose(0, 1)  # [2K, P + A * S, E]
+        shared = seen[:, : block.prefix].expand(a, -1, -1, -1)
+        own = seen[:, block.prefix :].unflatten(1, (a, -1)).transpose(0, 1)
+        key, value = torch.cat([shared, own], dim=2).repeat_interleave(unit, dim=1).chunk(2, dim=1)
+        query = query.view(a, -1, heads, query.shape[-1]).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=block.mask, scale=scale)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(pieces).index_select(0, plan.places), rotated.detach()
