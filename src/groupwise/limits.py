@@ -12,6 +12,7 @@ __all__ = [
     "PREFILL_TOKENS",
     "QUERY_BLOCK",
     "ZERO_BUCKET",
+    "logit_columns",
 ]
 
 PREFILL_TOKENS = 4096
@@ -24,6 +25,8 @@ QUERY_BLOCK = 256
 half."""
 LOGIT_COLUMNS, MIN_LOGIT_COLUMNS = 4096, 256
 """Columns of the vocabulary that the output head computes at a time, and the fewest, for very many rows;"""
+_ALIGNED_COLUMNS = 64
+"""on GPUs a multiple of so many: of bf16 products whose operands do not begin at multiples of 16 bytes, the fast kernels take none;"""
 LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
 """rows at a time: on CPUs so that the fp32 copy of a tile (8 MiB) stays in the cache;"""
 LOGIT_GRADIENT_ELEMENTS = 2**25
@@ -32,3 +35,9 @@ GRADIENT_BUCKET = 16 * 2**20
 """Numbers of gradients that processes with whole weights add up in one message: 64 MiB in fp32."""
 ZERO_BUCKET = 50_000_000
 """The same for DeepSpeed's ZeRO: 200 MB in fp32."""
+
+
+def logit_columns(rows: int, device: str) -> int:
+    """Columns of a slice of the vocabulary over ``rows`` rows, on ``cpu`` or ``cuda``."""
+    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, rows)))
+    return width if device == "cpu" else width // _ALIGNED_COLUMNS * _ALIGNED_COLUMNS

@@ -69,6 +69,7 @@ def _set(self: Tensor, index: Any, value: Any) -> None:
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     """While it lasts, every new tensor is without memory, and one on ``cuda:0`` takes part in no operation with one on the CPU."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     for name, method in {"copy_": _copy, "contiguous": _contiguous, "__getitem__": _get, "__setitem__": _set}.items():
         monkeypatch.setattr(Tensor, name, method)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from groupwise import limits
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import Runner
-from groupwise.planner.cost import DECODE_OPERATIONS
+from groupwise.models.decoder import Decoder
+from groupwise.planner import cost
+from tests.conftest import TINY
 from tests.gpu.counting import Dispatched
 
 
@@ -45,4 +49,66 @@ def test_a_decode_step_launches_as_much_as_the_plan_counts(decode_step):
         found.append(sum(seen.launches.values()))
         assert not seen.waits, "a graph that is captured may ask nothing"
     one, two = found
-    assert (two - one, one - (two - one)) == DECODE_OPERATIONS
+    assert (two - one, one - (two - one)) == cost.DECODE_OPERATIONS
+
+
+GROUPS = [(list(range(3, 12)), [list(range(3, 3 + n)) for n in (4, 9, 1)]), ([5], [[6, 7], [8]])]
+
+
+def on_cpu(**config):
+    """The same computation as on a GPU, in fp32 on the CPU: autograd makes no backward pass on a GPU that is not there."""
+    settings = Qwen2Config(**{**TINY, "tie_word_embeddings": True, **config})
+    return Decoder(AutoModelForCausalLM.from_config(settings, dtype=torch.float32), attention="sdpa")
+
+
+def test_a_forward_pass_asks_the_device_nothing_and_stays_there(fake_decoder):
+    decoder = fake_decoder()
+    packed = decoder.prepare(GROUPS)
+    with Dispatched() as seen, torch.no_grad():
+        scored = decoder.score(packed, entropy=True)
+    assert not seen.waits
+    assert scored.logprobs_T.device.type == scored.entropy_T.device.type == "cuda"
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_pass_and_its_way_back_ask_the_device_nothing(entropy):
+    """Every answer is a wait in which the GPU runs dry: there were three for each rectangle in each layer, and two for each slice of the
+    output head."""
+    decoder = on_cpu()
+    packed = decoder.prepare(GROUPS)
+    with Dispatched() as seen:
+        scored = decoder.score(packed, entropy=entropy)
+        (scored.logprobs_T.sum() + (scored.entropy_T.sum() if entropy else 0)).backward()
+    assert not seen.waits
+    assert decoder.embedding.grad is not None
+
+
+def test_indices_and_masks_are_made_once_for_all_layers():
+    made = []
+    for layers in (1, 3):
+        decoder = on_cpu(num_hidden_layers=layers)
+        packed = decoder.prepare(GROUPS)
+        decoder.reserve_positions(64)
+        with Dispatched() as seen, torch.no_grad():
+            decoder.hidden(packed)
+        made.append({name: seen.launches[name] for name in ("arange", "le", "sort", "argsort", "nonzero")})
+    assert made[0] == made[1]
+    assert made[0]["le"] > 0, "there are masks"
+
+
+def test_a_way_back_fills_no_tensor_of_all_rows_for_each_rectangle():
+    """One for the queries, and one for keys and values."""
+    zeros = []
+    for groups in (GROUPS, GROUPS * 5):
+        decoder = on_cpu(num_hidden_layers=1)
+        logprobs = decoder.logprobs(decoder.prepare(groups)).sum()
+        with Dispatched() as seen:
+            logprobs.backward()
+        zeros.append(sum(seen.launches[name] for name in ("new_zeros", "zeros", "zeros_like")))
+    assert zeros[0] == zeros[1]
+
+
+def test_slices_of_the_output_head_are_aligned_on_a_gpu():
+    for rows in (1, 8191, 8200, 9000, 20_001, 131_071):
+        assert limits.logit_columns(rows, "cuda") % 64 == 0
+    assert limits.logit_columns(9000, "cpu") == 3728, "as it was"

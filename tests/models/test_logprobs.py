@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise import limits
 from groupwise.models import logprobs
 from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
 
@@ -19,9 +20,10 @@ VOCABULARY, WIDTH, ROWS, SLICE = 53, 12, 5, 11
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprobs.LOGIT_ROWS, "cpu", ROWS)
-    monkeypatch.setattr(logprobs, "LOGIT_COLUMNS", SLICE)
-    monkeypatch.setattr(logprobs, "MIN_LOGIT_COLUMNS", 3)
-    monkeypatch.setattr(logprobs, "LOGIT_GRADIENT_ELEMENTS", 10 * SLICE)
+    for module in (limits, logprobs):
+        monkeypatch.setattr(module, "LOGIT_COLUMNS", SLICE)
+    monkeypatch.setattr(limits, "MIN_LOGIT_COLUMNS", 3)
+    monkeypatch.setattr(limits, "LOGIT_GRADIENT_ELEMENTS", 10 * SLICE)
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from groupwise.limits import LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS, LOGIT_ROWS, MIN_LOGIT_COLUMNS
+from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
 from groupwise.models.native import calls as native
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
@@ -40,8 +40,8 @@ def _row_tiles(hidden: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(hidden)))
 
 
-def _slices(vocabulary: int, rows: int) -> Iterator[slice]:
-    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, rows)))
+def _slices(vocabulary: int, rows: int, device: torch.device) -> Iterator[slice]:
+    width = logit_columns(rows, "cpu" if device.type == "cpu" else "cuda")
     for start in range(0, vocabulary, width):
         yield slice(start, min(start + width, vocabulary))
 
@@ -62,9 +62,12 @@ class _Tile:
 
 
 def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Rows whose target lies in this slice, and where in it."""
-    rows = ((targets >= columns.start) & (targets < columns.stop)).nonzero()[:, 0]
-    return rows, targets[rows] - columns.start
+    """Whether each row's target lies in this slice, and where in it, as ``[rows, 1]``; anywhere where it does not.
+
+    To pick these rows out one would have to know how many they are: on a GPU a wait for every slice.
+    """
+    inside = (targets >= columns.start) & (targets < columns.stop)
+    return inside, (targets - columns.start).clamp_(0, columns.stop - columns.start - 1)[:, None]
 
 
 def _forward(
@@ -89,10 +92,10 @@ def _take_by_kernels(
 ) -> None:  # fmt: skip
     """As ``_take``, on logits in the weights' own dtype."""
     for rows in _row_tiles(hidden):
-        for columns in _slices(len(weight), len(targets)):
+        for columns in _slices(len(weight), len(targets), hidden.device):
             logits = hidden[rows] @ weight[columns].t()
-            found, place = _place(targets[rows], columns)
-            chosen[rows.start + found] = logits[found, place].float() / temperature
+            inside, place = _place(targets[rows], columns)
+            chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
             native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
 
 
@@ -103,10 +106,10 @@ def _take(
     """Go over all logits: the targets' own, and each row's maximum and sums relative to it."""
     tile = _Tile(hidden, weight, temperature)
     for rows in _row_tiles(hidden):
-        for columns in _slices(len(weight), len(targets)):
+        for columns in _slices(len(weight), len(targets), hidden.device):
             logits = tile.logits(rows, columns)
-            found, place = _place(targets[rows], columns)
-            chosen[rows.start + found] = logits[found, place]
+            inside, place = _place(targets[rows], columns)
+            chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0], chosen[rows])
             highest = torch.maximum(top[rows], logits.amax(1))
             shrink, moved = (top[rows] - highest).exp_(), top[rows] - highest
             if weighted is not None:
@@ -141,7 +144,7 @@ class _TokenLogprobs(Function):
         tile = None if by_kernels else _Tile(hidden, weight, ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
-        for columns in _slices(len(weight), len(targets)):
+        for columns in _slices(len(weight), len(targets), hidden.device):
             narrow = hidden.new_empty(len(targets), columns.stop - columns.start)
             for rows in _row_tiles(hidden):
                 if tile is None:
@@ -151,8 +154,9 @@ class _TokenLogprobs(Function):
                     native.logit_gradients(narrow[rows], normaliser[rows], grad[rows], entropies, place, ctx.temperature)
                     continue
                 grad_logits = _logit_gradient(tile.logits(rows, columns), rows, normaliser, grad, of_entropy)
-                found, place = _place(targets[rows], columns)
-                grad_logits[found, place] += grad[rows][found]  # in fp32: where p is near 1, little is left of onehot - p
+                inside, place = _place(targets[rows], columns)
+                # In fp32: where p is near 1, little is left of onehot - p.
+                grad_logits.scatter_add_(1, place, torch.where(inside, grad[rows], 0.0)[:, None])
                 narrow[rows] = grad_logits
             if grad_hidden is not None:
                 grad_hidden += narrow @ weight[columns]

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from groupwise.limits import (
     CACHE_ROOM,
     LOGIT_COLUMNS,
-    LOGIT_GRADIENT_ELEMENTS,
     LOGIT_ROWS,
-    MIN_LOGIT_COLUMNS,
     PREFILL_TOKENS,
     QUERY_BLOCK,
+    logit_columns,
 )
 from groupwise.models.families import FAMILIES
 from groupwise.planner.setup import MicroBatchSize, Setup
@@ -114,7 +113,7 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
 def head_bytes(setup: Setup, batch: MicroBatchSize) -> int:
     """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient."""
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
-    width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, tokens)))
+    width = logit_columns(tokens, setup.device)
     rows = min(tokens, LOGIT_ROWS[setup.device])
     tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
     return tile + tokens * (s * width + shape.width * (2 * s + 4))
