@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from groupwise.config import build_config
+from groupwise.engines.builtin.cache import Cache
 from groupwise.models import devices
 from groupwise.training.critic import Critic
 
@@ -43,3 +44,24 @@ def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):
     devices.wait_for(torch.device("cuda"))
     devices.wait_for(torch.device("cpu"))
     assert asked == ["stream"]
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(1, 1), (9, 511), (255, 256), (300, 2000)])
+def test_tables_on_a_gpu_are_aligned(prompt, completion, fake_cuda, cuda):
+    """Scores over them are rows of so many numbers: at odd lengths no fast product takes them."""
+
+    def cache(device):
+        return Cache(
+            layers=1, kv_heads=2, head_width=16, groups=2, prompt_tokens=prompt, rows=3, completion_tokens=completion,
+            dtype=torch.bfloat16, device=device,
+        )  # fmt: skip
+
+    on_gpu, on_cpu = cache(cuda), cache(torch.device("cpu"))
+    for filled in (1, min(257, completion), completion):
+        on_gpu.reserve(filled, 3)
+        on_cpu.reserve(filled, 3)
+        assert on_gpu.prompt_room % 16 == on_gpu.room % 16 == 0
+        assert on_gpu.own[0][0].shape[2] == on_gpu.room >= filled
+        assert filled <= on_gpu.fillable <= completion, "nobody goes beyond the positions that are known"
+        assert on_cpu.fillable == on_cpu.room <= completion
+        assert on_cpu.prompt_room == prompt

@@ -19,6 +19,9 @@ from groupwise.models.native.calls import ROOM
 
 __all__ = ["Cache"]
 
+_ALIGNED = 16
+"""Positions of which tables on a GPU have a multiple: the scores' rows then begin at multiples of 16 bytes, as fast products want."""
+
 
 class Cache:
     """Zero at first: places that were never written are masked, but a mask does not help against NaN.
@@ -32,15 +35,24 @@ class Cache:
         dtype: torch.dtype, device: torch.device, native: bool = False,
     ) -> None:  # fmt: skip
         self.kv_heads, self.head_width, self.rows, self.native = kv_heads, head_width, rows, native
-        self.limit = _whole(max(1, completion_tokens)) if native else max(1, completion_tokens)
+        self._aligned = ROOM if native else 1 if device.type == "cpu" else _ALIGNED
+        self.limit = self._whole(max(1, completion_tokens)) if native else max(1, completion_tokens)
         self._like = {"dtype": dtype, "device": device}
-        prompt_room = _whole(prompt_tokens) if native else prompt_tokens
-        self.prompt = [self._pair(groups, prompt_room) for _ in range(layers)]
+        self.prompt = [self._pair(groups, self._whole(prompt_tokens)) for _ in range(layers)]
         """Keys ``[S, K, P, E]`` and values ``[S, K, P, E]`` of each layer."""
         self._block = CACHE_ROOM["cpu" if device.type == "cpu" else "cuda"]
-        self.room = min(self._block, self.limit)
+        self.room = min(self._block, self._whole(self.limit))
         self.own = [self._pair(rows, self.room) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""
+
+    def _whole(self, positions: int) -> int:
+        """Rounded up to what the products of this layout want."""
+        return -(-positions // self._aligned) * self._aligned
+
+    @property
+    def fillable(self) -> int:
+        """Own positions that a row may fill as it is now; the tables may have more, so that they are aligned."""
+        return min(self.room, self.limit)
 
     @property
     def prompt_room(self) -> int:
@@ -61,7 +73,7 @@ class Cache:
         if positions <= self.room:
             return False
         step = max(self._block, self.room // 8 // self._block * self._block)
-        grown = min(self.limit, max(_whole(positions) if self.native else positions, self.room + step))
+        grown = min(self._whole(self.limit), max(self._whole(positions), self.room + step))
         for layer, pair in enumerate(self.own):
             larger = self._pair(self.rows, grown)
             for old, new in zip(self._by_position(pair), self._by_position(larger), strict=True):
@@ -86,8 +98,3 @@ class Cache:
         for pair in self.own:
             for table in self._by_position(pair):
                 table[target, :, :length] = table[source, :, :length]
-
-
-def _whole(positions: int) -> int:
-    """Rounded up to whole blocks of the native kernels."""
-    return -(-positions // ROOM) * ROOM

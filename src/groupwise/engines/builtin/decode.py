@@ -201,7 +201,7 @@ class DecodeStep:
     prompt_lengths: Tensor
     """``[S]``."""
     room: int
-    """Own positions there is room for."""
+    """Own positions that may be filled."""
     lanes: Lanes | None
     """For attention by PyTorch's products; None where the native kernels attend."""
 
@@ -216,7 +216,7 @@ class DecodeStep:
             keys=torch.tensor(keys, device=device), last_tokens=torch.tensor(last_tokens, device=device),
             last_logprobs=torch.zeros(len(keys), device=device), own_lengths=own.to(device),
             positions=(prompts[groups] + own).to(device), group_of_row=groups.to(device), prompt_lengths=prompts.to(device),
-            room=cache.room, lanes=None if cache.native else Lanes.plan(cache, group_of_row, prompt_lengths, own_lengths),
+            room=cache.fillable, lanes=None if cache.native else Lanes.plan(cache, group_of_row, prompt_lengths, own_lengths),
         )  # fmt: skip
 
     def advance(self, tokens: Tensor, logprobs: Tensor) -> None:
