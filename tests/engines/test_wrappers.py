@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -73,6 +74,45 @@ def test_the_thread_waits_for_the_weights_and_for_nothing_else(cuda):
     assert cuda == [(f"record on {here}", here), ("wait for the event", there), ("sample", there)]
 
 
+def stand_in(monkeypatch, graph, capture):
+    """For CUDA's graphs."""
+    handles = itertools.count(100)
+    for name, value in {
+        "CUDAGraph": graph, "graph": capture, "graph_pool_handle": lambda: next(handles), "current_stream": lambda: None,
+        "stream": lambda stream: nullcontext(), "current_device": lambda: 0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_where_no_graph_can_be_captured_steps_are_launched(monkeypatch):
+    """The graph's memory runs out when it is made. The allocator of torch 2.11 would go on as if the capture had not ended."""
+    seen, told, ended = [], [], []
+
+    @contextmanager
+    def capture(graph, pool, capture_error_mode):
+        seen.append("begin")
+        yield
+        raise RuntimeError("CUDA error: out of memory\nwhen the graph was instantiated")
+
+    stand_in(monkeypatch, lambda: None, capture)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: ended.append((device, pool)), raising=False)
+    runner = Runner(None, None, None, None, told.append)
+
+    def once(step):
+        seen.append("step")
+        step.last_tokens, step.last_logprobs = torch.tensor([len(seen)]), torch.zeros(1)
+
+    monkeypatch.setattr(runner, "_once", once)
+    first, second = (SimpleNamespace(last_tokens=torch.zeros(1, dtype=torch.long)) for _ in range(2))
+    runner._replay(first)
+    assert seen == ["begin", "step", "step"], "what was recorded was not computed, so it is launched"
+    assert told == ["a CUDA graph could not be captured (CUDA error: out of memory): steps are launched one by one instead"]
+    assert len(ended) == 1
+    assert runner._launches
+    monkeypatch.setattr(runner, "_replay", lambda step: pytest.fail("it tried again"))
+    assert len(runner.run(second, 3)[0]) == 3
+
+
 def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
     seen = []
 
@@ -81,13 +121,12 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
             seen.append(("replay", held_elsewhere()))
 
     @contextmanager
-    def capture(graph, capture_error_mode):
+    def capture(graph, pool, capture_error_mode):
         seen.append(("begin", held_elsewhere()))
         yield
         seen.append(("end", held_elsewhere()))
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    stand_in(monkeypatch, Graph, capture)
     runner = Runner(None, None, None, None)
     monkeypatch.setattr(runner, "_once", lambda step: seen.append(("record", held_elsewhere())))
     step = object()
@@ -98,7 +137,7 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
 
 def test_no_graph_is_captured_into_the_memory_of_one_that_was_destroyed(monkeypatch):
     """torch 2.11 fails an assertion there (vllm-project/vllm#28426)."""
-    users = Counter()
+    users, handles = Counter(), itertools.count()
 
     class Graph:
         pooled = None
@@ -114,14 +153,13 @@ def test_no_graph_is_captured_into_the_memory_of_one_that_was_destroyed(monkeypa
 
     @contextmanager
     def capture(graph, pool=None, capture_error_mode="global"):
-        if pool is not None and users[pool] == 0:
+        if pool in users and users[pool] == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
-        graph.pooled = len(users) if pool is None else pool
+        graph.pooled = next(handles) if pool is None else pool
         users[graph.pooled] += 1
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    stand_in(monkeypatch, Graph, capture)
     runner = Runner(None, None, None, None)
     monkeypatch.setattr(runner, "_once", lambda step: None)
     for step in (object(), object(), object()):

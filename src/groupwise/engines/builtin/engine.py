@@ -6,9 +6,10 @@ are shared. The log-probability of each token comes with the token, at no extra 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
 __all__ = ["BuiltinEngine", "Runner", "burst_length"]
+
+logger = logging.getLogger("groupwise")
 
 
 @dataclass
@@ -161,7 +164,7 @@ class _Batch:
         # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave holes as large as all of them.
         with blocks_of_their_own() if isinstance(self.decoder, MergedDecoder) else nullcontext():
             self.weights = DecodeWeights(self.decoder, self.max_rows)
-        self.runner = Runner(self.decoder, self.weights, self.cache, self.draw)
+        self.runner = Runner(self.decoder, self.weights, self.cache, self.draw, engine.limit.tell)
         self.burst = burst_length(self.decoder.device)
         self.step: DecodeStep | None = None
 
@@ -181,7 +184,7 @@ class _Batch:
                 self.cache,
                 group_of_row=[row.owner.slot for row in self.rows],
                 prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
-                own_lengths=[min(len(row.tokens) - 1, self.cache.room - 1) for row in self.rows],
+                own_lengths=[min(len(row.tokens) - 1, self.cache.fillable - 1) for row in self.rows],
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
             )
@@ -306,11 +309,17 @@ class Runner:
     end within a burst are carried to its end, and what they sampled after their end is dropped. Since randomness has names, completions do
     not depend on the length of a burst. On CPUs a burst is one step: nothing is launched ahead there, and ended rows leave at once.
 
-    The graph of a ``DecodeStep`` is captured when it first is asked for more than one step.
+    The graph of a ``DecodeStep`` is captured when it first is asked for more than one step. Where that fails (a graph takes memory of its
+    own, and the driver may refuse), there are no more graphs: every step is launched, which is slower and gives the same tokens.
     """
 
-    def __init__(self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw) -> None:
-        self.decoder, self.weights, self.cache, self.draw = decoder, weights, cache, draw
+    def __init__(
+        self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object] = logger.warning
+    ) -> None:
+        """``tell``: hears of a graph that could not be captured."""
+        self.decoder, self.weights, self.cache, self.draw, self.tell = decoder, weights, cache, draw, tell
+        self._launches = False
+        """Whether graphs are given up."""
         self._graph: Any = None
         self._captured: DecodeStep | None = None
 
@@ -319,7 +328,7 @@ class Runner:
         tokens = torch.empty(count, len(step.last_tokens), dtype=torch.long, device=step.last_tokens.device)
         logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in range(count):
-            if index and tokens.device.type == "cuda":
+            if index and tokens.device.type == "cuda" and not self._launches:
                 self._replay(step)
             else:
                 self._once(step)
@@ -334,9 +343,27 @@ class Runner:
         """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""
         if self._captured is not step:
             self._graph = None  # its memory goes with it: torch 2.11 refuses a pool whose only graph was destroyed
-            graph = torch.cuda.CUDAGraph()
-            # It records; nothing is computed yet. Another thread that learns meanwhile may take memory; it may not capture as well.
-            with DEVICE_WIDE, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                self._graph, self._captured = self._capture(step), step
+            except RuntimeError as error:
+                self._launches = True
+                self.tell(
+                    f"a CUDA graph could not be captured ({str(error).splitlines()[0]}): steps are launched one by one instead"
+                )
                 self._once(step)
-            self._graph, self._captured = graph, step
+                return
         self._graph.replay()
+
+    def _capture(self, step: DecodeStep) -> Any:
+        """Record one step; nothing is computed yet. Another thread that learns meanwhile may take memory; it may not capture as well."""
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            # Where the end of a capture fails, torch leaves its stream the current one, and (until 2.12) its allocator capturing.
+            here, capture = torch.cuda.current_stream(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+            with DEVICE_WIDE, torch.cuda.stream(here), capture:
+                self._once(step)
+        except RuntimeError:
+            with suppress(RuntimeError):  # it has ended
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+        return graph
