@@ -9,6 +9,7 @@ from groupwise.config import build_config
 from groupwise.engines.builtin.cache import Cache
 from groupwise.models import devices
 from groupwise.training.critic import Critic
+from groupwise.training.reference import Reference
 
 
 def test_operations_on_two_devices_are_refused(fake_cuda, cuda):
@@ -65,3 +66,19 @@ def test_tables_on_a_gpu_are_aligned(prompt, completion, fake_cuda, cuda):
         assert filled <= on_gpu.fillable <= completion, "nobody goes beyond the positions that are known"
         assert on_cpu.fillable == on_cpu.room <= completion
         assert on_cpu.prompt_room == prompt
+
+
+def test_a_parked_reference_lies_in_pinned_memory(monkeypatch):
+    """From pageable memory a copy to a GPU is a wait, at a fraction of the bus's rate."""
+    weights = torch.nn.Linear(3, 2, device="cpu")
+    scorer = SimpleNamespace(
+        device=torch.device("cuda"), module=weights, named_parameters=lambda: list(weights.named_parameters())
+    )
+    pinned, moved = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.shape) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: moved.append((device.type, how["non_blocking"])) or self)
+    reference = Reference(scorer, offload=True, copied=lambda policy: policy)
+    with reference.present():
+        pass
+    assert pinned == [(2, 3), (2,)]
+    assert moved == [("cuda", True)] * 2

@@ -38,7 +38,9 @@ class Reference:
         """Into the machine's memory. The module's own parameters, views of the decoder's, would hold on to the old place: they go."""
         own = {id(parameter) for _, parameter in self.scorer.named_parameters()}
         for _, parameter in self.scorer.named_parameters():
-            parameter.data = parameter.data.cpu()
+            weights = parameter.data.cpu()
+            # Pinned, copies to a GPU are several times as fast, and run beside what is launched meanwhile.
+            parameter.data = weights.pin_memory() if self.scorer.device.type == "cuda" else weights
         if own:
             for view in self.scorer.module.parameters():
                 if id(view) not in own:
@@ -50,7 +52,7 @@ class Reference:
         parked = [(p, p.data) for _, p in self.scorer.named_parameters()] if self.offload else []
         try:
             for parameter, weights in parked:
-                parameter.data = weights.to(self.scorer.device, copy=True)
+                parameter.data = weights.to(self.scorer.device, copy=True, non_blocking=True)
             yield self.scorer
         finally:
             for parameter, weights in parked:
