@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from groupwise import limits
 from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
@@ -17,8 +18,12 @@ from tests.gpu.counting import Dispatched
 
 
 @pytest.fixture
-def decode_step(fake_decoder, cuda):
+def decode_step(fake_decoder, cuda, monkeypatch):
     """``decode_step(**config)``: one step of eight rows in two groups, on a GPU that is not there; it ran once before."""
+
+    monkeypatch.setattr(
+        decode, "gives_fp32", lambda device, dtype: device.type == "cuda"
+    )  # tensors without memory cannot be compared
 
     def make(**config):
         decoder = fake_decoder(**config)
@@ -112,3 +117,37 @@ def test_slices_of_the_output_head_are_aligned_on_a_gpu():
     for rows in (1, 8191, 8200, 9000, 20_001, 131_071):
         assert limits.logit_columns(rows, "cuda") % 64 == 0
     assert limits.logit_columns(9000, "cpu") == 3728, "as it was"
+
+
+def test_decoding_has_its_scores_in_fp32_on_a_gpu(decode_step, monkeypatch):
+    """As learning's kernels have them. Rounded to bf16 they differ by parts in a hundred, and so do the logprobs."""
+    seen, softmax = [], torch.softmax
+
+    def watched(scores, dim):
+        seen.append(scores.dtype)
+        return softmax(scores, dim)
+
+    step = decode_step()
+    monkeypatch.setattr(torch, "softmax", watched)
+    step()
+    assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize(("product", "taken"), [("right", True), ("wrong", False), ("not there", False), ("refused", False)])
+def test_fp32_products_are_taken_where_a_small_one_is_right(product, taken, monkeypatch):
+    bmm = torch.bmm
+
+    def stand_in(one, other, **how):
+        if not how:
+            return bmm(one, other)
+        if product == "not there":
+            raise TypeError("bmm() got an unexpected keyword argument 'out_dtype'")
+        if product == "refused":
+            raise RuntimeError("out_dtype is only supported for CUDA")
+        return bmm(one.float(), other.float()) + (0.01 if product == "wrong" else 0)
+
+    linspace = torch.linspace
+    monkeypatch.setattr(torch, "linspace", lambda *numbers, device: linspace(*numbers))
+    monkeypatch.setattr(torch, "bmm", stand_in)
+    assert decode.gives_fp32.__wrapped__(torch.device("cuda"), torch.bfloat16) is taken
+    assert not decode.gives_fp32.__wrapped__(torch.device("cpu"), torch.bfloat16)

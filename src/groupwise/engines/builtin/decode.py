@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,16 +102,36 @@ class Lanes:
         return rows if self.lane_of_row is None else rows.index_select(0, self.lane_of_row)
 
 
+@cache
+def gives_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether batched products of ``dtype`` can give fp32 on ``device``. Not every PyTorch can, so a small one is tried and compared."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    numbers = torch.linspace(-1, 1, 512, device=device).view(2, 16, 16).to(dtype)
+    try:
+        return torch.allclose(
+            torch.bmm(numbers, numbers, out_dtype=torch.float32), torch.bmm(numbers.float(), numbers.float()), atol=1e-5
+        )
+    except (TypeError, RuntimeError):
+        return False
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """``[x, W, E]`` against ``[x, P, E]``: on a GPU in fp32, as learning has them, so that sampler and policy agree."""
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if gives_fp32(query.device, query.dtype) else {}
+    return torch.bmm(query, key.transpose(1, 2), **wide)
+
+
 def attend(query: Tensor, cache: Cache, layer: int, lanes: Lanes, mask: Tensor) -> Tensor:
     """``query`` ``[B, K, U, E]``, already scaled, to attention output of the same shape; ``mask``: as ``lanes.mask``."""
     b, k, u, e = query.shape
     own_key, own_value = (table[:b].view(b * k, cache.room, e) for table in cache.own[layer])
     prompt_key, prompt_value = (table[: lanes.groups].flatten(0, 1) for table in cache.prompt[layer])  # [S * K, P, E]
     p = prompt_key.shape[1]
-    to_prompt = lanes.to_rows(torch.bmm(lanes.to_lanes(query), prompt_key.transpose(1, 2)), k, u)
-    to_own = torch.bmm(query.view(b * k, u, e), own_key.transpose(1, 2)).view(b, k, u, -1)
+    to_prompt = lanes.to_rows(_scores(lanes.to_lanes(query), prompt_key), k, u)
+    to_own = _scores(query.view(b * k, u, e), own_key).view(b, k, u, -1)
     scores = torch.cat([to_prompt, to_own], dim=-1).add_(mask[:, None, None])
-    weights = torch.softmax(scores, dim=-1)  # in fp32 within, whatever the dtype
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)  # in fp32 within, whatever the dtype
     from_own = torch.bmm(weights[..., p:].reshape(b * k, u, -1), own_value).view(b, k, u, e)
     return from_own.add_(lanes.to_rows(torch.bmm(lanes.to_lanes(weights[..., :p]), prompt_value), k, u))
 
