@@ -111,6 +111,17 @@ def test_the_table_is_long_and_has_no_pair_twice() -> None:
     assert {pair["equal"] for pair in PAIRS} == {"yes", "no"}
 
 
+def test_the_page_counts_as_the_table_does() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/how-to/data.md").read_text(encoding="utf-8")
+    wrong = [pair for pair in PAIRS if pair["equal"] == "no"]
+    paid = [sum(pair[rule] == "yes" for pair in wrong) for rule in ("math_verify", "harness_strict", "harness_flexible")]
+    said = re.search(
+        r"has (\d+) hard pairs.*?Of the (\d+) .*?calls (\d+) equal.*? (\d+) \(strict\) and (\d+) \(flexible\)", page, re.S
+    )
+    assert said
+    assert [int(x) for x in said.groups()] == [len(PAIRS), len(wrong), *paid]
+
+
 @pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in PAIRS}))
 def test_our_rule_says_what_the_table_says(kind: str) -> None:
     rows = [pair for pair in PAIRS if pair["kind"] == kind]

@@ -80,18 +80,20 @@ CHANGING_WORDS = frozenset(
     approx approximate approximately approximation about around roughly nearly almost circa ca est estimate estimated estimation
     perhaps maybe probably possibly likely unlikely ish or so least most max maximum minimum maximal minimal upwards downwards
     rounded exclusive inclusive only exactly precisely otherwise instead sometimes always
-    loss losses debt debts deficit deficits short
+    loss losses debt debts deficit deficits short quad quads complement complements negation negations
     """
     )
 )
 """Words after a number that change its value or its meaning, or say that it is not meant: see ``changes_the_value``."""
+COUNTED_ALL_THE_SAME = frozenset({"ads", "bins", "kilos"})
+"""Plurals of things, whose singular is spelt like one of those words."""
 CHANGING_FORMS = re.compile(
-    # Sizes, with their fractions: octillion, millionths, dozen, googolplex.
-    r"[a-z]*ill(?:ion|iard)(?:s|ths?)?|(?:hundred|thousand)(?:s|ths?)?|[a-z]*dozens?|googol(?:plex)?(?:es|s)?|myriads?|"
+    # Sizes, with their fractions, also misspelt: octillion, milions, millionths, hundreths, dozen, googolplex.
+    r"[a-z]*ill(?:ion|iard)(?:s|ths?)?|(?:m|b|tr)i?l+i?ons?(?:ths?)?|(?:hundred|thousand)(?:s|ths?)?|(?:hundre|thousan)t?h?s|eigths?|[a-z]*dozens?|googol(?:plex)?(?:es|s)?|myriads?|"
     # Number words as counts, plurals and fractions: five, fives, fifths, fifteenths, twenties, twentieths.
     r"zero(?:e?s)?|(?:one|two|three|four|five|seven|eight|nine|ten|eleven|twelve)s?|six(?:es)?|"
     r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf)ths?|(?:thir|four|fif|six|seven|eigh|nine)teen(?:s|ths?)?|"
-    r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ies|ieths?)|"
+    r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:ys?|ies|ieths?)|"
     # Multipliers and groups: doubled, quintuples, triplets, octets, sevenfold.
     r"(?:doub|trip|quadrup|quintup|sextup|septup|octup|nonup|decup|centup|multip)le[sdt]?(?:s|on)?|"
     r"(?:du|quart|quint|sext|sept|oct|non)ett?e?s?|[a-z]*fold|"
@@ -147,9 +149,13 @@ class Quantity:
 
 
 def changes_the_value(word: str) -> bool:
-    """Whether ``word`` after a number changes its value or its meaning, so that the whole is not that number with a unit."""
+    """Whether ``word`` after a number changes its value or its meaning, so that the whole is not that number with a unit. So does the
+    plural of one that does (``5 mils``), right or wrong."""
     word = word.lower()
-    return word in CHANGING_WORDS or CHANGING_FORMS.fullmatch(word) is not None
+    forms = {word}
+    if word not in COUNTED_ALL_THE_SAME and word not in MEASURES:
+        forms |= {word.removesuffix("s"), re.sub("(?<=[sxzh])es$", "", word)}
+    return not CHANGING_WORDS.isdisjoint(forms) or CHANGING_FORMS.fullmatch(word) is not None
 
 
 def plain_text(text: str) -> str:
