@@ -4,7 +4,8 @@ By default two steps of each setting are trained, as ``groupwise bench`` does it
 activations): completions reach the limit, as a plan assumes. ``--whole`` makes whole runs, as ``groupwise bench --whole`` does: from
 loading to the final model, with a checkpoint after each step and an evaluation before the last one and at the end. ``--soak`` trains
 many steps as they are written, so that completions end where the model ends them, with an evaluation and a checkpoint after every
-fifth; the peak of the last ten steps stands beside that of the first ten.
+fifth; the peak of the last ten steps stands beside that of the first ten. Both end with exit code 1 where a peak is more than 10% off its
+plan, or the last ten steps take over 3% more than the first ten.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,8 @@ def run(args: argparse.Namespace) -> Result:
         rows.append([name, *_gib(predicted, peak)])
         rows += [[f"  {phase}", *_gib(of["predicted_bytes"], of["bytes"])] for phase, of in both.items()]
         if args.soak:
-            first, last = max(found["step_bytes"][:10]), max(found["step_bytes"][-10:])
-            rows.append(["  steps: the last ten, the first ten", last / 2**30, first / 2**30, last / first])
+            first, last, growth = first_and_last(found["step_bytes"])
+            rows.append(["  steps: the last ten, the first ten", last / 2**30, first / 2**30, growth])
         parts = (
             f"{one['bytes'] / 2**30:.2f} {phase} ({(one['predicted_bytes'] or 0) / 2**30:.2f})" for phase, one in both.items()
         )
@@ -159,6 +160,24 @@ def run(args: argparse.Namespace) -> Result:
     print_table("Peak memory of the process, GiB", ("settings", "predicted", "measured", "measured / predicted"), rows)
     worst = max((one["ratio"] for one in details.values()), key=lambda ratio: abs(ratio - 1))
     return Result("memory", worst, None, None, "measured / predicted, the worst", {"recipe": args.recipe}, details)
+
+
+def first_and_last(step_bytes: Sequence[int]) -> tuple[int, int, float]:
+    """The peaks of the first ten steps and of the last ten, and the second's ratio to the first."""
+    first, last = max(step_bytes[:10]), max(step_bytes[-10:])
+    return first, last, last / first
+
+
+def beyond_bounds(details: Mapping[str, Mapping[str, Any]], soak: bool) -> list[str]:
+    """What whole runs may not show: a peak more than 10% off its plan, or a soak whose last ten steps take over 3% more than its first."""
+    said = [
+        f"{name}: measured / planned is {one['ratio']:.2f}, but must be 0.9 to 1.1"
+        for name, one in details.items() if not 0.9 <= one["ratio"] <= 1.1
+    ]  # fmt: skip
+    for name, one in details.items() if soak else ():
+        if (growth := first_and_last(one["step_bytes"])[2]) > 1.03:
+            said.append(f"{name}: the last ten steps take {growth:.2f} times what the first ten took, but may take 1.03 times")
+    return said
 
 
 _AROUND = ("evaluation", "final model")
@@ -177,7 +196,10 @@ def main() -> None:
         found = json.dumps(work(args.worker, args.whole))
         (args.into / f"{os.environ.get('RANK', '0')}.json").write_text(found, encoding="utf-8")
         return
-    finish(run(args), args.output)
+    result = run(args)
+    finish(result, args.output)
+    if (args.whole or args.soak) and (said := beyond_bounds(result.details, args.soak)):
+        raise SystemExit("\n".join(said))
 
 
 if __name__ == "__main__":

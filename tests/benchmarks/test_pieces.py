@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
+from benchmarks.memory import beyond_bounds
 from benchmarks.scaling import _growth
 from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import Worker, WorkerDied
@@ -87,3 +88,15 @@ def test_rollouts_are_taken_by_turns_and_shorter_ones_are_found_out() -> None:
     assert {name: len(values) for name, values in found.items()} == {"a": 2, "b": 2, "push": 2}
     with pytest.raises(AssertionError, match="b sampled other lengths"):
         rollouts({"a": Sampler("a", 5), "b": Sampler("b", 4)}, [None], 5, 1)  # type: ignore[dict-item, list-item]
+
+
+def test_a_soak_that_grows_and_a_plan_that_is_off_are_said() -> None:
+    steady, growing = [100] * 60, [100] * 30 + [104] * 30
+    fine = {"a": {"ratio": 1.07, "step_bytes": steady}, "b": {"ratio": 0.9, "step_bytes": [103, *steady]}}
+    assert beyond_bounds(fine, soak=True) == []
+    assert beyond_bounds({"a": {"ratio": 1.0, "step_bytes": growing}}, soak=False) == []
+    (said,) = beyond_bounds({"a": {"ratio": 1.0, "step_bytes": growing}}, soak=True)
+    assert "1.04 times" in said
+    for ratio in (0.89, 1.11):
+        (said,) = beyond_bounds({"a": {"ratio": ratio, "step_bytes": steady}}, soak=True)
+        assert f"a: measured / planned is {ratio}" in said

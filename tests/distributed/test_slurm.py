@@ -99,6 +99,10 @@ def test_a_node_samples_by_vllm_until_the_others_have_saved_their_step(folder, e
     assert trainers["options"]["cpus-per-task"] == "1"
 
 
+def test_the_server_listens_at_its_node_alone():
+    assert '--host "${VLLM_HOST:-$sampler}"' in (LAUNCH / "slurm-vllm.sh").read_text(encoding="utf-8")
+
+
 def test_a_job_that_is_put_back_into_the_queue_keeps_its_log():
     options = directives(LAUNCH / "slurm.sh")
     assert "requeue" in options
