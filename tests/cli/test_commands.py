@@ -70,7 +70,7 @@ def test_config_explains_every_setting(groupwise):
 def test_config_explains_a_section_a_setting_or_all_of_one_name(groupwise):
     section = json.loads(groupwise("config", "data.arithmetic", "--json").stdout)
     assert {row["path"] for row in section} == {
-        f"data.arithmetic.{name}" for name in ("largest_number", "operations", "steps", "problems")
+        f"data.arithmetic.{name}" for name in ("largest_number", "largest_factor", "operations", "steps", "problems")
     }
     one = json.loads(groupwise("config", "rollout.temperature", "--json").stdout)
     assert [row["path"] for row in one] == ["rollout.temperature"]

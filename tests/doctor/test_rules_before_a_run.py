@@ -41,7 +41,7 @@ def prepared(qwen_tokenizer):
         suite = RewardSuite.from_config(config.rewards, style, rewards)
         prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems.train]
         hf_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
-        return Prepared(config, problems, prompts, [], suite, tokenizer, style, system, hf_config, 1000)
+        return Prepared(config, problems, prompts, [], suite, tokenizer, style, system, hf_config, None, 1000)
 
     return make
 

@@ -87,7 +87,7 @@ def test_all_sections_are_drawn_and_nothing_is_complained_of(page):
     for section in ("curves", "distributions"):
         browser.run(f"document.getElementById('{section}').scrollIntoView()")
         browser.until(f"document.querySelectorAll('#{section} figure.chart .line').length > 3")
-    assert "The policy has left the reference behind" in " ".join(texts(browser, ".finding h4"))
+    assert "The policy is far from the reference" in " ".join(texts(browser, ".finding h4"))
     path, without, with_kl = texts(browser, "#settings > .scroll tbody tr:first-child > *")
     assert (path, without, with_kl.split(",")[0]) == ("algorithm.kl", "null", "beta: 0.04")
     assert browser.problems == []
@@ -197,9 +197,8 @@ def test_by_keyboard_one_goes_on_at_the_group_that_was_opened(page):
 def test_rows_and_group_say_what_was_asked(page):
     browser = page(Story(prompts=lambda step, group: f"<|user|>\nAnn has {step} and {group}. How many?<|end|>\n<|assistant|>\n"))
     ready(browser)
-    assert texts(browser, ".row .asked") == [f"Ann has 1 and {group}. How many?" for group in range(3)], (
-        "once for each group of a page"
-    )
+    asked = [f"Ann has {step} and {group}. How many?" for step in (1, 2) for group in range(GROUPS)]
+    assert texts(browser, ".row .asked") == asked[:3], "once for each group of a page"
     browser.run("document.querySelectorAll('.row')[0].click()")
     browser.until("document.querySelector('#group .question')")
     assert texts(browser, "#group .question") == ["Ann has 1 and 0. How many?"]
@@ -281,9 +280,9 @@ def test_filters_leave_what_they_say(page):
     count(browser, total // G // 2)
     set_control(browser, "to", "31")
     count(browser, GROUPS)
-    set_control(browser, "Problem", "31-2")
+    set_control(browser, "Problem", "31-1")
     count(browser, 1)
-    assert "step 31 · mini:train:31-2 #0" in texts(browser, ".row")[0]
+    assert "step 31 · mini:train:31-1 #0" in texts(browser, ".row")[0]
     set_control(browser, "Words", "not there")
     count(browser, 0)
     assert browser.problems == []

@@ -340,7 +340,9 @@ def test_without_a_good_checkpoint_none_is_named(small_config, letters, quiet, t
 def test_a_batch_comes_back_as_it_was_with_every_field():
     """A field that is added to groups or completions, and forgotten here, would be lost between two updates."""
     turns = (Turn("assistant", "a", 1, (ToolCall("f", {"x": [1]}, "3", "raised"),)), Turn("tool", "3", 1))
-    completion = Completion("a", (1, 2), (-0.1, -1e-7), "length", sample=3, policy_version=4, temperature=0.5, turns=turns)
+    completion = Completion(
+        "a", (1, 2), (-0.1, -1e-7), "length", sample=3, policy_version=4, temperature=0.5, turns=turns, reward=1.5
+    )
     steps = StepScores(0.5, (((1, 1.0), (2, 0.25)),))
     group = Group(
         Prompt(Problem("p", "?", "1"), "?", (1,)), (completion,), (0.1 + 0.2,), {"f": (None,)}, {"g": steps}, (0.3,), {"f": 2.0}

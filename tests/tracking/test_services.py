@@ -187,8 +187,10 @@ def test_the_page_about_following_a_run_has_every_evaluation_metric():
     from pathlib import Path
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "following.md").read_text(encoding="utf-8")
-    for name, (unit, meaning) in EVALUATION_METRICS.items():
-        assert f"| `{name}` | {unit} | {meaning} |" in page
+    assert "`evaluation/<mode>_<figure>`" in page
+    shares, others = page.split("- shares of held-out problems:")[1].split("\n\n")[0].split(";\n- ")
+    for name, (unit, _) in EVALUATION_METRICS.items():
+        assert f"`{name.removeprefix('evaluation/<mode>_')}`" in (shares if unit == "share" else others)
     assert all(f"| `{name}` |" in page for name in services.SERVICES)
 
 
