@@ -56,7 +56,7 @@ class BatchPass(NamedTuple):
 
     window: Window
     first: bool
-    """Whether they are swept for the first time, so that the sampler's mismatch can be measured."""
+    """Whether these are the first passes over them, so that the sampler's mismatch can be measured."""
     scale: float = 1.0
     """Multiplies their loss."""
 
@@ -252,7 +252,7 @@ class Learner:
         """This process's share of ``members``, scored by the reference: for callers that order the optimiser steps themselves.
 
         ``weights_N``: of each token of a completion in the loss. ``off_policy``: the weights will have moved before the window's first
-        sweep, so the policy's logprobs are taken down now, in one more pass; otherwise that sweep's ratio is 1 by definition. The KL
+        pass, so the policy's logprobs are taken down now, in one more pass; otherwise the ratio of that pass is 1 by definition. The KL
         must not be part of the reward.
         """
         assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
@@ -364,21 +364,21 @@ class Learner:
         wait_for(self.scorer.device)
         return time.perf_counter()
 
-    def accumulate(self, sweeps: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
-        """For all processes at once: add the gradients of ``sweeps`` to what the next ``step`` takes. Their losses are summed, not
+    def accumulate(self, passes: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
+        """For all processes at once: add the gradients of ``passes`` to what the next ``step`` takes. Their losses are summed, not
         averaged.
 
         Without gradients switched on (``torch.no_grad``) only the numbers are computed. ``stop`` is asked before each pass; where it
         says yes, all gradients are dropped and None is returned. Names that begin with ``detail/`` are for callers, not for the records.
         """
-        found = self._attempt(lambda: self._sweep_all(sweeps, stop), [sweep.window for sweep in sweeps])
+        found = self._attempt(lambda: self._make_passes(passes, stop), [one.window for one in passes])
         return None if found is None else self.world.reduce(found)
 
-    def _sweep_all(self, sweeps: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
+    def _make_passes(self, passes: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
         started = time.perf_counter()
         parts: list[dict[str, Metric]] = []
         notes: list[tuple[MicroBatch, dict[str, Tensor]]] = []
-        for window, first, scale in sweeps:
+        for window, first, scale in passes:
             with self.sharding.evened(self.scorer, len(window.micro_batches)):
                 for micro_batch in window.micro_batches:
                     if stop():
@@ -387,7 +387,7 @@ class Learner:
                     found, noted = self._backward(micro_batch, first, scale)
                     parts.append(found)
                     notes.append((micro_batch, noted))
-        for micro_batch, noted in notes:  # only now: a sweep that memory ran out in starts afresh
+        for micro_batch, noted in notes:  # only now: passes in which memory ran out begin again
             micro_batch.note(**noted)
         return merge(parts) | {"time/learn_s": Sum(self._now() - started)}
 
@@ -399,7 +399,7 @@ class Learner:
         """
         view = micro_batch.view
         scored = self._pass(micro_batch, entropy=self.entropy_bonus is not None or self.objective.needs_entropy)
-        metrics, notes = self._first_sweep(view, scored.logprobs_T.detach()) if first else ({}, {})
+        metrics, notes = self._in_first_pass(view, scored.logprobs_T.detach()) if first else ({}, {})
         view.correction_T = notes.get("correction_T", view.correction_T)
         loss, numbers = policy_loss(
             self.objective,
@@ -434,7 +434,7 @@ class Learner:
                 (scale * self.critic.loss_scale * value_part).backward()
         return metrics, notes
 
-    def _first_sweep(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], dict[str, Tensor]]:
+    def _in_first_pass(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], dict[str, Tensor]]:
         """The sampler's mismatch, and what later updates go by: what the policy said at the first (``taken_T``, in nats)."""
         tokens = len(taken_T)
         metrics: dict[str, Metric] = {

@@ -213,7 +213,7 @@ class ZeroAdamW:
         raise AssertionError("DeepSpeed adds gradients up in the backward passes")
 
     def clear(self) -> None:
-        """``step`` does it. A sweep cannot be begun again where passes speak to other processes."""
+        """``step`` does it. Passes cannot be begun again where they speak to other processes."""
 
     def close(self) -> None:
         """The next one over the engine starts again."""
