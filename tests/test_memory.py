@@ -66,6 +66,7 @@ print((psutil.Process().memory_info().rss - before) // 2**20)
 
 
 @glibc
+@pytest.mark.slow
 def test_kernels_of_shapes_that_do_not_come_again_are_let_go_of():
     """200 shapes of one product: what was compiled for each is kept by default."""
     if not computes_bf16():

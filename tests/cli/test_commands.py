@@ -105,6 +105,7 @@ def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_debug_variable_shows_the_traceback():
     done = python_m_groupwise("train", "quickstart", "rollout.completions_per_prompt=1", GROUPWISE_DEBUG="1")
     assert done.returncode != 0

@@ -249,6 +249,7 @@ def test_restricted_sampling_reaches_the_engine(make_engine, make_prompts, tiny_
             assert (best == torch.tensor(completion.token_ids)[:, None]).any(1).all()
 
 
+@pytest.mark.slow
 def test_the_embedded_model_answers_and_ends_its_turn(embedded_model_folder):
     """Real weights, their tokenizer and template."""
     policy = load_policy(ModelConfig(name=EMBEDDED_NAME, dtype="bfloat16", device="cpu"))

@@ -59,7 +59,14 @@ def test_a_console_of_one_s_own_that_lost_its_pipe_is_done_without(caplog):
     trackers.say("more")
 
 
-@pytest.mark.parametrize("words", [["config"], ["--help"], ["train", "no-such-recipe"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config"],
+        pytest.param(["--help"], marks=pytest.mark.slow),
+        pytest.param(["train", "no-such-recipe"], marks=pytest.mark.slow),
+    ],
+)
 def test_short_commands_end_quietly(words):
     """Standard output and error go into a pipe that nobody reads."""
     read, write = os.pipe()

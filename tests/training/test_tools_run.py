@@ -66,7 +66,7 @@ def rows(folder, name):
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_with_tools_resumes_to_the_same_weights(config_of, by_chance, letters, tmp_path, ahead):
     config = config_of(rollout={"ahead": ahead}, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 4})
     whole = train(config, rewards=letters, console=QUIET, run_folder=tmp_path / "whole").folder
