@@ -116,14 +116,15 @@ def evaluate(
 
     ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained.
     """
-    from groupwise.chat import settings_for_model
+    from groupwise.chat import refuse_named_code, settings_for_model
     from groupwise.evaluation import evaluate_model
     from groupwise.evaluation.models import data_overrides
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import make_trackers
 
-    config, _ = settings_for_model(os.fspath(model), data_overrides(data))
+    config, run_config = settings_for_model(os.fspath(model), data_overrides(data))
     config = _config(config, overrides)
+    refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)
     trackers = make_trackers(config, None, console)
     try:

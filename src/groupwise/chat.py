@@ -11,6 +11,7 @@ from typing import TextIO
 from groupwise.config.load import load_config, load_run_config
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.prompts import resolve_system
+from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
@@ -28,6 +29,7 @@ __all__ = [
     "answer_lines_together",
     "answer_of",
     "make_speaker",
+    "refuse_named_code",
     "settings_for_model",
     "settings_to_ask",
 ]
@@ -46,8 +48,9 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
 
     ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
     filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
-    that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so. A folder may come from
-    anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides`` alone can.
+    that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so, and so is an engine of the
+    user's. A folder may come from anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides``
+    alone can. Other Python that it names is for ``refuse_named_code``.
     """
     path = Path(model).expanduser()
     if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
@@ -64,9 +67,35 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
         return load_config(None, [f"model.name={model}", *overrides]), None
     settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
     config = load_run_config(run_config, [*settings, *overrides])
-    if config.rollout.engine == "vllm" and not any(setting.startswith("rollout.engine=") for setting in overrides):
+    if (config.rollout.engine == "vllm" or ":" in config.rollout.engine) and not any(
+        setting.startswith("rollout.engine=") for setting in overrides
+    ):
         config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
     return config, run_config
+
+
+def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) -> None:
+    """Raise ConfigError where ``run_config``, a run's settings, names Python that judging its model would import, such as tools.
+
+    ``data``: whether its problems are read. ``trust_remote_code``, which no file can set, allows it; what groupwise brings itself is
+    allowed.
+    """
+    if run_config is None or config.model.trust_remote_code:
+        return
+    environment = config.rollout.environment or ()
+    places = {
+        "rollout.tools": config.rollout.tools,
+        "rollout.environment": [environment] if isinstance(environment, str) else [*dict(environment).values()],
+        "data.source": [s for s in (config.data.source,) if data and names_function(s)],
+        "data.eval_source": [s for s in (config.data.eval_source,) if data and s and names_function(s)],
+    }
+    for setting, named in places.items():
+        for place in named:
+            if ":" in place and not place.startswith("groupwise."):
+                raise ConfigError(
+                    f"{run_config} sets {setting} to {place}, Python that would be imported, and a run's folder cannot grant that: if you "
+                    "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code)"
+                )
 
 
 def settings_to_ask(
@@ -74,6 +103,7 @@ def settings_to_ask(
 ) -> tuple[Config, int]:
     """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give."""
     config, run_config = settings_for_model(model, overrides)
+    refuse_named_code(config, run_config, data=False)
     if system is not None:
         config.prompt.system = system
     elif run_config is None:

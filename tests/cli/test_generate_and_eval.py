@@ -216,6 +216,33 @@ def test_a_run_s_folder_cannot_grant_its_own_code_the_right_to_run(groupwise, pl
         assert "add model.trust_remote_code=true to the command (--trust-remote-code" in result.stderr
 
 
+NAMED_CODE = {
+    "rollout.tools": lambda place: [place], "rollout.environment": str, "rollout.engine": str, "data.source": str, "data.eval_source": str,
+    "algorithm.loss": lambda place: {"type": place}, "algorithm.advantage": lambda place: {"type": place},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", NAMED_CODE)
+@pytest.mark.parametrize("command", ["generate", "eval", "report", "doctor"])
+def test_python_that_a_run_s_settings_name_is_not_imported(groupwise, run_folder, command, setting, problems, tmp_path):
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef rows():\n    return [{{'question': 'Why?', 'answer': '1'}}] * 9\n"
+    )
+    settings = yaml.safe_load((run_folder / "config.yaml").read_text())
+    section, name = setting.split(".")
+    settings[section][name] = NAMED_CODE[setting](f"{theirs}:rows")
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    result = groupwise(command, run_folder, *(["Hello?"] if command == "generate" else []))
+    assert not (tmp_path / "ran").exists()
+    if (section == "data" and command == "eval") or (name in ("tools", "environment") and command in ("generate", "eval")):
+        assert result.exit_code == 2
+        assert f"sets {setting} to {theirs}:rows" in result.stderr
+        if section == "data":
+            groupwise(command, run_folder, "model.trust_remote_code=true")
+            assert (tmp_path / "ran").exists()
+
+
 def test_who_asks_for_it_on_the_command_line_runs_the_code(groupwise, planted, tmp_path):
     result = groupwise("generate", planted, "Hello?", "--trust-remote-code")
     assert (tmp_path / "ran").exists()
@@ -278,6 +305,7 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
         ("math500", "math500", "math500", None),
         ("aime24:train", "aime24", "aime24", "train"),
         ("owner/name", "owner/name", "owner/name", None),
+        ("my_rows.py:rows", "my_rows.py:rows", "my_rows.py:rows", None),
     ],
 )
 def test_data_says_what_is_judged(data, source, eval_source, eval_split):

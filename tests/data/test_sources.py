@@ -16,6 +16,7 @@ import pytest
 
 from groupwise.config.schema import ArithmeticConfig, DataConfig, PromptConfig
 from groupwise.data.inspect import inspect_source
+from groupwise.data.readers import names_function
 from groupwise.data.sources import load_problems, question_key, save_prepared
 from groupwise.errors import AnswerError, DataError
 
@@ -401,3 +402,37 @@ def test_inspection_without_a_tokenizer_and_of_other_sources(tmp_path: Path) -> 
     assert inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), None)["usable"] == 0
     save_prepared(load_problems(DataConfig(arithmetic=ArithmeticConfig(problems=5), holdout=2)), str(tmp_path / "p"))
     assert inspect_source(config(tmp_path / "p"), PromptConfig(), None)["rows"] == 5
+
+
+def function_file(tmp_path: Path, body: str) -> str:
+    (tmp_path / "made.py").write_text(f"def rows():\n    {body}\n")
+    return f"{tmp_path / 'made.py'}:rows"
+
+
+def test_a_function_gives_the_rows_that_a_file_would(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "made.jsonl")
+    of_file = load_problems(config(tmp_path / "made.jsonl"))
+    of_function = load_problems(config(function_file(tmp_path, f"yield from {ROWS!r}")))
+    assert [(p.question, p.answer) for p in of_function.train] == [(p.question, p.answer) for p in of_file.train]
+    assert [p.question for p in of_function.held_out] == [p.question for p in of_file.held_out]
+    assert of_function.train[0].id.startswith("rows:train:")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('price')", "KeyError: 'price'; it must return a list of rows, each a dict"),
+        ("return None", "TypeError: 'NoneType' object is not iterable; it must return a list of rows"),
+        ("return []", "returned no rows"),
+        ("return [1]", "row 0 of .*made.py:rows holds a int, not an object with named columns"),
+        ("return [{'question': 'Why?', 'answer': '1'}, {'question': 'Who?'}]", "row 1 of"),
+    ],
+)
+def test_a_function_that_returns_no_rows_is_one_sentence(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_problems(config(function_file(tmp_path, body), holdout=0))
+
+
+@pytest.mark.parametrize("source", ["gsm8k:test", "data.jsonl:train", "./a.b/c.csv:x", "owner/name", "C:\\data.csv", "a:b:c d"])
+def test_what_is_no_place_of_a_function(source: str) -> None:
+    assert not names_function(source)

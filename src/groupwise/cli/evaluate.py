@@ -125,11 +125,12 @@ def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> t
 
 def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[Config, list[str]]:
     """One config for all: that of the first model which a run made, or the defaults; and where each model's weights lie."""
-    from groupwise.chat import settings_for_model
+    from groupwise.chat import refuse_named_code, settings_for_model
     from groupwise.tracking.text import harmless
 
     settings = [settings_for_model(model, overrides) for model in models]
     chosen, run_config = next(((c, made_by) for c, made_by in settings if made_by is not None), settings[0])
+    refuse_named_code(chosen, run_config, data=True)
     if run_config is not None:
         for_all = ", for all models" if len(models) > 1 else ""
         aside.print(harmless(f"settings from {run_config}{for_all}", "dim"), soft_wrap=True)

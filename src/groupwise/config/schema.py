@@ -107,7 +107,7 @@ class DataConfig(Section):
 
     source: str = "arithmetic"
     """`arithmetic` (built-in generator), a known name such as `gsm8k`, a file (JSONL, JSON, CSV, Parquet), a `save_to_disk`
-    folder, or a Hub name."""
+    folder, a Hub name, or a Python function that returns rows, `my_rows.py:rows`."""
     folder: str | None = None
     """Folder of data sets known by name, read before the Hub; or `GROUPWISE_DATA` in the environment."""
     subset: str | None = None

@@ -13,8 +13,9 @@ from typing import Any
 
 from groupwise.data.named import NAMED, SUFFIXES, canonical_name, local_copy
 from groupwise.errors import DataError
+from groupwise.importing import import_member, in_one_line
 
-__all__ = ["Row", "Table", "is_local", "peek_columns", "read_table"]
+__all__ = ["Row", "Table", "is_local", "names_function", "peek_columns", "read_table"]
 
 KNOWN = ("arithmetic", *NAMED)
 SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
@@ -44,13 +45,22 @@ def is_local(source: str) -> bool:
     return canonical_name(source) is None and Path(source).expanduser().exists()
 
 
+def names_function(source: str) -> bool:
+    """Whether it is the place of a Python function (``my_rows.py:rows``, ``package.module:rows``), not a split of a file or data set."""
+    place, _, name = source.rpartition(":")
+    a_module = "." in place and all(map(str.isidentifier, place.split("."))) and not place.endswith(SUFFIXES)
+    return name.isidentifier() and (place.endswith(".py") or a_module)
+
+
 def read_table(source: str, split: str, subset: str | None = None, folder: Path | None = None) -> Table:
-    """All rows of one split. ``split`` does not matter where ``source`` is a single file.
+    """All rows of one split. ``split`` does not matter where ``source`` is a single file, or a function.
 
     A name of ``named.NAMED`` is looked for in ``folder`` first, and then on the Hub.
 
     Raises DataError where the source does not exist, cannot be read, has no such split, or is empty.
     """
+    if names_function(source):
+        return Table(tuple(_function_rows(source)), source.rpartition(":")[2], split)
     name = canonical_name(source)
     path = Path(source).expanduser() if name is None else local_copy(name, split, folder)
     if path is None or not path.exists():
@@ -80,6 +90,19 @@ def peek_columns(source: str, split: str) -> tuple[str, ...]:
         return tuple(next(_rows(file)).values)
     except (DataError, OSError, IndexError, StopIteration, ValueError):
         return ()
+
+
+def _function_rows(source: str) -> list[Row]:
+    function, _ = import_member(source, "data", DataError)
+    try:
+        made = list(function())
+    except Exception as error:
+        raise DataError(
+            f"data source {source!r} failed: {in_one_line(error)}; it must return a list of rows, each a dict"
+        ) from error
+    if not made:
+        raise DataError(f"data source {source!r} returned no rows")
+    return [_row(f"row {number} of {source}", values) for number, values in enumerate(made)]
 
 
 def _file_table(path: Path, split: str) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.config.schema import Config
 from groupwise.data.named import is_prepared
+from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.durable import write_bytes
 from groupwise.errors import DataError
@@ -158,7 +159,7 @@ def data_overrides(data: str | None) -> list[str]:
     if data is None:
         return []
     source, colon, split = data.rpartition(":")
-    if not colon or Path(data).exists():
+    if not colon or names_function(data) or Path(data).exists():
         source, split = data, ""
     if not split and (source == "arithmetic" or is_prepared(source)):
         return [f"data.source={source}", "data.eval_source=null", "data.eval_split=null"]
