@@ -10,6 +10,7 @@ from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.prompts import render, worked_completion
 from groupwise.engines import Engine
+from groupwise.engines.turns import GRACE_S
 from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.environments import Environments
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
@@ -44,8 +45,9 @@ def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) 
                 "the policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled"
             )
     return Episodes(
-        tools, environments, FORMATS[named], template, rollout.max_turns, rollout.tool_timeout_s, rollout.concurrent_tool_calls
-    )
+        tools, environments, FORMATS[named], template, rollout.max_turns, rollout.tool_timeout_s, rollout.concurrent_tool_calls,
+        grace_s=None if config.training.deterministic else GRACE_S,
+    )  # fmt: skip
 
 
 def playing(engine: Engine, episodes: Episodes | None) -> Engine:

@@ -1,8 +1,7 @@
 """Plays episodes over any engine: the policy samples a turn, tools or an environment answer it, and it samples on.
 
-Each turn is a request whose prompt is the whole of the tokens so far, just as they were sampled and given. Turns are played in rounds: all
-of a round are answered, side by side, before the next is sampled. So what is sampled together, and with it the last bit of every
-number, does not depend on how fast a tool is, and a run can be repeated.
+Turns are answered side by side in threads, while the engine samples those of others. How long it waits for an answer, and which engines
+keep what they computed from turn to turn, is in ``engines/turns.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
+from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes
 from groupwise.engines.wrappers import RowLimit
 from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, takes_steps
 from groupwise.episodes.formats import CallFormat
@@ -42,6 +43,8 @@ class Episodes:
     timeout_s: float
     concurrent: int
     """Turns that are answered at once."""
+    grace_s: float | None = GRACE_S
+    """How long answers are awaited before their episodes leave the batch; None awaits all (``engines/turns.py``)."""
 
     def partner(self, problem: Problem) -> tuple[Partner, str | None]:
         """Who answers the policy in one episode of ``problem``, and what is said at the start.
@@ -104,38 +107,29 @@ class EpisodeEngine(Engine):
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress counts episodes."""
-        finished = tokens = 0
+        played: dict[tuple[int, int], _Episode] = {}
 
-        def progress(_: int, sampled: int) -> None:
-            if on_progress is not None:
-                on_progress(finished, tokens + sampled)
+        def go_on(place: int, turn: Completion) -> list[int] | None:
+            episode = played.get((place, turn.sample))
+            if episode is None:
+                begun = _begin(self.episodes, request.prompts[place], turn, request.settings.max_tokens)
+                episode = played[place, turn.sample] = begun
+            else:
+                episode.take(turn)
+            return episode.be_answered()
 
-        first = self.engine.serve(request, progress)
         with Background(self.episodes.concurrent, "episode") as background:
-            everyone = [
-                [
-                    background.submit(partial(_begin, self.episodes, prompt, one, request.settings.max_tokens))
-                    for one in completions
-                ]
-                for prompt, completions in zip(request.prompts, first, strict=True)
-            ]
-            groups: list[list[_Episode]] = [[begun.result() for begun in group] for group in everyone]  # type: ignore[misc]
-            playing = [episode for group in groups for episode in group]
-            while playing:
-                for answered in [background.submit(episode.be_answered) for episode in playing]:
-                    answered.result()
-                tokens = sum(episode.sampled_tokens for group in groups for episode in group)
-                playing = [episode for episode in playing if episode.finish_reason is None]
-                finished = sum(map(len, groups)) - len(playing)
-                progress(finished, 0)
-                if playing:
-                    settings = replace(request.settings, max_tokens=max(episode.room for episode in playing))
-                    further = replace(
-                        request, prompts=[e.prompt_so_far for e in playing], samples_per_prompt=1, settings=settings
-                    )
-                    for episode, (completion,) in zip(playing, self.engine.serve(further, progress), strict=True):
-                        episode.take(completion)
-        return [tuple(episode.completion() for episode in group) for group in groups]
+
+            def answer(place: int, turn: Completion) -> Any:
+                return background.submit(partial(go_on, place, turn))
+
+            turns = Turns(answer, self.episodes.grace_s)
+            if isinstance(self.engine, TurnEngine):
+                self.engine.serve_turns(request, turns, on_progress)
+            else:
+                serve_by_prefixes(self.engine, request, turns, on_progress)
+        samples = range(request.samples_per_prompt)
+        return [tuple(played[i, sample].completion() for sample in samples) for i in range(len(request.prompts))]
 
 
 def _begin(episodes: Episodes, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
@@ -173,19 +167,8 @@ class _Episode:
         """Tokens that it may still have."""
         return self.max_tokens - len(self.token_ids)
 
-    @property
-    def sampled_tokens(self) -> int:
-        return sum(turn.tokens for turn in self.turns if turn.sampled)
-
-    @property
-    def prompt_so_far(self) -> Prompt:
-        """What its next turn is sampled from. The problem's name is that of the turn, and so is its randomness."""
-        turn = sum(turn.sampled for turn in self.turns)
-        problem = replace(self.prompt.problem, id=f"{self.prompt.problem.id}\x1fsample={self.first.sample}\x1fturn={turn}")
-        return Prompt(problem, "", (*self.prompt.token_ids, *self.token_ids), None, self.prompt.occurrence)
-
     def take(self, turn: Completion) -> None:
-        """Append a turn that was sampled, as far as there is room: others that were sampled with it may have had more."""
+        """Append a turn that was sampled, as far as there is room."""
         kept = min(len(turn.token_ids), self.room)
         whole = kept == len(turn.token_ids)
         self.token_ids += turn.token_ids[:kept]
@@ -194,29 +177,30 @@ class _Episode:
         if not (whole and turn.stopped):
             self.finish_reason = "length"
 
-    def be_answered(self) -> None:
-        """Append the answer to the last turn; or end the episode, and find out what it was worth."""
-        if self.finish_reason is None:
-            self._hear(self.partner.reply(self.turns[-1].text))
-        if self.finish_reason is not None:
+    def be_answered(self) -> list[int] | None:
+        """The tokens that it is given after its last turn, appended; or None at its end, with what it was worth."""
+        given = self._hear(self.partner.reply(self.turns[-1].text)) if self.finish_reason is None else None
+        if given is None:
             self._judge()
+        return given
 
-    def _hear(self, reply: Reply) -> None:
+    def _hear(self, reply: Reply) -> list[int] | None:
         self.turns[-1] = replace(self.turns[-1], calls=reply.calls, reward=reply.reward)
         if reply.ended is not None:
             self.finish_reason = reply.ended
-            return
+            return None
         if sum(turn.sampled for turn in self.turns) >= self.episodes.max_turns:
             self.finish_reason = "max_turns"
-            return
+            return None
         given = self.episodes.template.given(reply.given, self.partner.role)
         if len(given) >= self.room:  # no token of the policy would fit behind them
             self.finish_reason = "context_full"
-            return
+            return None
         self.token_ids += given
         self.logprobs += [0.0] * len(given)
         role = self.partner.role or self.episodes.template.role
         self.turns.append(Turn(role, "\n".join(reply.given), len(given)))
+        return given
 
     def _judge(self) -> None:
         """The rewards of its turns and of the whole; none where the environment failed."""

@@ -64,7 +64,7 @@ class Cache:
         keys = (*shape[:2], self.head_width, positions) if self.native else shape
         return torch.zeros(keys, **like), torch.zeros(shape, **like)  # type: ignore[call-overload]
 
-    def _by_position(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def by_position(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values as ``[..., positions, E]``, whatever their layout."""
         return (pair[0].transpose(2, 3) if self.native else pair[0]), pair[1]
 
@@ -76,7 +76,7 @@ class Cache:
         grown = min(self._whole(self.limit), max(self._whole(positions), self.room + step))
         for layer, pair in enumerate(self.own):
             larger = self._pair(self.rows, grown)
-            for old, new in zip(self._by_position(pair), self._by_position(larger), strict=True):
+            for old, new in zip(self.by_position(pair), self.by_position(larger), strict=True):
                 new[:rows, :, : self.room] = old[:rows]
             self.own[layer] = larger
         self.room = grown
@@ -86,7 +86,7 @@ class Cache:
         """Copy prompts' rotated keys and values out of the packed rows ``kv`` ``[R, 2K, E]``."""
         for start, length, slot in zip(starts, lengths, slots, strict=True):
             rows = kv[start : start + length].unflatten(1, (2, self.kv_heads)).permute(1, 2, 0, 3)
-            for table, new in zip(self._by_position(self.prompt[layer]), rows, strict=True):
+            for table, new in zip(self.by_position(self.prompt[layer]), rows, strict=True):
                 table[slot, :, :length] = new
 
     def move_group(self, source: int, target: int) -> None:
@@ -94,7 +94,12 @@ class Cache:
             for table in pair:
                 table[target] = table[source]
 
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        for pair in self.own:
+            for table in self.by_position(pair):
+                table[[one, other], :, :length] = table[[other, one], :, :length]
+
     def move_row(self, source: int, target: int, length: int) -> None:
         for pair in self.own:
-            for table in self._by_position(pair):
+            for table in self.by_position(pair):
                 table[target, :, :length] = table[source, :, :length]

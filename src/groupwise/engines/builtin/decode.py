@@ -9,29 +9,34 @@ bf16 spend a large part of a step rearranging the weight: with 32 rows a step of
 on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16). Rearranging all of them takes about as long as two
 decode steps, so it is done again for each call of the sampler, which also is what makes it follow the policy.
 
+Between its turns a row is given tokens (``Given``). All but the last are computed beside a step, in the same matrix products, which on CPUs
+cost hardly more for that: a pass of their own would read all weights once more. The last is fed as a sampled token would be.
+
 Axes: B rows, S groups, W rows per group (widest), K key-value heads, U query heads per key head, E head width, P prompt positions, C own
-positions there is room for, V vocabulary.
+positions there is room for, V vocabulary; T given tokens, in blocks of A rows with Q tokens each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from groupwise.engines.builtin.cache import Cache
+from groupwise.limits import PREFILL_TOKENS, QUERY_BLOCK
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16
 from groupwise.models.native.calls import add_norm, decode_attention
-from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
+from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "plain_product", "rearranged_product", "rearranging_helps",
+    "Behind", "DecodeStep", "DecodeWeights", "Given", "Lanes", "Product", "attend", "decode", "plain_product", "rearranged_product",
+    "rearranging_helps",
 ]  # fmt: skip
 
 
@@ -216,6 +221,8 @@ class DecodeStep:
     """``[B]`` its log-probability; nothing before the first step."""
     own_lengths: Tensor
     """``[B]`` own positions filled so far: where this step's key and value go."""
+    turn_starts: Tensor
+    """``[B]`` own position of the first token of each row's turn."""
     positions: Tensor
     """``[B]`` position of the fed token in its sequence."""
     group_of_row: Tensor
@@ -230,14 +237,15 @@ class DecodeStep:
     @classmethod
     def plan(
         cls, cache: Cache, *, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int], last_tokens: list[int],
-        keys: list[int],
+        keys: list[int], turn_starts: list[int],
     ) -> DecodeStep:  # fmt: skip
         device = cache.own[0][0].device
         own, groups, prompts = torch.tensor(own_lengths), torch.tensor(group_of_row), torch.tensor(prompt_lengths)
         return cls(
             keys=torch.tensor(keys, device=device), last_tokens=torch.tensor(last_tokens, device=device),
             last_logprobs=torch.zeros(len(keys), device=device), own_lengths=own.to(device),
-            positions=(prompts[groups] + own).to(device), group_of_row=groups.to(device), prompt_lengths=prompts.to(device),
+            turn_starts=torch.tensor(turn_starts, device=device), positions=(prompts[groups] + own).to(device),
+            group_of_row=groups.to(device), prompt_lengths=prompts.to(device),
             room=cache.fillable, lanes=None if cache.native else Lanes.plan(cache, group_of_row, prompt_lengths, own_lengths),
         )  # fmt: skip
 
@@ -249,57 +257,212 @@ class DecodeStep:
         self.own_lengths.add_(1).clamp_(max=self.room - 1)
 
 
-def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
-    """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``."""
-    return (_by_operations if step.lanes else _by_kernels)(decoder, weights, cache, step)
+SCORE_BUDGET = 2**20
+"""Most elements of one block's mask."""
 
 
-def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Tokens of a row that its cache lacks, before the one that it feeds next."""
+
+    row: int
+    group: int
+    prompt_length: int
+    first: int
+    """Own position of the first of them."""
+    token_ids: Sequence[int]
+
+    def pieces(self) -> list[Behind]:
+        """The same, so many tokens at a time."""
+        cuts = range(0, len(self.token_ids), QUERY_BLOCK)
+        return [replace(self, first=self.first + at, token_ids=self.token_ids[at : at + QUERY_BLOCK]) for at in cuts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries of A rows against their prompts and their own positions."""
+
+    rows: Tensor
+    groups: Tensor
+    queries: Tensor
+    """``[A, Q]`` places among the given tokens; those past a row's end repeat place 0, and nobody reads what comes out of them."""
+    prompt: int
+    """Positions of the prompts that are looked at;"""
+    own: int
+    """and own positions."""
+    masks: list[Tensor]
+    """``[A, Q, prompt + own]`` for each kind of layer: what is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Tokens that rows are given, to be computed beside a step."""
+
+    token_ids: Tensor
+    rows: Tensor
+    """``[T]``."""
+    own: Tensor
+    """``[T]`` own position of each."""
+    positions: Tensor
+    """``[T]`` position in the row's sequence."""
+    blocks: list[_Block]
+    places: Tensor
+    """``[T]`` where each token's output lies among all blocks' queries."""
+
+    @classmethod
+    def plan(cls, behind: Sequence[Behind], windows: Sequence[int | None], device: torch.device) -> list[Given]:
+        """Passes over at most ``PREFILL_TOKENS``, one after the other. ``windows``: of each kind of layer."""
+        passes: list[list[Behind]] = [[]]
+        tokens = 0
+        for piece in (piece for row in behind for piece in row.pieces()):
+            if passes[-1] and tokens + len(piece.token_ids) > PREFILL_TOKENS:
+                passes.append([])
+                tokens = 0
+            passes[-1].append(piece)
+            tokens += len(piece.token_ids)
+        return [cls._of(part, windows, device) for part in passes if part]
+
+    @classmethod
+    def _of(cls, pieces: list[Behind], windows: Sequence[int | None], device: torch.device) -> Given:
+        pieces.sort(key=lambda piece: -len(piece.token_ids))  # alike lengths together: less padding
+        lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
+        starts, places, blocks, before = lengths.cumsum(0) - lengths, [], [], 0
+        for first, end in _blocks(pieces):
+            block = _block(pieces[first:end], starts[first:end], windows, device)
+            width = block.queries.shape[1]
+            places += [before + i * width + torch.arange(int(n)) for i, n in enumerate(lengths[first:end])]
+            before += block.queries.numel()
+            blocks.append(block)
+        own = torch.cat([piece.first + torch.arange(len(piece.token_ids)) for piece in pieces])
+        prompts = torch.tensor([piece.prompt_length for piece in pieces]).repeat_interleave(lengths)
+        return cls(
+            torch.tensor([token for piece in pieces for token in piece.token_ids], device=device),
+            torch.tensor([piece.row for piece in pieces]).repeat_interleave(lengths).to(device), own.to(device),
+            (prompts + own).to(device), blocks, torch.cat(places).to(device),
+        )  # fmt: skip
+
+    def attend(self, rotated: Tensor, value: Tensor, cache: Cache, layer: int, kind: int, scale: float | None) -> Tensor:
+        """``[T, H * E]``, of rotated queries and keys ``[T, H + K, E]`` and values ``[T, K, E]``, which are kept."""
+        heads = rotated.shape[1] - cache.kv_heads
+        prompts, own = cache.by_position(cache.prompt[layer]), cache.by_position(cache.own[layer])
+        for table, new in zip(own, (rotated[:, heads:], value), strict=True):
+            table[self.rows, :, self.own] = new
+        pieces = []
+        for block in self.blocks:
+            keys, values = (
+                torch.cat([p[:, :, : block.prompt][block.groups], o[:, :, : block.own][block.rows]], dim=2).repeat_interleave(
+                    heads // cache.kv_heads, dim=1
+                )
+                for p, o in zip(prompts, own, strict=True)
+            )
+            query = rotated[:, :heads][block.queries].transpose(1, 2)
+            found = scaled_dot_product_attention(query, keys, values, attn_mask=block.masks[kind][:, None], scale=scale)
+            pieces.append(found.transpose(1, 2).flatten(0, 1))
+        return torch.cat(pieces).index_select(0, self.places).flatten(1)
+
+
+def _blocks(pieces: Sequence[Behind]) -> list[tuple[int, int]]:
+    """First and end of each block of ``pieces``, the longest first."""
+    out, first = [], 0
+    while first < len(pieces):
+        end, queries = first + 1, len(pieces[first].token_ids)
+        while end < len(pieces) and (end + 1 - first) * queries * sum(_widths(pieces[first : end + 1])) <= SCORE_BUDGET:
+            end += 1
+        out.append((first, end))
+        first = end
+    return out
+
+
+def _widths(pieces: Sequence[Behind]) -> tuple[int, int]:
+    """Positions of prompts, and own ones, that some of ``pieces`` sees."""
+    return max(piece.prompt_length for piece in pieces), max(piece.first + len(piece.token_ids) for piece in pieces)
+
+
+def _block(pieces: Sequence[Behind], starts: Tensor, windows: Sequence[int | None], device: torch.device) -> _Block:
+    prompt, own = _widths(pieces)
+    lengths, firsts, prompts = (
+        torch.tensor(column)[:, None]
+        for column in zip(*((len(p.token_ids), p.first, p.prompt_length) for p in pieces), strict=True)
+    )
+    query = torch.arange(int(lengths.max()))[None]
+    at = (prompts + firsts + query)[:, :, None]
+    there = torch.cat([torch.arange(prompt).expand(len(pieces), -1), prompts + torch.arange(own)], dim=1)[:, None]
+    held = torch.cat([torch.arange(prompt) < prompts, torch.ones(len(pieces), own, dtype=torch.bool)], dim=1)[:, None]
+    seen = held & (there <= at)
+    return _Block(
+        torch.tensor([piece.row for piece in pieces], device=device), torch.tensor([piece.group for piece in pieces], device=device),
+        torch.where(query < lengths, starts[:, None] + query, 0).to(device), prompt, own,
+        [(seen if window is None else seen & (there > at - window)).to(device) for window in windows],
+    )  # fmt: skip
+
+
+def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None = None) -> Tensor:
+    """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``given``: is computed beside it."""
+    return (_by_operations if step.lanes else _by_kernels)(decoder, weights, cache, step, given)
+
+
+def _entering(decoder: Decoder, step: DecodeStep, given: Given | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """``[B + T, D]``, and the rotary factors of each kind of layer."""
+    tokens, positions = step.last_tokens, step.positions
+    if given is not None:
+        tokens, positions = torch.cat([tokens, given.token_ids]), torch.cat([positions, given.positions])
+    return decoder.embed(tokens), decoder.ropes(positions)
+
+
+def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
     shape, norm = decoder.shape, decoder.norm
     heads, kv_heads = shape.heads, shape.kv_heads
-    ropes = decoder.ropes(step.positions)
-    x, added = decoder.embed(step.last_tokens), None
-    rows = len(x)
+    (x, ropes), added = _entering(decoder, step, given), None
+    rows, turned = len(step.last_tokens), heads + kv_heads
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
-        qkv = product.qkv(add_norm(x, added, layer.input_norm, *norm)).view(rows, heads + 2 * kv_heads, -1)
+        qkv = product.qkv(add_norm(x, added, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
         if layer.q_norm is not None and layer.k_norm is not None:
             qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
+        cos, sin = ropes[kind]
+        beside: list[Tensor] = []
+        if given is not None:  # first, since the step's rows may look at what is kept here
+            rotated = torch.empty_like(qkv[rows:])
+            rotate_heads(qkv[rows:], cos[rows:], sin[rows:], rotated, turned)
+            beside = [given.attend(rotated[:, :turned], rotated[:, turned:], cache, index, kind, shape.query_scale)]
         attended = decode_attention(
-            qkv, *ropes[kind], cache.own[index], cache.prompt[index], step.own_lengths, step.group_of_row, step.prompt_lengths, heads,
-            shape.query_scale, decoder.windows[kind],
+            qkv[:rows], cos[:rows], sin[:rows], cache.own[index], cache.prompt[index], step.own_lengths, step.group_of_row,
+            step.prompt_lengths, heads, shape.query_scale, decoder.windows[kind],
         )  # fmt: skip
-        added = product.output(attended.view(rows, -1))
+        added = product.output(torch.cat([attended.view(rows, -1), *beside]) if beside else attended.view(rows, -1))
         if layer.attention_norm is not None:
             added = add_norm(added, None, layer.attention_norm, *norm)
         added = product.down(gated(product.gate_up(add_norm(x, added, layer.post_norm, *norm)), shape.activation))
         if layer.feed_forward_norm is not None:
             added = add_norm(added, None, layer.feed_forward_norm, *norm)
-    return weights.head(add_norm(x, added, decoder.final_norm, *norm))
+    assert added is not None
+    return weights.head(add_norm(x[:rows], added[:rows], decoder.final_norm, *norm))
 
 
-def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep) -> Tensor:
+def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
     shape, norm, lanes = decoder.shape, decoder.norm, step.lanes
     heads, kv_heads = shape.heads, shape.kv_heads
     assert lanes is not None
-    ropes = decoder.ropes(step.positions)
     scale = decoder.head_width**-0.5 if shape.query_scale is None else shape.query_scale
     lanes.mask.scatter_(1, (step.own_lengths + lanes.prompt_positions)[:, None], 0.0)
     masks = [lanes.mask_of(window, step.positions) for window in decoder.windows]
-    x = decoder.embed(step.last_tokens)
-    rows, turned = len(x), heads + kv_heads
-    rotated = torch.empty(rows, turned, decoder.head_width, dtype=x.dtype, device=x.device)
-    query = rotated[:, :heads]
+    x, ropes = _entering(decoder, step, given)
+    rows, turned = len(step.last_tokens), heads + kv_heads
+    rotated = torch.empty(len(x), turned, decoder.head_width, dtype=x.dtype, device=x.device)
+    query = rotated[:rows, :heads]
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
-        qkv = product.qkv(rms_norm(x, layer.input_norm, *norm)).view(rows, turned + kv_heads, -1)
+        qkv = product.qkv(rms_norm(x, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
         if layer.q_norm is not None and layer.k_norm is not None:
             qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
         rope_rotate(qkv[:, :turned], *ropes[kind], rotated)
         keys, values = cache.own[index]
-        keys[lanes.row_index, :, step.own_lengths] = rotated[:, heads:]
-        values[lanes.row_index, :, step.own_lengths] = qkv[:, turned:]
+        keys[lanes.row_index, :, step.own_lengths] = rotated[:rows, heads:]
+        values[lanes.row_index, :, step.own_lengths] = qkv[:rows, turned:]
+        beside: list[Tensor] = []
+        if given is not None:  # first, since the step's rows may look at what is kept here
+            beside = [given.attend(rotated[rows:], qkv[rows:, turned:], cache, index, kind, scale)]
         attended = attend(query.mul(scale).view(rows, kv_heads, heads // kv_heads, -1), cache, index, lanes, masks[kind])
-        added = product.output(attended.view(rows, -1))
+        added = product.output(torch.cat([attended.view(rows, -1), *beside]) if beside else attended.view(rows, -1))
         x = x + (added if layer.attention_norm is None else rms_norm(added, layer.attention_norm, *norm))
         added = product.down(gated(product.gate_up(rms_norm(x, layer.post_norm, *norm)), shape.activation))
         x = x + (added if layer.feed_forward_norm is None else rms_norm(added, layer.feed_forward_norm, *norm))
-    return weights.head(rms_norm(x, decoder.final_norm, *norm))
+    return weights.head(rms_norm(x[:rows], decoder.final_norm, *norm))

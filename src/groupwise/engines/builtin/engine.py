@@ -2,6 +2,10 @@
 
 Completions that end leave the batch and waiting ones enter at once. A prompt is computed once for its group and its keys and values
 are shared. The log-probability of each token comes with the token, at no extra pass.
+
+A row may have several turns (``engines/turns.py``). Its keys and values stay where they are while its answer is awaited. A row whose answer
+is late leaves the batch and keeps them, at the far end of the same table: those that are away take a place of ``max_rows`` each, and no
+further memory. Where others could take that place they give it up, and what they had is computed anew when they come back.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +23,9 @@ from torch import Tensor
 
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.cache import Cache
-from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
+from groupwise.engines.builtin.decode import Behind, DecodeStep, DecodeWeights, Given, decode
 from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.engines.turns import Answer, Patience, Turns, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.limits import PREFILL_TOKENS
 from groupwise.memory import DEVICE_WIDE, blocks_of_their_own
@@ -48,17 +54,90 @@ class _Pending:
     last_hidden: Tensor | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
-    """One completion in flight."""
+    """One completion that has begun."""
 
     owner: _Pending
     sample: int
     key: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    """Of the present turn."""
     done: bool = False
-    """It has ended, and is carried along until it leaves."""
+    """Its turn has ended, and it is carried along until it leaves or goes on."""
+    answer: Answer | None = None
+    """To the turn that has ended."""
+    turn: int = 0
+    start: int = 0
+    """Where the present turn begins in ``tokens``."""
+    behind: int = 0
+    """Tokens that the cache lacks, before the last one."""
+
+    @property
+    def cached(self) -> int:
+        """Own positions in the cache."""
+        return max(0, len(self.tokens) - 1 - self.behind)
+
+    def forget(self) -> None:
+        """Its keys and values are given up."""
+        self.behind = max(0, len(self.tokens) - 1)
+
+
+_ENDED: Answer = Future()
+_ENDED.set_result(None)
+
+
+@dataclass
+class _Call:
+    """What has come of a request: what goes on where memory ran out, and a new batch begins."""
+
+    request: SampleRequest
+    turns: Turns
+    look: Callable[[int, int], None]
+    """Told of rows that have ended, and of tokens, also while nothing can be computed."""
+    ended: set[tuple[int, int]] = field(default_factory=set)
+    """Rows by prompt and sample."""
+    begun: dict[tuple[int, int], _Row] = field(default_factory=dict)
+    """Rows of which a turn has ended: it is not sampled again."""
+    tokens: int = 0
+    """Of turns that have ended."""
+
+    @property
+    def missing(self) -> int:
+        """Rows that have not ended."""
+        return len(self.request.prompts) * self.request.samples_per_prompt - len(self.ended)
+
+    def key(self, prompt: Prompt, sample: int, turn: int) -> int:
+        """Of the randomness of a turn."""
+        name, index = turn_name(prompt.problem.id, sample, turn)
+        return seed_key(self.request.seed, self.request.scope, name, index, prompt.occurrence)
+
+    def hear(self, row: _Row) -> bool:
+        """Take in the answer to a row; whether it goes on."""
+        assert row.answer is not None
+        given, row.answer = row.answer.result(), None
+        if given is None:
+            place = (row.owner.index, row.sample)
+            del self.begun[place]
+            self.ended.add(place)
+            return False
+        assert 0 < len(given) < self.request.settings.max_tokens - len(row.tokens), "what a row is given leaves room for a token"
+        row.tokens += given
+        row.behind += len(given)
+        row.turn, row.start, row.logprobs, row.done = row.turn + 1, len(row.tokens), [], False
+        row.key = self.key(row.owner.prompt, row.sample, row.turn)
+        return True
+
+    def rewind(self, owners: Sequence[_Pending]) -> list[_Row]:
+        """The rows that have begun, at the end of a turn, or with what they were given before the next."""
+        for (index, _), row in self.begun.items():
+            row.owner = owners[index]
+            if row.answer is None:
+                del row.tokens[row.start :]
+                row.logprobs, row.done = [], False
+            row.forget()
+        return list(self.begun.values())
 
 
 class BuiltinEngine(Engine):
@@ -86,39 +165,49 @@ class BuiltinEngine(Engine):
         """See ``Engine.metrics``."""
         return self.limit.metrics()
 
-    @torch.no_grad()
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``."""
-        prompts, samples_per_prompt, settings = request.prompts, request.samples_per_prompt, request.settings
-        if not prompts:
-            return []
-        done: list[dict[int, Completion]] = [{} for _ in prompts]
-        missing = len(prompts) * samples_per_prompt
+        done: list[dict[int, Completion]] = [{} for _ in request.prompts]
+
+        def take(index: int, completion: Completion) -> Answer:
+            done[index][completion.sample] = completion
+            return _ENDED
+
+        self.serve_turns(request, Turns(take), on_progress)
+        return [tuple(completions[k] for k in sorted(completions)) for completions in done]
+
+    @torch.no_grad()
+    def serve_turns(self, request: SampleRequest, turns: Turns, on_progress: Progress | None = None) -> None:
+        """See ``TurnEngine.serve_turns``."""
+        call = _Call(request, turns, on_progress or (lambda ended, tokens: None))
 
         def attempt() -> None:
-            nonlocal missing
-            missing = len(prompts) * samples_per_prompt - sum(map(len, done))
-            batch = _Batch(self, prompts, samples_per_prompt, settings, request.seed, request.scope, done) if missing else None
+            batch = _Batch(self, call) if call.missing else None
             while batch is not None and batch.advance():
-                if on_progress:
-                    on_progress(batch.finished, batch.sampled_tokens)
+                call.look(len(call.ended), batch.sampled_tokens)
 
-        self.limit.attempt(attempt, lambda: missing)
-        return [tuple(completions[k] for k in sorted(completions)) for completions in done]
+        self.limit.attempt(attempt, lambda: call.missing)
 
     @torch.no_grad()
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
-        batch = _Batch(self, [prompt], 1, settings, seed, "stream", [{}])
+        done: list[Completion] = []
+
+        def take(_: int, completion: Completion) -> Answer:
+            done.append(completion)
+            return _ENDED
+
+        request = SampleRequest([prompt], 1, settings, seed, "stream")
+        batch = _Batch(self, _Call(request, Turns(take), lambda ended, tokens: None))
         shown = ""
         while batch.advance():
-            tokens = batch.rows[0].tokens if batch.rows else batch.done[0][0].token_ids
+            tokens = batch.rows[0].tokens if batch.rows else done[0].token_ids
             text = self.decode_text(tokens)
             if text.startswith(shown) and not text.endswith("\ufffd"):  # a character may need several tokens
                 on_text(text[len(shown) :])
                 shown = text
-        on_text(batch.done[0][0].text[len(shown) :])
-        return batch.done[0][0]
+        on_text(done[0].text[len(shown) :])
+        return done[0]
 
     def decode_text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -131,28 +220,32 @@ def _native(decoder: Decoder) -> bool:
 
 
 class _Batch:
-    """One call of ``sample``: the waiting line, the rows in flight, and what is done."""
+    """One call of ``sample``: the waiting line, the rows in flight, and those that are away."""
 
-    def __init__(
-        self, engine: BuiltinEngine, prompts: Sequence[Prompt], samples: int, settings: SamplingSettings, seed: int, scope: str,
-        done: list[dict[int, Completion]],
-    ) -> None:  # fmt: skip
-        """``done``: by prompt and sample, what is finished already; what will be is put there."""
+    def __init__(self, engine: BuiltinEngine, call: _Call) -> None:
+        settings, samples = call.request.settings, range(call.request.samples_per_prompt)
         assert settings.repetition_penalty == 1.0, (
             "rows here do not know their own tokens: use the engine over the model's module"
         )
-        self.engine, self.decoder, self.settings = engine, engine.decoder, settings
-        self.seed, self.scope = seed, scope
-        missing = [deque(sample for sample in range(samples) if sample not in found) for found in done]
-        self.waiting = deque(_Pending(i, p, missing[i]) for i, p in enumerate(prompts) if missing[i])
-        self.max_rows = min(engine.max_rows, sum(map(len, missing)))
-        self.max_groups = min(len(self.waiting), self.max_rows)
+        self.engine, self.decoder, self.settings, self.call = engine, engine.decoder, settings, call
+        places = call.ended | call.begun.keys()
+        owners = [
+            _Pending(i, prompt, deque(sample for sample in samples if (i, sample) not in places))
+            for i, prompt in enumerate(call.request.prompts)
+        ]
+        self.away = call.rewind(owners)
+        """Rows out of the batch that keep nothing: they are answered, or will be."""
+        self.kept: list[_Row] = []
+        """Rows out of the batch whose keys and values are at the end of the table, the first at its very end."""
+        self.waiting = deque(owner for owner in owners if owner.to_start)
+        wanted = {owner.index for owner in (*self.waiting, *(row.owner for row in self.away))}
+        self.max_rows = min(engine.max_rows, call.missing)
+        self.max_groups = min(len(wanted), self.max_rows)
         self.groups: list[_Pending] = []
         self.rows: list[_Row] = []
-        self.done = done
-        self.finished = sum(map(len, done))
-        self.sampled_tokens = sum(len(c.token_ids) for found in done for c in found.values())
-        longest = max(len(pending.prompt.token_ids) for pending in self.waiting)
+        self.sampled_tokens = call.tokens
+        self.patience = Patience(call.turns.grace_s, lambda: call.look(len(call.ended), self.sampled_tokens))
+        longest = max(len(owners[i].prompt.token_ids) for i in wanted)
         self.decoder.reserve_positions(longest + settings.max_tokens)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
@@ -170,14 +263,19 @@ class _Batch:
 
     def advance(self) -> bool:
         """Admit what fits, then sample one token for every row. False when nothing is left."""
-        before = self.finished
+        before = len(self.call.ended)
         adapt_threads()
+        self._settle()
         self._admit()
         if not self.rows:
-            return self.finished > before  # all that was admitted ended with its first token; others may still be waiting
+            absent = [row.answer for row in (*self.kept, *self.away) if row.answer is not None]
+            self.patience.first(absent)
+            # All that was admitted may have ended with its first token, while others are still waiting.
+            return bool(absent) or len(self.call.ended) > before
         running = [len(row.tokens) for row in self.rows if not row.done]
         count = min(self.burst, self.settings.max_tokens - min(running))
-        if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), len(self.rows)):
+        keeping = self.max_rows if self.kept else len(self.rows)
+        if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), keeping):
             self.step = None
         if self.step is None:
             self.step = DecodeStep.plan(
@@ -187,38 +285,71 @@ class _Batch:
                 own_lengths=[min(len(row.tokens) - 1, self.cache.fillable - 1) for row in self.rows],
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
+                turn_starts=[row.start for row in self.rows],
             )
-        for tokens, logprobs in zip(*self.runner.run(self.step, count), strict=True):
+        for tokens, logprobs in zip(*self.runner.run(self.step, count, self._given()), strict=True):
             self._take(tokens, logprobs, self.rows)
-        self._leave()
+        self._settle()
         return True
 
+    def _given(self) -> list[Given]:
+        """What rows were given since they last sampled, or lost while they were away; it is in the cache after the step."""
+        behind = []
+        for place, row in enumerate(self.rows):
+            if row.behind:
+                lost = row.tokens[row.cached : len(row.tokens) - 1]
+                behind.append(Behind(place, row.owner.slot, len(row.owner.prompt.token_ids), row.cached, lost))
+                row.behind = 0
+        return Given.plan(behind, self.decoder.windows, self.decoder.device)
+
     def _admit(self) -> None:
-        """Start waiting samples on free rows; compute the prompts of groups that start."""
+        """Start waiting samples on free rows, after those that come back; compute the prompts of groups that start."""
+        for row in [row for row in self.away if row.answer is None or row.answer.done()]:
+            if row.answer is not None and not self.call.hear(row):
+                self.away.remove(row)
+            elif self._seat(row.owner):
+                self.away.remove(row)
+                self._enter(row)
         starting: list[_Row] = []
-        while len(self.rows) + len(starting) < self.max_rows:
-            group = next((g for g in self.groups if g.to_start), None)
-            if group is None:
-                if not self.waiting or len(self.groups) == self.max_groups:
-                    break
-                group = self.waiting.popleft()
-                group.slot = len(self.groups)
-                self.groups.append(group)
+        while (group := self._next()) is not None and self._seat(group):
             sample = group.to_start.popleft()
-            group.in_flight += 1
-            prompt = group.prompt
-            key = seed_key(self.seed, self.scope, prompt.problem.id, sample, prompt.occurrence)
-            starting.append(_Row(group, sample, key))
+            starting.append(_Row(group, sample, self.call.key(group.prompt, sample, 0)))
+            self._enter(starting[-1])
+        self._prefill([g for g in self.groups if g.last_hidden is None])
         if not starting:
             return
-        self._prefill([g for g in self.groups if g.last_hidden is None])
         hidden = torch.stack([row.owner.last_hidden for row in starting])  # type: ignore[misc]
         keys = torch.tensor([row.key for row in starting], device=hidden.device)
         tokens, logprobs = self.draw(self._logits(hidden), keys, torch.zeros_like(keys))
-        self.rows.extend(starting)
-        self.step = None
         self._take(tokens.tolist(), logprobs.tolist(), starting)
-        self._leave()
+        self._settle()
+
+    def _next(self) -> _Pending | None:
+        """The group of the next sample to start."""
+        while self.waiting and not self.waiting[0].to_start:
+            self.waiting.popleft()
+        return next((g for g in self.groups if g.to_start), self.waiting[0] if self.waiting else None)
+
+    def _seat(self, group: _Pending) -> bool:
+        """Make room for one more row of ``group``, if there is any. Rows that are away give up theirs, the last to leave first."""
+        while not (free := self._has_room(group)) and self.kept:
+            row = self.kept.pop()
+            row.forget()
+            self.away.append(row)
+            self._let_go(row.owner)
+        if free:
+            if group.slot < 0:
+                group.slot = len(self.groups)
+                self.groups.append(group)
+            group.in_flight += 1
+        return free
+
+    def _has_room(self, group: _Pending) -> bool:
+        return len(self.rows) + len(self.kept) < self.max_rows and (group.slot >= 0 or len(self.groups) < self.max_groups)
+
+    def _enter(self, row: _Row) -> None:
+        self.rows.append(row)
+        self.step = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.weights.head(rms_norm(hidden, self.decoder.final_norm, *self.decoder.norm))
@@ -245,7 +376,7 @@ class _Batch:
             group.last_hidden = last
 
     def _take(self, tokens: list[int], logprobs: list[float], rows: list[_Row]) -> None:
-        """Append sampled tokens to the ``rows`` that are not done, and note which ended with them."""
+        """Append sampled tokens to the ``rows`` that are not done, and ask for the answers to those whose turn ended with them."""
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if row.done:
                 continue
@@ -253,36 +384,78 @@ class _Batch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.done = token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens
+            if row.done:
+                self._ask(row)
 
-    def _leave(self) -> None:
-        """Let go of rows that are done: at once where a burst is one step, else when they are an eighth, since that plans again."""
-        done = [row for row in self.rows if row.done]
-        if not done or (self.burst > 1 and len(done) < len(self.rows) / 8):
-            return
-        for row in done:
-            self._finish(row)
-        self.step = None
-
-    def _finish(self, row: _Row) -> None:
-        stopped = row.tokens[-1] in self.engine.end_token_ids
-        self.done[row.owner.index][row.sample] = Completion(
-            text=self.engine.decode_text(row.tokens),
-            token_ids=tuple(row.tokens),
+    def _ask(self, row: _Row) -> None:
+        tokens = row.tokens[row.start :]
+        turn = Completion(
+            text=self.engine.decode_text(tokens),
+            token_ids=tuple(tokens),
             logprobs=tuple(row.logprobs),
-            finish_reason="stop" if stopped else "length",
+            finish_reason="stop" if tokens[-1] in self.engine.end_token_ids else "length",
             sample=row.sample,
             policy_version=self.engine.policy_version,
             temperature=self.settings.temperature,
         )
-        self.finished += 1
+        self.call.tokens += len(tokens)
+        self.call.begun[row.owner.index, row.sample] = row
+        row.answer = self.call.turns.answer(row.owner.index, turn)
+
+    def _settle(self) -> None:
+        """Let rows whose turn has ended go on, leave or end, and those that are away and answered come back: at once where a burst is one
+        step, else when they are an eighth, since that plans again."""
+        done = [row for row in self.rows if row.done]
+        back = [row for row in self.kept if row.answer is not None and row.answer.done()]
+        if not (done or back) or (self.burst > 1 and len(done) + len(back) < len(self.rows) / 8):
+            return
+        self.patience.grace([row.answer for row in done if row.answer is not None])
+        for row in done:
+            assert row.answer is not None
+            if not row.answer.done():
+                self._leave(row, keep=True)
+            elif not self.call.hear(row):
+                self._leave(row)
+                self._let_go(row.owner)
+        for row in back:
+            place = self._fetch(row)
+            if not self.call.hear(row):
+                self._let_go(row.owner)
+                continue
+            if place != len(self.rows):
+                self.cache.move_row(place, len(self.rows), row.cached)
+            self._enter(row)
+        self.step = None
+
+    def _leave(self, row: _Row, keep: bool = False) -> None:
+        """Take a row out of the batch. The last one takes its place. ``keep`` its keys and values among those of rows that are away."""
         place, last = self.rows.index(row), len(self.rows) - 1
         moved = self.rows.pop()
-        if place != last:
+        if moved is not row:
             self.rows[place] = moved
-            self.cache.move_row(last, place, max(0, len(moved.tokens) - 1))
-        row.owner.in_flight -= 1
-        if not row.owner.in_flight and not row.owner.to_start:
-            self._release(row.owner)
+            if keep:
+                self.cache.swap_rows(place, last, max(row.cached, moved.cached))
+            else:
+                self.cache.move_row(last, place, moved.cached)
+        if keep:
+            self.kept.append(row)
+            if (end := self.max_rows - len(self.kept)) != last:
+                self.cache.move_row(last, end, row.cached)
+
+    def _fetch(self, row: _Row) -> int:
+        """Take a row out of those that are away. Returns its place in the table, which is free from now on."""
+        index, moved = self.kept.index(row), self.kept.pop()
+        place, end = self.max_rows - 1 - index, self.max_rows - 1 - len(self.kept)
+        if moved is not row:
+            self.kept[index] = moved
+            self.cache.swap_rows(place, end, max(row.cached, moved.cached))
+        return end
+
+    def _let_go(self, group: _Pending) -> None:
+        """One row of ``group`` less."""
+        group.in_flight -= 1
+        if not group.in_flight and not group.to_start:
+            self._release(group)
 
     def _release(self, group: _Pending) -> None:
         moved = self.groups.pop()
@@ -290,7 +463,7 @@ class _Batch:
             self.cache.move_group(moved.slot, group.slot)
             moved.slot = group.slot
             self.groups[group.slot] = moved
-        group.last_hidden = None
+        group.slot, group.last_hidden, self.step = -1, None, None
 
 
 BURSTS = {"cpu": 1, "cuda": 16}
@@ -323,21 +496,27 @@ class Runner:
         self._graph: Any = None
         self._captured: DecodeStep | None = None
 
-    def run(self, step: DecodeStep, count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """``count`` tokens for every row, and their log-probabilities, by step: one wait for the device in all."""
+    def run(self, step: DecodeStep, count: int, given: Sequence[Given] = ()) -> tuple[list[list[int]], list[list[float]]]:
+        """``count`` tokens for every row, and their log-probabilities, by step: one wait for the device in all.
+
+        What rows are ``given`` is computed beside the first step. Where it takes several passes, all but the last only fill the cache: what
+        they compute of the step itself comes again.
+        """
         tokens = torch.empty(count, len(step.last_tokens), dtype=torch.long, device=step.last_tokens.device)
         logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in range(count):
             if index and tokens.device.type == "cuda" and not self._launches:
                 self._replay(step)
             else:
-                self._once(step)
+                self._once(step, *(() if index else given))
             tokens[index], logprobs[index] = step.last_tokens, step.last_logprobs
         return tokens.tolist(), logprobs.tolist()
 
-    def _once(self, step: DecodeStep) -> None:
-        logits = decode(self.decoder, self.weights, self.cache, step)
-        step.advance(*self.draw(logits, step.keys, step.own_lengths + 1))
+    def _once(self, step: DecodeStep, *given: Given) -> None:
+        for part in given[:-1]:
+            decode(self.decoder, self.weights, self.cache, step, part)
+        logits = decode(self.decoder, self.weights, self.cache, step, given[-1] if given else None)
+        step.advance(*self.draw(logits, step.keys, step.own_lengths + 1 - step.turn_starts))
 
     def _replay(self, step: DecodeStep) -> None:
         """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""

@@ -1,0 +1,333 @@
+"""Rows of several turns: what is kept between them, who leaves the batch and comes back, and that nobody's tokens depend on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.base import SampleRequest as Request
+from groupwise.engines.builtin import decode as decode_module
+from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.engines.transformers import TransformersEngine
+from groupwise.engines.turns import LOST_SHARE, Patience, TurnEngine, Turns, serve_by_prefixes
+from groupwise.models.decoder import Decoder
+
+LENGTHS = [5, 1, 17, 9, 3]
+ENDS = tuple(range(2, 18))
+"""Many, so that turns are short and end at different times."""
+SETTINGS = SamplingSettings(max_tokens=70)
+
+
+def tokens_of(part):
+    """Of a turn, or of what was given."""
+    return part if isinstance(part, list) else part.token_ids
+
+
+def at_once(place, sample, turn):
+    return 0
+
+
+@dataclass
+class Partner:
+    """Answers a turn by tokens that follow from its name, up to three times, by row; keeps what was said. ``late(place, sample, turn)``
+    says how often the engine must have told of its progress until an answer is there."""
+
+    late: Any = at_once
+    said: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    open: list[tuple[int, Any]] = field(default_factory=list)
+    looks: int = 0
+    longest: int = 9
+
+    def answer(self, place, turn):
+        said = self.said.setdefault((place, turn.sample), [])
+        number = len(said) // 2
+        room = SETTINGS.max_tokens - sum(map(len, map(tokens_of, said)))
+        turn = replace(turn, token_ids=turn.token_ids[:room], logprobs=turn.logprobs[:room])
+        said.append(turn)
+        generator = torch.Generator().manual_seed(1000 * place + 10 * turn.sample + number)
+        count = int(torch.randint(1, self.longest, (1,), generator=generator))
+        given = torch.randint(18, 128, (count,), generator=generator).tolist()
+        ends = number == (place + turn.sample) % 4 or not turn.stopped or len(turn.token_ids) + count >= room
+        if not ends:
+            said.append(given)
+        found: Future[Any] = Future()
+        if wait := self.late(place, turn.sample, number):
+            self.open.append((self.looks + wait, lambda: found.set_result(None if ends else given)))
+        else:
+            found.set_result(None if ends else given)
+        return found
+
+    def look(self, ended, tokens):
+        self.looks += 1
+        for due, give in [pair for pair in self.open if pair[0] <= self.looks]:
+            self.open.remove((due, give))
+            give()
+
+    def rows(self):
+        """All tokens of each row, those of its turns and those that it was given."""
+        return {name: [token for part in said for token in tokens_of(part)] for name, said in sorted(self.said.items())}
+
+    def logprobs(self):
+        return [x for _, said in sorted(self.said.items()) for turn in said[::2] for x in turn.logprobs]
+
+
+def play(engine, prompts, samples=3, grace_s=None, by=None, **options):
+    partner = Partner(**options)
+    serve = by or (lambda *given: engine.serve_turns(*given))
+    turns = Turns(partner.answer, grace_s)
+    serve(Request(prompts, samples, SETTINGS, 7, "s"), turns, partner.look)
+    assert len(partner.said) == len(prompts) * samples
+    assert not partner.open
+    return partner
+
+
+def prefixes(engine):
+    return lambda *given: serve_by_prefixes(engine, *given)
+
+
+@pytest.fixture
+def builtin(tokenizer, tiny_llama):
+    return lambda model=None, **options: BuiltinEngine(Decoder(model or tiny_llama()), tokenizer, ENDS, **options)
+
+
+@pytest.fixture
+def family(request):
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+def whole_pass(model, prompts, partner):
+    """Log-probabilities of all sampled tokens, from the library's module over each row at once."""
+    found = []
+    for (place, _), said in sorted(partner.said.items()):
+        row = [token for part in said for token in tokens_of(part)]
+        ids = torch.tensor([[*prompts[place].token_ids, *row]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompts[place].token_ids) - 1 : -1]
+        chosen = torch.log_softmax(logits, -1)[torch.arange(len(row)), ids[0, -len(row) :]].tolist()
+        sampled = [not isinstance(part, list) for part in said for _ in tokens_of(part)]
+        found += [x for x, own in zip(chosen, sampled, strict=True) if own]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
+def test_what_is_kept_and_extended_is_what_a_pass_over_the_whole_gives(family, builtin, make_prompts):
+    """gemma3 looks back 8 positions in some layers: less than prompts, turns and what is given."""
+    prompts = make_prompts(LENGTHS)
+    kept = play(builtin(family()), prompts)
+    turns = [len(said) for said in kept.said.values()]
+    assert min(turns) == 1
+    assert max(turns) == 7, "the test needs rows with and without further turns"
+    assert kept.logprobs() == pytest.approx(whole_pass(family(), prompts, kept), abs=1e-5)
+    anew = play(builtin(family()), prompts, by=prefixes(builtin(family())))
+    assert kept.rows() == anew.rows()
+    assert kept.logprobs() == pytest.approx(anew.logprobs(), abs=1e-5)
+
+
+def test_engines_that_know_no_turns_give_the_same(builtin, tiny_llama, tokenizer, make_prompts):
+    prompts = make_prompts(LENGTHS)
+    other = TransformersEngine(tiny_llama(), tokenizer, ENDS, max_rows=4)
+    assert isinstance(builtin(), TurnEngine)
+    assert not isinstance(other, TurnEngine)
+    found = play(other, prompts, by=prefixes(other))
+    assert found.rows() == play(builtin(), prompts).rows()
+
+
+def late(place, sample, turn):
+    """Every second answer, by up to 12 steps."""
+    return (5 * place + 3 * sample + turn) % 13 if (place + sample + turn) % 2 else 0
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often rows left with what was computed of them, and how often that was given up."""
+    seen = {"left": 0, "given up": 0}
+    leave, forget = engine_module._Batch._leave, engine_module._Row.forget
+
+    def counting_leave(self, row, keep=False):
+        seen["left"] += keep
+        leave(self, row, keep)
+
+    def counting_forget(self):
+        seen["given up"] += 1
+        forget(self)
+
+    monkeypatch.setattr(engine_module._Batch, "_leave", counting_leave)
+    monkeypatch.setattr(engine_module._Row, "forget", counting_forget)
+    return seen
+
+
+@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize("family", ["llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("max_rows", [64, 4, 1])
+def test_rows_that_leave_and_come_back_change_nobodys_tokens(
+    family, max_rows, burst, builtin, make_prompts, counted, monkeypatch
+):
+    """With few rows, those that are away give up their keys and values, and their group its prompt."""
+    prompts = make_prompts(LENGTHS)
+    at_once = play(builtin(family()), prompts)
+    assert counted == {"left": 0, "given up": 0}
+    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
+    found = play(builtin(family(), max_rows=max_rows), prompts, grace_s=0.0, late=late)
+    assert counted["left"] > 5
+    assert (counted["given up"] > 0) == (max_rows < 15)
+    assert found.rows() == at_once.rows()
+    assert found.logprobs() == pytest.approx(at_once.logprobs(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("QUERY_BLOCK", 3), ("PREFILL_TOKENS", 4), ("SCORE_BUDGET", 1)])
+def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_prompts, monkeypatch):
+    prompts = make_prompts(LENGTHS)
+    whole = play(builtin(), prompts, longest=20)
+    monkeypatch.setattr(decode_module, name, value)
+    monkeypatch.setattr(decode_module, "QUERY_BLOCK", min(3, decode_module.QUERY_BLOCK))
+    parts = play(builtin(max_rows=4), prompts, grace_s=0.0, late=late, longest=20)
+    assert parts.rows() == whole.rows()
+    assert parts.logprobs() == pytest.approx(whole.logprobs(), abs=1e-5)
+
+
+def test_a_group_shares_its_prompt_in_all_turns(builtin, make_prompts, monkeypatch):
+    computed = []
+    pack = engine_module.pack_prompts
+    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: computed.extend(map(tuple, prompts)) or pack(prompts))
+    prompts = make_prompts(LENGTHS)
+    play(builtin(), prompts, grace_s=0.0, late=late)
+    assert sorted(computed) == sorted(prompt.token_ids for prompt in prompts)
+
+
+@pytest.mark.parametrize("room", [15 * 32, 120])
+def test_where_memory_runs_out_turns_are_not_answered_again(room, builtin, make_prompts, monkeypatch):
+    prompts = make_prompts(LENGTHS)
+    enough = play(builtin(), prompts)
+    make = Cache._pair
+
+    def scarce(self, sequences, positions):
+        if sequences * positions > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return make(self, sequences, positions)
+
+    monkeypatch.setattr(Cache, "_pair", scarce)
+    engine = builtin()
+    engine.limit.tell = lambda sentence: None
+    found = play(engine, prompts, grace_s=0.0, late=late)
+    assert engine.limit.halvings >= 1
+    assert found.rows() == enough.rows()
+
+
+class BySteps(Engine):
+    """An engine that knows no turns, and says one token and an end token."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def refresh(self, policy_version):
+        """Nothing."""
+
+    def serve(self, request, on_progress=None):
+        from groupwise.types import Completion
+
+        self.rounds.append([prompt.problem.id for prompt in request.prompts])
+        return [
+            tuple(Completion("x", (30, 2), (-1.0, -1.0), "stop", s) for s in range(request.samples_per_prompt))
+            for _ in request.prompts
+        ]
+
+
+@pytest.mark.parametrize("kind", ["builtin", "prefixes"])
+def test_a_slow_tool_stalls_nobody_else(kind, builtin, make_prompts):
+    """It answers when all others have ended, and not before."""
+    engine = builtin() if kind == "builtin" else BySteps()
+    open_: list[Future[Any]] = []
+    turns_of: dict[int, int] = {}
+
+    def answer(place, turn):
+        turns_of[place] = turns_of.get(place, 0) + 1
+        found: Future[Any] = Future()
+        if place == 1 and turns_of[place] == 1:
+            open_.append(found)
+        else:
+            found.set_result([40, 41] if turns_of[place] < 3 and turn.stopped else None)
+        return found
+
+    def look(ended, tokens):
+        if ended == len(LENGTHS) - 1 and open_:
+            open_.pop().set_result([42])
+
+    request = Request(make_prompts(LENGTHS), 1, SETTINGS, 0, "s")
+    serve = engine.serve_turns if kind == "builtin" else prefixes(engine)
+    worker = threading.Thread(target=serve, args=(request, Turns(answer, 0.05), look), daemon=True)
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive(), "the others waited for it"
+    assert not open_
+    assert turns_of[1] > 1
+
+
+def test_waiting_in_vain_is_a_small_share_of_the_time():
+    never: Future[Any] = Future()
+    patience, begun = Patience(0.05, lambda: None), time.monotonic()
+
+    def waited():
+        before = time.monotonic()
+        patience.grace([never])
+        return time.monotonic() - before
+
+    assert waited() >= 0.05
+    while time.monotonic() - begun < 0.9 * 0.05 / LOST_SHARE:
+        assert waited() < 0.04
+        time.sleep(0.1)
+    time.sleep(0.3)
+    assert waited() >= 0.05, "that is a small share by now"
+
+
+def test_those_that_answer_in_time_are_waited_for_again_and_again():
+    patience = Patience(0.5, lambda: None)
+    for _ in range(5):
+        answer: Future[Any] = Future()
+        threading.Timer(0.02, answer.set_result, [None]).start()
+        patience.grace([answer])
+        assert answer.done()
+
+
+def test_without_a_grace_all_are_awaited(builtin, make_prompts, counted):
+    def answer(place, turn):
+        found: Future[Any] = Future()
+        threading.Timer(0.3, found.set_result, [None]).start()
+        return found
+
+    builtin().serve_turns(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer, None))
+    assert counted["left"] == 0
+    builtin().serve_turns(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer, 0.0))
+    assert counted["left"] > 0
+
+
+@pytest.mark.parametrize("kind", ["builtin", "prefixes"])
+@pytest.mark.parametrize("grace_s", [0.0, None])
+def test_waiting_can_be_broken_off(kind, grace_s, builtin, make_prompts):
+    """By what hears of the progress, as the thread that samples ahead does."""
+
+    class Stopped(Exception):
+        pass
+
+    waiting = threading.Event()
+
+    def answer(place, turn):
+        waiting.set()
+        return Future()
+
+    def look(ended, tokens):
+        if waiting.is_set():
+            raise Stopped
+
+    engine = builtin() if kind == "builtin" else BySteps()
+    serve = engine.serve_turns if kind == "builtin" else prefixes(engine)
+    with pytest.raises(Stopped):
+        serve(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer, grace_s), look)
