@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ class _Prefixes(Engine):
 class _Answers:
     """Answers every turn, after ``seconds``."""
 
-    role = None
+    role: str | None = None
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -142,7 +142,7 @@ class Sides:
         """Turns of the engine end after ``length(problem, sample, turn)`` tokens, and not before."""
         take, (end, other) = builtin._Batch._take, self.ends
 
-        def forced(batch: Any, tokens: list[int], logprobs: list[float], rows: Sequence[Any]) -> None:
+        def forced(batch: Any, tokens: list[int], logprobs: list[float], rows: list[Any]) -> None:
             made = []
             for token, row in zip(tokens, rows, strict=True):
                 name, _, rest = row.owner.prompt.problem.id.partition("\x1f")
