@@ -1,6 +1,7 @@
 """One of several processes: ``python run_script.py SPEC.json`` runs each case of it as a script of TRL's would.
 
-A case is ``{"name", "model", "folder", "arguments"}`` and may have ``resume`` (a checkpoint), ``adapter``, ``evaluate`` and ``failing``.
+A case is ``{"name", "model", "folder", "arguments"}`` and may have ``resume`` (a checkpoint), ``adapter``, ``evaluate``, ``failing`` and
+``environment``.
 In its folder it leaves the logs, what each process's reward function was called with, and the last weights.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from groupwise.errors import GroupwiseError
 from groupwise.trl import GRPOConfig, GRPOTrainer
@@ -24,8 +26,10 @@ RANK = int(os.environ.get("RANK", "0"))
 def rewards_of(calls, fails=False):
     """The share of lower-case letters and a little for length; each call's token ids are added to ``calls``."""
 
-    def letters(completions, completion_ids, answer, log_metric, log_extra, **kwargs):
+    def letters(completions, completion_ids, answer, log_metric, log_extra, environments=None, **kwargs):
         assert len(completions) == len(answer)
+        assert environments is None or [one.answer for one in environments] == answer, "each its own"
+        completions = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
         if fails and len(calls) == 1 and RANK == 1:
             raise ValueError("out of luck")
         calls.append(completion_ids)
@@ -36,7 +40,18 @@ def rewards_of(calls, fails=False):
     return letters
 
 
-def run_case(name, model, folder, arguments, resume=None, adapter=False, evaluate=False, failing=False):
+class Kept:
+    """An environment that keeps what it is told."""
+
+    def reset(self, answer, **row):
+        self.answer = answer
+        return " Go."
+
+    def get_reward(self):
+        return self.answer / 10
+
+
+def run_case(name, model, folder, arguments, resume=None, adapter=False, evaluate=False, failing=False, environment=False):
     """The trainer after ``train()``."""
     out, calls, more = Path(folder) / name, [], {}
     out.mkdir(parents=True, exist_ok=True)
@@ -45,6 +60,11 @@ def run_case(name, model, folder, arguments, resume=None, adapter=False, evaluat
 
         more = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")}
     data = Dataset.from_dict(PROMPTS)
+    if environment:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template += "{# calls are JSON in <tool_call> #}"
+        more = {"processing_class": tokenizer, "environment_factory": Kept}
+        data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     args = GRPOConfig(output_dir=str(out), **arguments)
     trainer = GRPOTrainer(model, rewards_of(calls, failing), args, data, eval_dataset=data.select(range(5)), **more)
     trainer.train(resume_from_checkpoint=resume)

@@ -450,8 +450,8 @@ def broken(completions, **kwargs):
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"tools": [print]}, ConfigError, "tools is not honoured"),
-        ({"rollout_func": print}, ConfigError, "rollout_func is not honoured"),
+        ({"tools": [print]}, ConfigError, "does not support tool calling"),
+        ({"rollout_func": print, "tools": [print]}, ConfigError, "make it an environment_factory"),
         ({"train_dataset": None}, ConfigError, "train_dataset is missing"),
         ({"train_dataset": Dataset.from_dict({"question": ["?"]})}, DataError, "rename the column"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["?"]})}, DataError, "one generation takes 2"),

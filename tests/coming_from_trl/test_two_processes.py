@@ -95,9 +95,24 @@ def runs(tiny_folder, tmp_path_factory):
     cases.append(case_of("whole", tiny_folder, folder, saving))
     cases.append(case_of("resumed", tiny_folder, folder, saving, resume=str(folder / "whole" / "checkpoint-2")))
     cases.append(case_of("adapter", tiny_folder, folder, {"beta": 0.1}, adapter=find_spec("peft") is not None))
+    cases.append(
+        case_of("environments", tiny_folder, folder, {"per_device_train_batch_size": 6}, environment=True, evaluate=True)
+    )
     cases += [case_of(name, tiny_folder, folder, changes) for name, changes in AGAINST_TRL.items()]
     assert in_two(cases, folder) == 0
     return folder
+
+
+@pytest.mark.slow
+def test_environments_are_scored_by_the_process_that_has_them(runs, tiny_folder, tmp_path):
+    """Three prompts in two processes: whole groups, 1 and 2 of them. The reward function finds each completion's own environment."""
+    changes = {"per_device_train_batch_size": 12, "per_device_eval_batch_size": 16}
+    run_case(**case_of("environments", tiny_folder, tmp_path, changes, environment=True, evaluate=True))
+    one, two = found(tmp_path / "environments"), found(runs / "environments")
+    assert_same_log(one["log"], two["log"])
+    assert_same_log([one["eval"]], [two["eval"]])
+    assert_same_weights(weights(tmp_path / "environments"), weights(runs / "environments"))
+    assert [sum(map(len, calls(runs / "environments", rank)[:1])) for rank in (0, 1)] == [4, 8]
 
 
 @pytest.mark.slow

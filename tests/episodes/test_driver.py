@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -146,6 +149,33 @@ def test_sampled_tokens_are_never_decoded_and_encoded_again(tokenizer):
             assert at == len(completion.token_ids)
             assert completion.finish_reason == "max_turns"
     assert changed > 100, "the test needs texts whose ids change"
+
+
+@dataclass
+class Given(Scripted):
+    """Says the ids that ``script`` has for each turn."""
+
+    def say(self, name, sample, turn, room, later):
+        ids = [*self.script[turn], self.tokenizer.eos_token_id]
+        return Completion(self.tokenizer.decode(ids), tuple(ids), (-1.0,) * len(ids), "stop", sample)
+
+
+@given(st.lists(st.lists(st.integers(0, 151_642), min_size=1, max_size=8), min_size=2, max_size=3))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_any_ids_of_a_real_vocabulary_stay_as_they_were_sampled(qwen_tokenizer, turns):
+    """Most of these are texts whose ids change when they are decoded and encoded: halves of words, halves of characters."""
+    episodes = episodes_of(qwen_tokenizer, form=Always(), max_turns=len(turns))
+    engine = Given(qwen_tokenizer, turns)
+    ((completion,),) = EpisodeEngine(engine, episodes).sample([prompt_of()], 1, PLENTY, seed=0, scope="x")
+    end, between = qwen_tokenizer.eos_token_id, episodes.template.given(["2"])
+    expected = [*turns[0], end]
+    for turn in turns[1:]:
+        assert engine.asked.pop(1).prompts[0].token_ids == (5, 6, 7, *expected, *between)
+        expected += [*between, *turn, end]
+    assert completion.token_ids == tuple(expected)
+    assert [t for t, sampled in zip(expected, completion.sampled, strict=True) if sampled] == [
+        i for t in turns for i in (*t, end)
+    ]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 110))

@@ -292,3 +292,35 @@ def test_the_check_before_a_run_does_not_judge_an_environment_by_texts(tmp_path)
     assert not [finding for finding in findings if finding.severity == "critical"]
     assert "?" in prepared.train_prompts[0].text
     assert " (" in prepared.train_prompts[0].text, "what reset says is in the prompt"
+
+
+def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
+    """However it ends; and so is the one that is asked what the prompt is."""
+    open_now: list[Any] = []
+
+    class Session(Guess):
+        def reset(self, seed: int, **row: Any) -> str:
+            open_now.append(self)
+            return super().reset(seed, **row)
+
+        def close(self) -> None:
+            open_now.remove(self)
+            raise OSError("the server is gone")
+
+    class Shop(Counter):
+        def reset(self, start: int = 0, **row: Any) -> None:
+            open_now.append(self)
+
+        def close(self) -> None:
+            open_now.remove(self)
+
+        def get_reward(self) -> float:
+            assert self in open_now
+            raise ValueError("no reward")
+
+    for factory in (Session, Shop):
+        _, tools = Environments({None: factory}, 5.0).opening(Problem("p", "?", ""))
+        assert "close" not in [tool.name for tool in tools]
+        (group,), _, _ = played(tokenizer, lambda n, sample, turn: ["1", "no number"][sample], factory, samples=2, max_turns=2)
+        assert {c.finish_reason for c in group} <= {"max_turns", "environment_error", "stop"}
+        assert not open_now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+import socket
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from groupwise.episodes.formats import FORMATS, Asked
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
+from groupwise.rewards.processes import refusal
 
 
 def search(query: str, limit: int = 3) -> list[str]:
@@ -216,3 +218,107 @@ def test_every_builtin_tool_can_be_described() -> None:
         (asked,) = form.read(form.write("calculator", {"expression": "6 * 7"}))
         assert Toolbox(tools, 1.0).call(asked).result == "42"
     assert as_text(math.pi, "f").startswith("3.14")
+
+
+# --- python --------------------------------------------------------------------------------------------------------------------
+
+needs_walls = pytest.mark.skipif(bool(refusal(True)), reason=f"no sandbox on this machine: {refusal(True)}")
+
+
+@pytest.fixture(scope="module")
+def sandboxed() -> Toolbox:
+    return Toolbox(load_tools(["python"], timeout_s=20.0), timeout_s=20.0)
+
+
+@needs_walls
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("6 * 7", "42\n"),
+        ("x = 6\nfor i in range(2):\n    x *= 7\nprint('so', end=' ')\nx", "so 294\n"),
+        ("", ""),
+        ("None", ""),
+        ("print('a')\nimport sys\nsys.exit(3)", "a\n"),
+        ("print('a')\n1 / 0", "a\nZeroDivisionError: division by zero (line 2)"),
+        ("print(", "SyntaxError: '(' was never closed"),
+        ("def f(n):\n    return f(n)\nf(0)", "RecursionError: maximum recursion depth exceeded"),
+        ("import sys; print('e', file=sys.stderr)", "e\n"),
+        ("print('ü' * 3 + chr(0xd800))", "üüü?\n"),
+        ("import fractions; fractions.Fraction(1, 3)", "Fraction(1, 3)\n"),
+    ],
+)
+def test_python_answers_what_a_program_prints(sandboxed: Toolbox, code: str, result: str) -> None:
+    call = sandboxed.call(Asked("python", {"code": code}))
+    assert call.result.startswith(result) if "Error" in result else call.result == result
+    assert call.failure is None
+
+
+@needs_walls
+def test_python_keeps_nothing_and_cuts_what_is_long(sandboxed: Toolbox) -> None:
+    assert (
+        sandboxed.call(Asked("python", {"code": "kept = 1; open('kept', 'w').write('1'); import math; math.pi = 3"})).failure
+        is None
+    )
+    told = sandboxed.call(Asked("python", {"code": "import math, os\nprint(math.pi, 'kept' in os.listdir('.'))\nkept"})).result
+    assert told == "3.141592653589793 False\nNameError: name 'kept' is not defined (line 3)"
+    told = sandboxed.call(Asked("python", {"code": "print('x' * 10**6)\nraise ValueError('at the end')"})).result
+    assert len(told) < LONGEST_RESULT
+    assert told.endswith("x ... (998,501 more characters)\nValueError: at the end (line 2)")
+
+
+ATTACKS = {
+    "a fork bomb": ("import os\nwhile True:\n    os.fork()", ("raised", "timed_out")),
+    "endless output": ("while True:\n    print('x' * 1000)", ("timed_out",)),
+    "sockets": ("import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)", (None,)),
+    "memory": ("x = []\nwhile True:\n    x.append(bytearray(2**26))", (None, "raised", "timed_out")),
+    "the run's environment": ("import os\nprint(os.environ.get('GROUPWISE_TEST_SECRET'))", (None,)),
+    "killing": ("import os, signal\nos.kill(-1, signal.SIGKILL)", (None, "raised")),
+}
+
+
+@needs_walls
+@pytest.mark.parametrize("name", ATTACKS)
+def test_python_holds_against_what_a_policy_might_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next program runs as if nothing had been."""
+    monkeypatch.setenv("GROUPWISE_TEST_SECRET", "hidden")
+    box = Toolbox(load_tools(["python"], timeout_s=3.0), timeout_s=3.0)
+    code, failures = ATTACKS[name]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.setblocking(False)
+        began = time.monotonic()
+        call = box.call(Asked("python", {"code": code.replace("{port}", str(server.getsockname()[1]))}))
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert call.failure in failures
+    assert time.monotonic() - began < 30
+    assert "hidden" not in call.result
+    assert len(call.result.splitlines()) < 5
+    assert box.call(Asked("python", {"code": "print(6 * 7)"})).result == "42\n"
+
+
+def test_python_is_refused_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda sandbox: "the kernel said no" if sandbox else None)
+    with pytest.raises(ConfigError, match=r"rollout\.tools names python, .* the kernel said no; run where it is allowed"):
+        load_tools(["python"])
+
+
+def test_an_argument_may_be_null_where_its_type_says_so() -> None:
+    def find(word: str, limit: int | None = None) -> str:
+        """Finds.
+
+        Args:
+            word: What.
+            limit: How many.
+        """
+        return f"{word} {limit}"
+
+    box = Toolbox({"find": describe(find, "find")}, 1.0)
+    assert box.call(Asked("find", {"word": "a", "limit": None})).result == "a None"
+    assert box.call(Asked("find", {"word": None})).failure == "invalid"
+
+
+def test_a_result_is_whole_where_nothing_limits_it(toolbox: Toolbox) -> None:
+    assert len(Toolbox(toolbox.tools, None, longest=None).call(Asked("returns", {"kind": "megabyte"})).result) == 1_000_000

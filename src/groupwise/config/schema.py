@@ -201,8 +201,8 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache and changes no sample."""
     tools: list[str] = Field(default=[])
-    """What the policy may call in the middle of a completion: `calculator`, or typed functions of your own, `my_tools.py:search`. Their
-    results count in `max_completion_tokens` and are not trained."""
+    """What the policy may call in the middle of a completion: `calculator`, `python` (in a sandbox), or typed functions of your own,
+    `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""
     environment: str | dict[str, str] | None = None
     """A class whose instances play an episode each, as in TRL: `my_game.py:Guess`. Several by name, which a problem's column
     `environment` chooses from: `{guess: my_game.py:Guess}`. `rewards.functions` has `environment` for what it gives."""

@@ -127,15 +127,20 @@ def sampling_costs(prompts: Sequence[Prompt], samples_per_prompt: int, settings:
 class DealtEngine(Engine):
     """Over this process's ``engine``: prompts are dealt to the processes, and all know all completions.
 
-    Every process must call it with the same arguments. The completions are those of one process: seeds have names.
+    Every process must call it with the same arguments. The completions are those of one process: seeds have names. ``in_order``: each
+    process has the prompts that follow those of the process before it, whatever they cost.
     """
 
-    def __init__(self, engine: Engine, world: World) -> None:
-        self.engine, self.world = engine, world
+    def __init__(self, engine: Engine, world: World, in_order: bool = False) -> None:
+        self.engine, self.world, self.in_order = engine, world, in_order
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress is this process's own."""
-        own = self.world.assigned(sampling_costs(request.prompts, request.samples_per_prompt, request.settings))
+        if self.in_order:
+            first, last = (len(request.prompts) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
+            own = list(range(first, last))
+        else:
+            own = self.world.assigned(sampling_costs(request.prompts, request.samples_per_prompt, request.settings))
         sampled = self.engine.serve(replace(request, prompts=[request.prompts[i] for i in own]), on_progress)
         everywhere = self.world.all_gather_object(list(zip(own, sampled, strict=True)))
         return [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]

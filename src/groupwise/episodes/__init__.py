@@ -19,7 +19,7 @@ from groupwise.episodes.tools import Tool, load_tools
 from groupwise.errors import ConfigError, DataError
 from groupwise.types import Message, Problem, Prompt
 
-__all__ = ["EpisodeEngine", "Episodes", "open_episodes", "playing", "render_episode", "worked_episode"]
+__all__ = ["EpisodeEngine", "Episodes", "open_episodes", "playing", "render_episode", "with_observation", "worked_episode"]
 
 
 def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) -> Episodes | None:
@@ -34,7 +34,7 @@ def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) 
         return None
     if config.prompt.style != "chat":
         raise ConfigError(f"an episode needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
-    tools = load_tools(rollout.tools)
+    tools = load_tools(rollout.tools, rollout.tool_timeout_s)
     environments = None if rollout.environment is None else Environments.load(rollout.environment, rollout.tool_timeout_s)
     template = TurnTemplate(tokenizer, end_token_ids)
     named = format_of_template(tokenizer.chat_template) if rollout.call_format == "auto" else rollout.call_format
@@ -65,7 +65,7 @@ def render_episode(
     if episodes.environments is not None:
         said, more = episodes.environments.opening(problem)
         tools += more
-    asked = problem if said is None else replace(problem, question=_with(problem.question, said))
+    asked = problem if said is None else replace(problem, question=with_observation(problem.question, said))
     native = episodes.format.native
     if tools and not native:
         system = "\n".join(filter(None, (system, _described(tools, episodes.format))))
@@ -73,8 +73,8 @@ def render_episode(
     return replace(rendered, problem=problem)
 
 
-def _with(question: str | Sequence[Message], said: str) -> str | list[Message]:
-    """The question, with ``said`` at the end of the user's last turn, as TRL has it."""
+def with_observation(question: str | Sequence[Message], said: str) -> str | list[Message]:
+    """The question, with what an environment ``said`` at the start at the end of the user's last turn, as TRL has it."""
     if isinstance(question, str):
         return question + said
     *before, last = question

@@ -40,9 +40,9 @@ class Episodes:
     template: TurnTemplate
     max_turns: int
     """Turns of the policy."""
-    timeout_s: float
+    timeout_s: float | None
     concurrent: int
-    """Turns that are answered at once."""
+    """Turns that are answered at once; 0 for one after the other, in the thread that samples."""
     grace_s: float | None = GRACE_S
     """How long answers are awaited before their episodes leave the batch; None awaits all (``engines/turns.py``)."""
 
@@ -58,6 +58,9 @@ class Episodes:
         if takes_steps(made):
             return Steps(made, self.timeout_s), said
         return ToolUse(Toolbox({**self.tools, **self.environments.tools_of(made)}, self.timeout_s), self.format, made), said
+
+    def are_over(self, partners: Sequence[Partner]) -> None:
+        """Told of those of one call, in the order of its completions."""
 
     def play_script(self, problem: Problem, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
         """Token ids of an episode of ``problem`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
@@ -128,8 +131,9 @@ class EpisodeEngine(Engine):
                 self.engine.serve_turns(request, turns, on_progress)
             else:
                 serve_by_prefixes(self.engine, request, turns, on_progress)
-        samples = range(request.samples_per_prompt)
-        return [tuple(played[i, sample].completion() for sample in samples) for i in range(len(request.prompts))]
+        groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
+        self.episodes.are_over([episode.partner for group in groups for episode in group])
+        return [tuple(episode.completion() for episode in group) for group in groups]
 
 
 def _begin(episodes: Episodes, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:

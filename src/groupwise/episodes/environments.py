@@ -2,12 +2,13 @@
 
 A class whose instances have ``reset(**row) -> str | None`` is one, and an instance plays one episode. With ``step(text) -> (observation,
 reward, done, info)`` it answers every turn of the policy. Without, its other public methods are tools, and an optional ``get_reward()``
-says at the end what the episode was worth. A ``seed`` among the arguments of ``reset`` is a function of the problem, so that all members
-of a group start alike.
+says at the end what the episode was worth. An optional ``close()`` is called when an episode is over. A ``seed`` among the arguments of
+``reset`` is a function of the problem, so that all members of a group start alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class Partner(Protocol):
         """The answer to a turn. It may wait; it raises nothing."""
 
     def reward(self) -> float | None:
-        """Of the episode that has ended, apart from its turns. Raises CallRaised or CallTimedOut."""
+        """Of the episode that has ended, apart from its turns; lets its environment go. Raises CallRaised or CallTimedOut."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,10 @@ class ToolUse:
 
     def reward(self) -> float | None:
         judge = getattr(self.environment, "get_reward", None)
-        return None if judge is None else float(call_with_limit(judge, {}, self.toolbox.timeout_s))
+        try:
+            return None if judge is None else float(call_with_limit(judge, {}, self.toolbox.timeout_s))
+        finally:
+            let_go(self.environment, self.toolbox.timeout_s)
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Steps:
     """Answers each turn by ``environment.step(text)``."""
 
     environment: Any
-    timeout_s: float
+    timeout_s: float | None
     role: str | None = "user"
 
     def reply(self, text: str) -> Reply:
@@ -99,6 +103,7 @@ class Steps:
             return Reply(ended="environment_error", calls=(_failed("raised", why),))
 
     def reward(self) -> float | None:
+        let_go(self.environment, self.timeout_s)
         return 0.0  # its turns have theirs; a policy that never finished one earned nothing
 
 
@@ -111,7 +116,8 @@ class Environments:
     """Factories of environments: one for all problems, or by the name in a problem's column ``environment``."""
 
     factories: Mapping[str | None, Callable[[], Any]]
-    timeout_s: float
+    timeout_s: float | None
+    """Seconds that a call may take; None for any number."""
 
     @classmethod
     def load(cls, named: str | Mapping[str, str], timeout_s: float) -> Environments:
@@ -142,11 +148,11 @@ class Environments:
 
     def start(self, environment: Any, problem: Problem) -> str | None:
         """Resets it for an episode of ``problem``; returns what the policy is told at the start. Raises TrainingError where that fails."""
-        row: dict[str, Any] = {**problem.columns, "answer": problem.answer, "prompt": problem.question}
-        row.pop("environment", None)
+        row = self.row(problem)
         parameters = inspect.signature(environment.reset).parameters
         if "seed" in parameters:
-            row["seed"] = int.from_bytes(hashlib.blake2b(problem.id.encode(), digest_size=4).digest(), "big") // 2
+            drawn = int.from_bytes(hashlib.blake2b(problem.id.encode(), digest_size=4).digest(), "big") // 2
+            row.setdefault("seed", drawn)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
         try:
@@ -160,18 +166,40 @@ class Environments:
             said = said[0]
         return None if said is None else as_text(said, "reset")
 
+    def row(self, problem: Problem) -> dict[str, Any]:
+        """What its ``reset`` is told of a problem."""
+        row: dict[str, Any] = {**problem.columns, "answer": problem.answer, "prompt": problem.question}
+        row.pop("environment", None)
+        return row
+
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """Its public methods, where it has no ``step``."""
-        if takes_steps(environment):
-            return {}
+        return {} if takes_steps(environment) else self.methods_of(environment)
+
+    def methods_of(self, environment: Any) -> dict[str, Tool]:
+        """Its public methods but those of the protocol, as tools."""
         methods = inspect.getmembers(type(environment), inspect.isfunction)
-        chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
+        chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
         return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
 
     def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
         """What ``problem`` begins with, and the tools there: from an instance that plays nothing."""
         probe = self.make(problem)
-        return self.start(probe, problem), list(self.tools_of(probe).values())
+        found = self.start(probe, problem), list(self.tools_of(probe).values())
+        self.done_with(probe)
+        return found
+
+    def done_with(self, environment: Any) -> None:
+        """It plays no more."""
+        let_go(environment, self.timeout_s)
+
+
+def let_go(environment: Any, timeout_s: float | None) -> None:
+    """Call its ``close``, if it has one; what becomes of that is of no interest any more."""
+    close = getattr(environment, "close", None)
+    if callable(close):
+        with contextlib.suppress(CallRaised, CallTimedOut):
+            call_with_limit(close, {}, timeout_s)
 
 
 def takes_steps(environment: Any) -> bool:

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["FORMATS", "Asked", "CallFormat", "format_of_template"]
+from groupwise.errors import ConfigError
+
+__all__ = ["FORMATS", "Asked", "CallFormat", "Hermes", "format_of_template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class CallFormat(Protocol):
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of one call."""
+
+    def beside(self, text: str) -> str:
+        """What a turn says beside its calls."""
 
 
 class Tags:
@@ -76,6 +81,9 @@ class Tags:
             return f"<call>{name}({text})</call>"
         return f"<call>{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})</call>"
 
+    def beside(self, text: str) -> str:
+        return self._CALL.sub("", text).strip()
+
     def _survives(self, name: str, text: str) -> bool:
         """Whether the bare text is read back as itself."""
         read = self.read(f"<call>{name}({text})</call>")
@@ -88,14 +96,23 @@ class Tags:
 
 
 class Hermes:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Qwen, Hermes and others."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Qwen, Hermes and others.
+
+    ``closed``: a call without its end cannot be read.
+    """
 
     native = True
     _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
+    def __init__(self, closed: bool = False) -> None:
+        self._closed = closed
+
     def read(self, text: str) -> list[Asked]:
         found = []
         for match in self._CALL.finditer(text):
+            if self._closed and not match[2]:
+                found.append(Asked("", problem="a call ends with </tool_call>"))
+                continue
             try:
                 found.append(_of_json(json.loads(match[1])))
             except (ValueError, RecursionError):
@@ -105,6 +122,9 @@ class Hermes:
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         inside = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
         return f"<tool_call>\n{inside}\n</tool_call>"
+
+    def beside(self, text: str) -> str:
+        return self._CALL.sub("", text).strip()
 
 
 class Llama3:
@@ -135,6 +155,9 @@ class Llama3:
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         return json.dumps({"name": name, "parameters": dict(arguments)}, ensure_ascii=False)
 
+    def beside(self, text: str) -> str:
+        return "" if self.read(text) else text.strip()
+
 
 def _of_json(value: object) -> Asked:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -150,8 +173,20 @@ def _of_json(value: object) -> Asked:
 FORMATS: dict[str, CallFormat] = {"tags": Tags(), "hermes": Hermes(), "llama3": Llama3()}
 
 
+_UNREAD = ("<function=", "<arg_key>")
+"""In templates whose calls have a form that no format here reads: Qwen3-Coder's and Qwen3.5's, GLM's."""
+
+
 def format_of_template(template: str | None) -> str:
-    """The name of the format that a chat template speaks of; ``tags`` where it knows no tools."""
+    """The name of the format that a chat template speaks of; ``tags`` where it knows no tools.
+
+    Raises ConfigError for a template that speaks of calls in a form that is not read here.
+    """
+    if template and (unread := next((mark for mark in _UNREAD if mark in template), None)):
+        raise ConfigError(
+            f"the chat template wants calls with {unread!r}, a form that is not read here: set rollout.call_format=tags, or take "
+            "a model that writes calls as JSON (Qwen 2.5, Qwen 3, Llama 3.1)"
+        )
     if template and "<tool_call>" in template:
         return "hermes"
     if template and "ipython" in template and "parameters" in template:

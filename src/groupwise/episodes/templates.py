@@ -23,15 +23,17 @@ _ANSWERS = ("It is done.", "<think>\nLet me see.\n</think>\n\nIt is done.")
 class TurnTemplate:
     """Renders what the policy is given between its turns.
 
+    ``arguments``: what the template is given beside the messages, such as ``enable_thinking``.
+
     Raises ModelError for a tokenizer without a chat template, and for a template whose turns do not end with an end token.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ModelError(
                 "an episode needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
         self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
@@ -90,7 +92,7 @@ class TurnTemplate:
         """The conversation as text, up to where the policy's next turn begins."""
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **self._arguments
             )
         except Exception as error:  # a template is a program, and may raise anything
             raise ModelError(

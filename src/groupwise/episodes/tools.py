@@ -10,14 +10,17 @@ import ast
 import inspect
 import json
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.episodes.formats import Asked
 from groupwise.errors import ConfigError
 from groupwise.importing import import_member, in_one_line, nearest
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
+from groupwise.rewards.processes import refusal
+from groupwise.rewards.programs import Programs
 from groupwise.types import ToolCall
 
 __all__ = ["BUILTIN", "Tool", "Toolbox", "calculator", "load_tools"]
@@ -34,6 +37,8 @@ class Tool:
     function: Callable[..., Any]
     schema: Mapping[str, Any]
     """As transformers' ``get_json_schema`` makes it, which chat templates take."""
+    bounded: bool = False
+    """Whether it keeps to the time limit by itself."""
 
     @property
     def parameters(self) -> list[str]:
@@ -46,23 +51,27 @@ class Tool:
         return f"{self.name}({', '.join(self.parameters)}): {self.schema['function']['description'].splitlines()[0]}"
 
 
-def load_tools(named: Sequence[str]) -> dict[str, Tool]:
+def load_tools(named: Sequence[str], timeout_s: float = 10.0) -> dict[str, Tool]:
     """The tools that a config names, by the name that a policy calls them: built-in ones, and functions by import path.
 
-    Raises ConfigError for one that cannot be found or described, and for two of one name.
+    ``timeout_s``: of those that keep to it by themselves. Raises ConfigError for one that cannot be found or described, and for two of one
+    name.
     """
     tools: dict[str, Tool] = {}
+    known = (*BUILTIN, "python")
     for spec in named:
         if ":" in spec:
             function, _ = import_member(spec, "tool", ConfigError)
-        elif spec in BUILTIN:
-            function = BUILTIN[spec]
+        elif spec in known:
+            function = python_in_sandbox(timeout_s) if spec == "python" else BUILTIN[spec]
         else:
             raise ConfigError(
-                f"rollout.tools names {spec!r}, which is no tool{nearest(spec, BUILTIN)}: use {', '.join(BUILTIN)}, or a function of your "
+                f"rollout.tools names {spec!r}, which is no tool{nearest(spec, known)}: use {', '.join(known)}, or a function of your "
                 "own, such as my_tools.py:search"
             )
         tool = describe(function, spec)
+        if spec == "python":
+            tool = replace(tool, bounded=True)
         if tool.name in tools:
             raise ConfigError(f"rollout.tools has two tools that are called {tool.name}: rename one of them")
         tools[tool.name] = tool
@@ -74,7 +83,7 @@ def describe(function: Any, place: str) -> Tool:
     from transformers.utils import get_json_schema
 
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(f"rollout.tools names {place}, which is no function: name one with types and a docstring")
+        raise ConfigError(f"the tool {place} is no function: name one with types and a docstring")
     try:
         schema = get_json_schema(function)
     except Exception as error:  # the library has several kinds, and a docstring may hold anything
@@ -89,11 +98,12 @@ class Toolbox:
     """The tools of a run, as a policy calls them.
 
     Args:
-        timeout_s: seconds that one call may take.
+        timeout_s: seconds that one call may take; None for any number.
+        longest: characters of a result that the policy is given; None for all.
     """
 
-    def __init__(self, tools: Mapping[str, Tool], timeout_s: float) -> None:
-        self.tools, self.timeout_s = dict(tools), timeout_s
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None, longest: int | None = LONGEST_RESULT) -> None:
+        self.tools, self.timeout_s, self.longest = dict(tools), timeout_s, longest
 
     def call(self, asked: Asked) -> ToolCall:
         """Makes the call, and returns what the policy is told of it. Raises nothing."""
@@ -108,14 +118,19 @@ class Toolbox:
             return _failed(asked, "invalid", f"{error}; it is called as {tool.name}({', '.join(tool.parameters)})")
         named = Asked(asked.name, arguments)
         try:
-            result = as_text(call_with_limit(tool.function, arguments, self.timeout_s), tool.name)
+            result = as_text(call_with_limit(tool.function, arguments, None if tool.bounded else self.timeout_s), tool.name)
         except CallTimedOut:
-            return _failed(named, "timed_out", f"{tool.name} did not answer within {self.timeout_s:g} seconds")
+            return self._late(named)
         except CallRaised as raised:
+            if isinstance(raised.__cause__, CallTimedOut):
+                return self._late(named)
             return _failed(named, "raised", in_one_line(raised.__cause__ or raised))
         except TypeError as error:
             return _failed(named, "raised", str(error))
-        return ToolCall(tool.name, _plain(arguments), shortened(result))
+        return ToolCall(tool.name, _plain(arguments), shortened(result, self.longest))
+
+    def _late(self, asked: Asked) -> ToolCall:
+        return _failed(asked, "timed_out", f"{asked.name} did not answer within {self.timeout_s:g} seconds")
 
 
 def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
@@ -134,8 +149,9 @@ def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
         given = dict(zip(names, asked.positions, strict=False)) | given
     inspect.signature(tool.function).bind(**given)
     for name, value in given.items():
-        wanted = tool.schema["function"]["parameters"]["properties"].get(name, {}).get("type")
-        if isinstance(wanted, str) and not _is_a(value, wanted):
+        schema = tool.schema["function"]["parameters"]["properties"].get(name, {})
+        wanted = schema.get("type")
+        if isinstance(wanted, str) and not _is_a(value, wanted) and not (value is None and schema.get("nullable")):
             raise ValueError(f"the argument {name} must be of the type {wanted}, and {value!r:.80} is not")
     return given
 
@@ -177,10 +193,10 @@ def as_text(result: object, name: str) -> str:
     return result.encode("utf-8", "replace").decode("utf-8")  # half a character has no tokens
 
 
-def shortened(text: str) -> str:
-    if len(text) <= LONGEST_RESULT:
+def shortened(text: str, longest: int | None = LONGEST_RESULT) -> str:
+    if longest is None or len(text) <= longest:
         return text
-    return f"{text[:LONGEST_RESULT]} ... (the first {LONGEST_RESULT:,} of {len(text):,} characters)"
+    return f"{text[:longest]} ... (the first {longest:,} of {len(text):,} characters)"
 
 
 # The built-in calculator. Nothing is evaluated as Python: a tree of numbers and operators is walked.
@@ -238,6 +254,26 @@ def _bits(value: float) -> int:
     if isinstance(value, int):
         return value.bit_length()
     return 0 if value != value or abs(value) < 1 else min(10_000, int(abs(value)).bit_length() if abs(value) < 1e300 else 10_000)
+
+
+def python_in_sandbox(timeout_s: float) -> Callable[[str], str]:
+    """The tool ``python``. Raises ConfigError where there is no sandbox on this machine."""
+    if refused := refusal(True):
+        raise ConfigError(
+            f"rollout.tools names python, which runs what the policy writes in a sandbox, and this machine does not allow that: {refused}; "
+            "run where it is allowed, or leave it out"
+        )
+    programs = Programs(os.cpu_count() or 1, timeout_s)
+
+    def python(code: str) -> str:
+        """Runs a Python program and returns what it prints.
+
+        Args:
+            code: The program. It has no network, and nothing of it stays for the next one.
+        """
+        return programs(code)
+
+    return python
 
 
 BUILTIN: dict[str, Callable[..., Any]] = {"calculator": calculator}

@@ -224,7 +224,8 @@ def _in_tokens(
 class Background:
     """Run calls in at most ``workers`` threads, in the order they were submitted, for the length of a ``with`` block.
 
-    The threads are daemonic: a call that hangs does not keep Python from ending.
+    With no workers each call is made where it is submitted, at once: for code that is safe in one thread only. The threads are daemonic:
+    a call that hangs does not keep Python from ending.
     """
 
     def __init__(self, workers: int, name: str) -> None:
@@ -236,6 +237,9 @@ class Background:
     def submit(self, work: Callable[[], object]) -> Future[object]:
         """Queue a call. The future gives its result, or what it raised."""
         future: Future[object] = Future()
+        if not self._workers:
+            self._make(future, work)
+            return future
         self._waiting.append(future)
         self._work.put((future, work))
         if self._threads < self._workers:
@@ -245,13 +249,15 @@ class Background:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # whatever it is, the waiting thread must hear of it
-                future.set_exception(error)
+            self._make(*item)
+
+    def _make(self, future: Future[object], work: Callable[[], object]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whatever it is, the waiting thread must hear of it
+            future.set_exception(error)
 
     def __enter__(self) -> Background:
         return self

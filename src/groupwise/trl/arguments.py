@@ -234,7 +234,7 @@ use_adaptive_entropy bool = False | h | `entropy_coef` goes up or down after eac
 entropy_coef_min float = 0.0; entropy_coef_max float = 1.0 | h | Ends of the adaptive coefficient.
 entropy_coef_delta float = 0.005 | h | By how much it moves in an optimiser step.
 entropy_target float = 0.2 | h | Entropy in nats per token below which the adaptive coefficient rises.
-max_tool_calling_iterations int? = None | - | Only matters with `tools`, which are refused.
+max_tool_calling_iterations int?: 0 or more = None | h | Rounds of tool calls in a completion; by default as many as there is room for.
 off_policy_mask_threshold float?: 0 or more = None | h | Negative advantages are left out once the policy is this far from them
     (nats a token).
 use_bias_correction_kl bool = True | h | The KL is multiplied by the ratio, so that its gradient is unbiased.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,19 +12,23 @@ from groupwise.algorithm import Objective
 from groupwise.batch import Member
 from groupwise.distributed import World
 from groupwise.engines import Engine
+from groupwise.episodes.tools import Tool
 from groupwise.errors import DataError
 from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
+from groupwise.trl.episodes import EMPTY_PROMPT, ScriptEpisodes
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
 from groupwise.trl.steps import Part
 from groupwise.types import Completion, Group, Problem, Prompt, number_occurrences
 
-__all__ = ["Generation", "PromptSet", "generate", "generation_numbers"]
+__all__ = ["Generation", "PromptSet", "generate", "generation_numbers", "was_cut"]
 
 _MARKS = 8
 """Tokens that a tokenizer may put around a text, at most."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _IMAGES = ("image", "images")
+Rolled = tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, Any]]
+"""Prompts, completions of each, and further columns."""
 
 
 class UnfitDataError(DataError, ValueError):
@@ -63,13 +67,15 @@ class Stream:
 
 
 class PromptSet:
-    """The prompts of a data set, made into token ids when they are asked for.
+    """The prompts of a data set, made into token ids when they are asked for; with what an environment says at the start, and with tools.
 
     Raises DataError for what is no data set of prompts.
     """
 
-    def __init__(self, dataset: Any, tokenizer: Any, args: GRPOConfig, which: str, room: int) -> None:
-        self.tokenizer, self.which, self.room = tokenizer, which, room
+    def __init__(
+        self, dataset: Any, tokenizer: Any, args: GRPOConfig, which: str, room: int, episodes: ScriptEpisodes | None = None
+    ) -> None:
+        self.tokenizer, self.which, self.room, self.episodes = tokenizer, which, room, episodes
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
         self.keep_columns = not args.remove_unused_columns
         self.shuffles = bool(args.shuffle_dataset)
@@ -79,11 +85,18 @@ class PromptSet:
         if isinstance(dataset, Stream):
             self.shuffles = False
             return
-        if not len(dataset) or "prompt" not in dataset[0]:
+        environments = episodes and episodes.environments
+        if not len(dataset) or ("prompt" not in dataset[0] and not environments):
             raise UnfitDataError(
                 f"the {which} data set has no rows with a column 'prompt': rename the column that holds the prompts"
             )
         self._check_images(0, dataset[0])
+        if environments and None not in environments.factories:
+            self._check_environments(environments.factories)
+        if episodes is not None:
+            self[0]  # what is wrong with environments and templates shows at once
+        if "prompt" not in dataset[0]:
+            return
         for index, prompt in enumerate(
             dataset["prompt"] if hasattr(dataset, "column_names") else [row["prompt"] for row in dataset]
         ):
@@ -134,6 +147,16 @@ class PromptSet:
                 return math.inf
         return self._marks.get(roles, math.inf) + sum(len(str(m.get("content")).encode()) for m in prompt)
 
+    def _check_environments(self, factories: Mapping[Any, Any]) -> None:
+        has_column = "environment" in getattr(self.dataset, "column_names", ())
+        names = self.dataset["environment"] if has_column else [row.get("environment") for row in self.dataset]
+        for index, name in enumerate(names):
+            if name not in factories:
+                raise UnfitDataError(
+                    f"row {index} of the {self.which} data set has environment={name!r}, which is not among the environments of "
+                    f"environment_factory: name one of {', '.join(map(repr, factories))} in the column 'environment'"
+                )
+
     def _check_images(self, index: int, row: Mapping[str, Any]) -> None:
         for name in _IMAGES:
             if row.get(name) is not None:
@@ -144,26 +167,31 @@ class PromptSet:
 
     def _render(self, index: int, row: Mapping[str, Any]) -> Prompt:
         self._check_images(index, row)
-        if "prompt" not in row:
+        prompt = row.get("prompt", EMPTY_PROMPT if self.episodes and self.episodes.environments else None)
+        if prompt is None:
             raise UnfitDataError(
                 f"row {index} of the {self.which} data set has no 'prompt': rename the column that holds the prompts"
             )
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            text, ids, messages = prompt, self.tokenizer(text=prompt)["input_ids"], None
+        columns = {k: v for k, v in row.items() if k not in _NOT_COLUMNS and self.keep_columns}
+        problem = Problem(id=f"{self.which}:{index}", question=prompt, answer="", columns=columns)
+        asked, tools = (prompt, []) if self.episodes is None else self.episodes.opening(problem)
+        if isinstance(asked, str):
+            if self.episodes is not None:
+                raise UnfitDataError(
+                    f"row {index} of the {self.which} data set is plain text, but calls of tools need turns: make the prompts conversations"
+                )
+            text, ids, messages = asked, self.tokenizer(text=asked)["input_ids"], None
         else:
-            messages = tuple(dict(m) for m in prompt)
-            text, ids = "", self._chat_ids(index, messages)
+            messages = tuple(dict(m) for m in asked)
+            text, ids = "", self._chat_ids(index, messages, tools)
         if not 0 < len(ids) <= self.room:
             raise UnfitDataError(
                 f"the prompt in row {index} of the {self.which} data set has {len(ids)} tokens, but the context leaves room for 1 "
                 f"to {self.room} beside a completion: filter such rows out or lower max_completion_length"
             )
-        columns = {k: v for k, v in row.items() if k not in _NOT_COLUMNS and self.keep_columns}
-        problem = Problem(id=f"{self.which}:{index}", question=prompt, answer="", columns=columns)
         return Prompt(problem, text, tuple(ids), messages)  # type: ignore[arg-type]
 
-    def _chat_ids(self, index: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _chat_ids(self, index: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
         if any(not isinstance(m.get("content"), str) for m in messages):
             raise UnfitDataError(
                 f"row {index} of the {self.which} data set has a message that is not text: there is text only here"
@@ -174,8 +202,9 @@ class PromptSet:
                 "instruct model, set tokenizer.chat_template, or make the prompts plain text"
             )
         found = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_arguments
-        )
+            list(messages), tools=[tool.schema for tool in tools] or None, add_generation_prompt=True, tokenize=True, return_dict=True,
+            **self.template_arguments,
+        )  # fmt: skip
         return list(found["input_ids"])
 
 
@@ -216,18 +245,33 @@ def generate(
     group_size: int,
     scope: str,
     extras: Mapping[str, Any],
+    episodes: ScriptEpisodes | None = None,
+    roll_out: Callable[[Sequence[Prompt]], Rolled] | None = None,
 ) -> Generation:
     """For all processes at once: sample ``group_size`` completions of each prompt, and score them.
 
     ``engine`` deals the prompts; each process scores its share of the completions in one call, as in TRL the ones that follow those of
-    the process before it. ``extras``: keywords beside the columns.
+    the process before it; where there are environments, those that it has. ``extras``: keywords beside the columns. ``roll_out``
+    samples in place of the engine, and may add to them.
     """
     settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
-    sampled = engine.sample(number_occurrences(prompts), group_size, settings, seed=args.seed, scope=scope)
+    if episodes is not None:
+        episodes.take_back()
+    if roll_out is None:
+        sampled = engine.sample(number_occurrences(prompts), group_size, settings, seed=args.seed, scope=scope)
+    else:
+        prompts, sampled, more = roll_out(prompts)
+        extras = {**extras, **more}
     flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
-    answers = [c.text if p.messages is None else [{"role": "assistant", "content": c.text}] for p, c in flat]
-    first, last = (len(flat) * rank // world.size for rank in (world.rank, world.rank + 1))
+    answers = [functions.shown(prompt, completion) for prompt, completion in flat]
+    whole = (
+        group_size if episodes is not None and episodes.environments is not None else 1
+    )  # an environment's group is not divided
+    first, last = (len(flat) // whole * rank // world.size * whole for rank in (world.rank, world.rank + 1))
+    if whole > 1:
+        assert episodes is not None
+        extras = {**extras, "environments": episodes.played}
     own = [  # a group may be of several processes
         (prompt, completions[max(0, first - i * group_size) : max(0, last - i * group_size)])
         for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
@@ -242,15 +286,17 @@ def generate(
     return Generation(groups, questions, answers, scores, rewards, advantages)
 
 
-def generation_numbers(generation: Generation, names: Sequence[str], args: GRPOConfig) -> dict[str, float]:
+def generation_numbers(
+    generation: Generation, names: Sequence[str], args: GRPOConfig, with_tools: bool = False
+) -> dict[str, float]:
     """Lengths, rewards and groups of one generation; NaN where a number does not exist."""
-    lengths = [len(c.token_ids) for c in generation.sampled]
-    ended = [len(c.token_ids) for c in generation.sampled if c.stopped] or [0]
+    lengths = [c.sampled_tokens for c in generation.sampled]
+    ended = [c.sampled_tokens for c in generation.sampled if not was_cut(c)] or [0]
     found = {
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
-        "completions/clipped_ratio": statistics.fmean(not c.stopped for c in generation.sampled),
+        "completions/clipped_ratio": statistics.fmean(map(was_cut, generation.sampled)),
         "completions/mean_terminated_length": statistics.fmean(ended),
         "completions/min_terminated_length": min(ended),
         "completions/max_terminated_length": max(ended),
@@ -258,9 +304,18 @@ def generation_numbers(generation: Generation, names: Sequence[str], args: GRPOC
     for name, scores in zip(names, generation.scores, strict=True):
         applicable = [s for s in scores if s is not None]
         found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = _mean(applicable), _std(applicable)
+    if with_tools:
+        calls = [call.failure is not None for c in generation.sampled for call in c.calls]
+        found["tools/call_frequency"] = len(calls) / len(lengths)
+        found["tools/failure_frequency"] = statistics.fmean(calls) if calls else 0.0
     rewards = [r for r in generation.rewards if not math.isnan(r)]
     found |= {"reward": _mean(rewards), "reward_std": _std(rewards), "frac_reward_zero_std": _still(generation, args)}
     return {name: float(number) for name, number in found.items()}
+
+
+def was_cut(completion: Completion) -> bool:
+    """Whether it ends within a turn. TRL looks at the last token, so an episode that ends with a call that is not answered is whole."""
+    return completion.finish_reason == "length"
 
 
 def _still(generation: Generation, args: GRPOConfig) -> float:

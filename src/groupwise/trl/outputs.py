@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import statistics
@@ -34,6 +35,7 @@ from groupwise.training.learner import Learner
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
+from groupwise.trl.episodes import ScriptEpisodes
 from groupwise.trl.generation import Generation
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.steps import EntropyControl, epoch_order
@@ -100,7 +102,7 @@ class CompletionLog:
         if not self.on:
             return
         count = len(generation.sampled)
-        self.columns = {"prompt": generation.prompts, "completion": generation.completions}
+        self.columns = {"prompt": generation.prompts, "completion": list(map(_plain, generation.completions))}
         self.columns |= dict(zip(names, generation.scores, strict=True))
         self.columns |= {name: list(values) for name, values in extra.items() if len(values) == count}
         self.columns["advantage"] = generation.advantages
@@ -126,9 +128,16 @@ class CompletionLog:
         Console().print(table)
 
 
+def _plain(completion: Any) -> Any:
+    """Calls of tools as JSON: a table's column cannot hold arguments of several types."""
+    if isinstance(completion, str):
+        return completion
+    return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if "tool_calls" in m else m for m in completion]
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return "\n".join(f"{m['role']}: {m['content']}" for m in value)
+        return "\n".join(f"{m['role']}: {' '.join(filter(None, (m['content'], m.get('tool_calls'))))}" for m in value)
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
@@ -155,6 +164,7 @@ class Outputs:
 
     args: Any
     policy: Policy
+    episodes: ScriptEpisodes | None
     learner: Learner
     rewards: RewardFunctions
     train_dataset: Any
@@ -233,6 +243,16 @@ class Outputs:
     # What scripts read of the trainer.
 
     aux_loss_enabled = False
+
+    @property
+    def tools(self) -> list[Any]:
+        """All functions that a policy may call, methods of environments included."""
+        return [] if self.episodes is None else list(self.episodes.functions)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the last generation, in the order of this process's completions."""
+        return None if self.episodes is None else self.episodes.played or None
 
     @property
     def is_fsdp_enabled(self) -> bool:

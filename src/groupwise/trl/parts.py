@@ -32,6 +32,7 @@ from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
 from groupwise.engines.wrappers import DealtEngine
+from groupwise.episodes import playing
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
@@ -51,6 +52,7 @@ from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
 from groupwise.trl.config import ArgumentError, GRPOConfig
+from groupwise.trl.episodes import ScriptEpisodes
 
 __all__ = [
     "GivenOptimizer", "check_division", "check_launch", "make_parts", "make_policy", "make_scheduler",
@@ -315,14 +317,16 @@ def make_policy(
 
 
 def make_parts(
-    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, aside: torch.device | None = None
-) -> tuple[Scorer, Sharding, Engine]:
+    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, aside: torch.device | None = None,
+    episodes: ScriptEpisodes | None = None,
+) -> tuple[Scorer, Sharding, Engine]:  # fmt: skip
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
     what learns; the sampler works on the same memory either way. ``aside``: where the weights of a model that is divided were read to."""
+    in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
-        engine = make_engine(policy, config.rollout)
+        engine = playing(make_engine(policy, config.rollout), episodes)
         scorer: Scorer = ModuleScorer(policy.model)
-        return scorer, Replicas(scorer, world), DealtEngine(engine, world)
+        return scorer, Replicas(scorer, world), DealtEngine(engine, world, in_order)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
@@ -330,8 +334,8 @@ def make_parts(
     if given and needs_reference and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     sharding = make_sharding(config, world, scorer)
-    engine = make_engine(policy, config.rollout, scorer, world, sharding.whole_policy)
-    return scorer, sharding, DealtEngine(with_whole_weights(engine, sharding), world)
+    engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), episodes)
+    return scorer, sharding, DealtEngine(with_whole_weights(engine, sharding), world, in_order)
 
 
 def _load_quantised(config: ModelConfig, how: Any) -> Any:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from groupwise.algorithm import AdvantageInputs, FunctionScores, Objective
 from groupwise.config.rewards import RewardFunctionConfig
+from groupwise.episodes.formats import CallFormat
 from groupwise.errors import RewardError
 from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, plan_calls
@@ -21,6 +22,7 @@ from groupwise.rewards.load import load_reward
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import BadResult
 from groupwise.trl.config import GRPOConfig
+from groupwise.trl.episodes import ScriptEpisodes, conversation
 from groupwise.types import Completion, Prompt
 
 __all__ = ["Judge", "RewardFunctions", "combine"]
@@ -61,11 +63,21 @@ class _Arguments(RewardArguments):
     """The data's columns as they are, and what TRL offers beside them."""
 
     extras: Mapping[str, Any] = field(default_factory=dict)
+    form: CallFormat | None = None
+    """How calls of tools are written, where there are any."""
+
+    def shown(self, prompt: Prompt, completion: Completion) -> Any:
+        """A completion as reward functions get it: text, or messages that follow the prompt's."""
+        if self.form is not None:
+            return conversation(completion, self.form)
+        return completion.text if prompt.messages is None else [{"role": "assistant", "content": completion.text}]
 
     def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, object]:
         ours = super()._keywords(chosen, ())
         offered = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
-        return {**offered, **self.extras, **{name: ours[name] for name in ("prompts", "completions", "completion_ids")}}
+        completions = [self.shown(prompt, completion) for _, prompt, completion in chosen]
+        given = {"prompts": ours["prompts"], "completions": completions, "completion_ids": ours["completion_ids"]}
+        return {**offered, **self.extras, **given}
 
 
 class _Caller(RewardCaller):
@@ -77,13 +89,19 @@ class _Caller(RewardCaller):
 
 
 class RewardFunctions:
-    """The trainer's reward functions with their names and weights."""
+    """The trainer's reward functions with their names and weights; after a script's own those of environments, with a weight of 1."""
 
-    def __init__(self, functions: Any, args: GRPOConfig, tokenizers: Any, device: torch.device) -> None:
+    def __init__(
+        self, functions: Any, args: GRPOConfig, tokenizers: Any, device: torch.device, episodes: ScriptEpisodes | None = None
+    ) -> None:
+        of_environments = [] if episodes is None else list(episodes.rewards.values())
         listed = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if not listed or None in listed:
+        if functions is None and of_environments:
+            listed = []
+        if None in listed or not (listed or of_environments):
             raise RewardArgumentError(
-                "reward_funcs is empty, but there must be something to learn from: pass a function or a model's name"
+                "reward_funcs is empty, but there must be something to learn from: pass a function or a model's name, or an "
+                "environment_factory whose environments have get_reward"
             )
         given = (
             tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * (1 if tokenizers is not None else len(listed))
@@ -101,12 +119,15 @@ class RewardFunctions:
         self.functions: list[Callable[..., Any]] = [
             Judge(f, t, args, device) if isinstance(f, str | PreTrainedModel) else f for f, t in zip(listed, given, strict=True)
         ]
+        self.functions += of_environments
+        self.weights += [1.0] * len(of_environments)
         self.names = [_name(function) for function in self.functions]
         self._loaded = [
             load_reward(RewardFunctionConfig(function=name, scope="batch"), {name: function})
             for name, function in zip(self.names, self.functions, strict=True)
         ]
-        self._arguments = _Arguments("plain")
+        self._arguments = _Arguments("plain", form=None if episodes is None else episodes.format)
+        self.shown = self._arguments.shown
         self._caller = _Caller(self._arguments, None, len(listed), ProcessPool({}, 1, set()))
 
     def score(self, batch: Batch, extras: Mapping[str, Any]) -> list[Scores]:

@@ -30,7 +30,8 @@ from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
-from groupwise.trl.generation import Generation, PromptSet, generate, generation_numbers
+from groupwise.trl.episodes import open_script, roll_out
+from groupwise.trl.generation import Generation, PromptSet, Rolled, generate, generation_numbers, was_cut
 from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, words_about
 from groupwise.trl.parts import (
     GivenOptimizer,
@@ -45,14 +46,10 @@ from groupwise.trl.parts import (
 )
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, sweep_numbers, unit_counts, whole_loss
+from groupwise.types import Prompt
 
 __all__ = ["GRPOTrainer"]
 
-_REFUSED = {
-    "tools": "there are no tool calls; put what the tools know into the prompt",
-    "rollout_func": "groupwise samples by itself; for rollouts of your own use groupwise.rollout",
-    "environment_factory": "there are no environments; put the task into the data set's prompts",
-}
 _INTERNALS = frozenset(
     """_calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn _get_eval_sampler
     _get_per_token_logps_and_entropies _get_tool_suffix_ids _get_train_sampler _load_optimizer_and_scheduler _log_completion_extra
@@ -98,9 +95,6 @@ class GRPOTrainer(Outputs):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        for name, value in {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}.items():
-            if value:
-                raise ArgumentError(f"{name} is not honoured by groupwise.trl: {_REFUSED[name]}")
         if args is None:
             args = GRPOConfig(
                 f"{(model if isinstance(model, str) else model.config._name_or_path).rstrip('/').split('/')[-1]}-GRPO"
@@ -114,8 +108,7 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
-        if train_dataset is None:
-            raise ArgumentError("train_dataset is missing, but it is required: pass a data set with a column 'prompt'")
+        train_dataset = _placeholders(args, environment_factory) if train_dataset is None else train_dataset
         self.args: Any = args
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -126,11 +119,18 @@ class GRPOTrainer(Outputs):
             logger.warning(word)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._given = (model, processing_class, peft_config, quantization_config, optimizers)
+        self._actors = (tools, environment_factory)
+        self.rollout_func = rollout_func
+        if rollout_func and (tools or environment_factory or self.world.size > 1):
+            raise ArgumentError(
+                "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
+                "the script in one process; or leave it out, and make it an environment_factory"
+            )
         self._make(*self._given)
-        self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device)
+        self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device, self.episodes)
         self.reward_func_names = self.rewards.names
         room = self.policy.context_length - args.max_completion_length
-        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room)
+        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room, self.episodes)
         self.train_prompts = self._prompts(train_dataset, "training")
         self.schedule = Schedule.of(args, len(self.train_prompts))
         self._as_made = args.to_dict()
@@ -171,10 +171,11 @@ class GRPOTrainer(Outputs):
             load_adapter(self.policy.model, checkpoint)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
+        self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
         given, self.lr_scheduler = optimizers
         chosen = objective(args)
         scorer, sharding, self.engine = make_parts(
-            self.policy, self.config, self.world, given is not None, chosen.needs_reference, aside
+            self.policy, self.config, self.world, given is not None, chosen.needs_reference, aside, self.episodes
         )
         own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=chosen)
@@ -322,16 +323,23 @@ class GRPOTrainer(Outputs):
             "log_extra": lambda column, values: extra_columns[column].extend(values),
             "log_metric": lambda name, value: logged[name].append(float(value)),
         }
+
+        def own(prompts: Sequence[Prompt]) -> Rolled:
+            ends = self.policy.end_token_ids
+            return roll_out(
+                lambda asked: self.rollout_func(asked, self), prompts, size, self.processing_class, ends, self.args.temperature
+            )
+
         generation = generate(
             self.engine, prompts, self.rewards, self.args, self.config.rollout, self.world, self.learner.objective,
-            group_size=size, scope=scope, extras=extras,
+            group_size=size, scope=scope, extras=extras, episodes=self.episodes, roll_out=self.rollout_func and own,
         )  # fmt: skip
-        for name, number in generation_numbers(generation, self.rewards.names, self.args).items():
+        for name, number in generation_numbers(generation, self.rewards.names, self.args, bool(self.tools)).items():
             numbers[name].append(number)
         for name, values in _joined(self.world.all_gather_object(dict(logged))).items():
             numbers[name].append(statistics.fmean(values))
         if numbers is self._numbers:
-            tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in generation.groups for c in g.completions)
+            tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
             self.state.num_input_tokens_seen += tokens
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
         self.completion_log.keep(generation, self.rewards.names, _joined(self.world.all_gather_object(dict(extra_columns))))
@@ -349,7 +357,7 @@ class GRPOTrainer(Outputs):
         """The window of some sweeps, of which ``dealt`` has the units; the generation has ``sweeps``. What has no advantage and no other
         effect is left out."""
         args, members, sampled, units = self.args, generation.members, generation.sampled, self.world.size
-        lengths = [0 if args.mask_truncated_completions and not c.stopped else len(c.token_ids) for c in sampled]
+        lengths = [0 if args.mask_truncated_completions and was_cut(c) else c.sampled_tokens for c in sampled]
         all_count = args.beta > 0 or self.entropy.acts
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
         weights = torch.zeros(len(sampled))
@@ -361,7 +369,7 @@ class GRPOTrainer(Outputs):
                 args.loss_type, unit=unit, sweep=whole, lengths=lengths, sweeps=sweeps, units=units,
                 max_tokens=args.max_completion_length,
             )  # fmt: skip
-            tokens_N = torch.tensor([len(sampled[i].token_ids) for i in unit])
+            tokens_N = torch.tensor([sampled[i].sampled_tokens for i in unit])
             weights[unit] = self.learner.objective.weights(tokens_N, torch.arange(len(unit)), counts)
             unit_of |= {members[i]: index for i in unit}
         chosen = sorted(i for unit in dealt for i in unit if taught[i])
@@ -486,6 +494,21 @@ class GRPOTrainer(Outputs):
         only_model, limit = self.args.save_only_model, self.args.save_total_limit
         checkpoints.save(Path(self.args.output_dir), self.policy, self.learner, self.state, only_model=only_model, limit=limit)
         self._saved = self.state.global_step
+
+
+def _placeholders(args: GRPOConfig, environment_factory: Any) -> list[dict[str, Any]]:
+    """Rows without a prompt, as many as will be needed, for an environment that owns its data. Raises ArgumentError where none does."""
+    if not environment_factory or isinstance(environment_factory, dict):
+        why = (
+            "environment_factory chooses by its column 'environment'"
+            if environment_factory
+            else "no environment brings the prompts"
+        )
+        raise ArgumentError(f"train_dataset is missing, but {why}: pass a data set")
+    if args.max_steps <= 0:
+        raise ArgumentError("the environments bring the prompts, so that there is no length of the data: set max_steps")
+    generations = math.ceil(args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations))
+    return [{}] * (generations * args.generation_batch_size // args.num_generations)
 
 
 def _joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
