@@ -10,7 +10,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test test-all test-gpu lint format soak docs wheel clean
+.PHONY: help install dev quickstart test test-all test-gpu first-light first-light-bundle lint format soak docs wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ test-all: dev  ## the fast and the slow tests, as .ci/run does
 
 test-gpu: dev  ## the tests that need a CUDA GPU; every other test takes the CPU, on every machine
 	$(BIN)/python -m pytest --timeout 300 -m gpu
+
+first-light: install  ## look at all that is predicted of a GPU, in ten minutes; docs/gpu.md says what it looks at
+	$(BIN)/python benchmarks/first_light.py
+
+first-light-bundle: install  ## what a machine without network needs for it, in build/first-light-bundle
+	$(BIN)/python -m benchmarks.first_light_bundle
 
 lint: dev  ## style, types, the direction of imports, the Dockerfile
 	$(BIN)/ruff check .

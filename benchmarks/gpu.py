@@ -1,5 +1,5 @@
-"""On a GPU at the shapes of Qwen2.5 (random weights): sampling in tokens/s against transformers' `generate`, and learning in tokens/s,
-model FLOPs utilisation and peak memory. Every step has new prompts, new lengths and another seed, as in a run.
+"""On a GPU at the shapes of Qwen2.5 (random weights): sampling in tokens/s against transformers' `generate` and vLLM, and learning in
+tokens/s, model FLOPs utilisation and peak memory. Every step has new prompts, new lengths and another seed, as in a run.
 
 Without CUDA it runs in miniature on the CPU, which shows that it works and nothing more.
 """
@@ -7,6 +7,7 @@ Without CUDA it runs in miniature on the CPU, which shows that it works and noth
 from __future__ import annotations
 
 import argparse
+import tempfile
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--micro-batch-tokens", type=int, help="by default what the shape has room for")
     out.add_argument("--gradient-checkpointing", action="store_true")
     out.add_argument("--peak-tflops", type=float, help="the device's dense bf16 peak, for utilisation; known for common ones")
+    out.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM, to sample with it too")
     out.add_argument("--roles", nargs="+", choices=_ROLES, default=list(_ROLES), help="what to measure")
     return out
 
@@ -58,6 +60,9 @@ def run(args: argparse.Namespace) -> Result:
     shapes = args.shapes or (["0.5b", "1.5b", "7b"] if on_gpu else ["tiny"])
     peak = args.peak_tflops or _known_peak(on_gpu)
     details = {shape: {role: _measure(args, shape, role, peak) for role in args.roles} for shape in shapes}
+    if args.vllm_python:
+        for shape in shapes:
+            details[shape]["vllm"] = _by_vllm(args, shape)
     _print(details)
     headline = details["1.5b" if "1.5b" in details else shapes[0]]
     ours, theirs = (headline.get(role, {}).get("tokens_per_s") for role in ("ours", "transformers"))
@@ -100,13 +105,52 @@ def _measure(args: argparse.Namespace, shape: str, role: str, peak: float | None
     return found
 
 
+def _by_vllm(args: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """vLLM's sampling of the prompts and lengths that `generate` is given; it makes random weights itself."""
+    from benchmarks.gpu_worker import forced_lengths, prompts_of
+
+    settings = {
+        "shape": shape,
+        **{name: getattr(args, name) for name in ("sequences", "samples", "prompt_tokens", "completion_tokens")},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[shape].save_pretrained(folder)
+        worker = {
+            "model": folder, "max_model_tokens": args.prompt_tokens + args.completion_tokens, "max_rows": args.sequences, "eager": False,
+            "more": {"load_format": "dummy", "skip_tokenizer_init": True},
+        }  # fmt: skip
+        speeds, seconds = [], []
+        try:
+            with Worker("benchmarks.vllm_worker", worker, threads=args.threads, python=args.vllm_python) as vllm:
+                for step in range(1 + args.repeats):
+                    prompts = [list(prompt.token_ids) for prompt in prompts_of(settings, step)]
+                    answer = vllm.ask(prompts=prompts, lengths=forced_lengths(settings, step, len(prompts)))
+                    seconds.append(answer["seconds"])
+                    speeds.append(sum(answer["lengths"]) / answer["seconds"])
+        except WorkerDied as error:
+            print(f"{shape}, vllm: not measured. {error}")
+            return {"failed": str(error).splitlines()[-1]}
+    return {"seconds": median(seconds[1:]), "tokens_per_s": median(speeds[1:]), "version": vllm.hello.get("version")}
+
+
 def _print(details: dict[str, Any]) -> None:
     rows = []
     for shape, sides in details.items():
         ours, theirs = sides.get("ours", {}), sides.get("transformers", {})
         speeds = [ours.get("tokens_per_s"), theirs.get("tokens_per_s")]
-        rows.append([shape, *speeds, quotient(*speeds), ours.get("peak_memory_gib"), theirs.get("peak_memory_gib")])
-    print_table("Sampling, medians", ("shape", "groupwise, tokens/s", "transformers", "ratio", "GiB", "theirs, GiB"), rows)
+        rows.append(
+            [
+                shape,
+                *speeds,
+                quotient(*speeds),
+                sides.get("vllm", {}).get("tokens_per_s"),
+                ours.get("peak_memory_gib"),
+                theirs.get("peak_memory_gib"),
+            ]
+        )
+    print_table(
+        "Sampling, medians", ("shape", "groupwise, tokens/s", "transformers", "ratio", "vLLM", "GiB", "theirs, GiB"), rows
+    )
     keys = ("tokens_per_s", "forward_backward_s", "tflops", "utilisation", "utilisation_with_optimiser", "peak_memory_gib")
     rows = [[shape, *(sides.get("learning", {}).get(key) for key in keys)] for shape, sides in details.items()]
     print_table(

@@ -25,7 +25,7 @@ from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
 from groupwise.types import Prompt
 
-__all__ = ["ROLES", "prepare"]
+__all__ = ["ROLES", "forced_lengths", "prepare", "prompts_of"]
 
 Action = Callable[[], dict[str, Any]]
 Side = Callable[[int], Action]
@@ -41,7 +41,7 @@ def _our_sampling(settings: dict[str, Any]) -> Side:
     limits = SamplingSettings(max_tokens=settings["completion_tokens"])
 
     def side(step: int) -> Action:
-        asked = _prompts(settings, step)
+        asked = prompts_of(settings, step)
 
         def sample() -> dict[str, Any]:
             done = engine.sample(asked, settings["samples"], limits, seed=step, scope="benchmark")
@@ -56,9 +56,8 @@ def _their_sampling(settings: dict[str, Any]) -> Side:
     policy = _policy(settings)
 
     def side(step: int) -> Action:
-        prompts = [list(prompt.token_ids) for prompt in _prompts(settings, step)]
-        source, most, mean = random.Random(step), settings["completion_tokens"], _mean_tokens(settings)
-        lengths = [[min(most, 1 + int(source.expovariate(1 / mean))) for _ in range(settings["samples"])] for _ in prompts]
+        prompts = [list(prompt.token_ids) for prompt in prompts_of(settings, step)]
+        lengths = forced_lengths(settings, step, len(prompts))
         return lambda: {"tokens": sum(generate_forced(policy.model, prompts, lengths, [1])[1])}
 
     return side
@@ -80,7 +79,7 @@ def _learning(settings: dict[str, Any]) -> Side:
 
     def side(step: int) -> Action:
         groups = random_groups(
-            _prompts(settings, step), settings["samples"], longest // 4, longest, shape.vocab_size, seed=1 + step
+            prompts_of(settings, step), settings["samples"], longest // 4, longest, shape.vocab_size, seed=1 + step
         )
         sizes = [(len(g.prompt.token_ids), [len(c.token_ids) for c in g.completions]) for g in groups]
 
@@ -101,12 +100,18 @@ def _policy(settings: dict[str, Any], end_token_ids: Sequence[int] = ()) -> Poli
     return replace(random_policy(SHAPES[settings["shape"]], settings["device"]), end_token_ids=tuple(end_token_ids))
 
 
+def forced_lengths(settings: dict[str, Any], step: int, prompts: int) -> list[list[int]]:
+    """Of the completions of each prompt in a step: as if a row ended by chance."""
+    source, most, mean = random.Random(step), settings["completion_tokens"], _mean_tokens(settings)
+    return [[min(most, 1 + int(source.expovariate(1 / mean))) for _ in range(settings["samples"])] for _ in range(prompts)]
+
+
 def _mean_tokens(settings: dict[str, Any]) -> int:
     """Of a completion, were there no limit."""
     return max(2, int(0.6 * settings["completion_tokens"]))
 
 
-def _prompts(settings: dict[str, Any], step: int) -> list[Prompt]:
+def prompts_of(settings: dict[str, Any], step: int) -> list[Prompt]:
     """Random ones of a step, from half to all of ``prompt_tokens`` long."""
     count, longest = settings["sequences"] // settings["samples"], settings["prompt_tokens"]
     lengths, vocabulary = random.Random(step), SHAPES[settings["shape"]].vocab_size

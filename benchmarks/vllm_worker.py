@@ -1,4 +1,4 @@
-"""vLLM's CPU build as one side of the sampling benchmark. A worker that runs in vLLM's own environment (see ``benchmarks.workers``):
+"""vLLM as one side of the sampling benchmark. A worker that runs in vLLM's own environment (see ``benchmarks.workers``):
 it imports nothing of groupwise.
 """
 
@@ -19,7 +19,7 @@ def main(commands: Commands, settings: dict[str, Any]) -> None:
 
     engine = LLM(
         model=settings["model"], dtype="bfloat16", max_model_len=settings["max_model_tokens"],
-        max_num_seqs=settings["max_rows"], enforce_eager=settings["eager"], generation_config="vllm",
+        max_num_seqs=settings["max_rows"], enforce_eager=settings["eager"], generation_config="vllm", **settings.get("more", {}),
     )  # fmt: skip
     commands.answer(ready=True, version=_version())
     for command in commands:

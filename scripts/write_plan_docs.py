@@ -61,6 +61,36 @@ PUBLISHED = (
 _PROBLEMS_OF_POLARIS = 53_291
 ONE_CARD = (13 * 3600, 1_868, ("0.5B", "1.5B", "3B"))
 """A public write-up of TRL on one RTX 4090: seconds, steps, and the models that its vocabulary of 151,936 leaves open."""
+_LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+PEERS = (
+    (
+        "[NeMo RL 0.4](https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html), Llama 3.1 8B on 16 H100: 2,048 completions "
+        "a step, 1,060 tokens each with the prompt",
+        "step, s", 97.7,
+        f"gsm8k-7b-8gpu --hardware h100 --world-size 16 --prompt-tokens 100 --completion-tokens 960 {_LLAMA} rollout.prompts_per_step=64 "
+        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996",
+    ),
+    (
+        "The same, sampling one step ahead",
+        "step, s", 74.6,
+        f"gsm8k-7b-8gpu --hardware h100 --world-size 16 --prompt-tokens 100 --completion-tokens 1029 {_LLAMA} rollout.prompts_per_step=64 "
+        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.ahead=1",
+    ),
+    (
+        "[Unsloth](https://unsloth.ai/blog/grpo), February 2025, 4-bit Llama 3.1 8B, 8 completions, 20 thousand positions: with TRL and "
+        "flash attention 2",
+        "memory, GB", 510.8,
+        f"polaris-3b-qlora --hardware h200 {_LLAMA} rollout.completions_per_prompt=8 rollout.prompts_per_step=1 "
+        "rollout.max_completion_tokens=19700 training.micro_batch_tokens=20000 --prompt-tokens 300",
+    ),
+    (
+        "The same by Unsloth itself, which keeps activations in the machine's memory",
+        "memory, GB", 54.3,
+        f"polaris-3b-qlora --hardware h200 {_LLAMA} rollout.completions_per_prompt=8 rollout.prompts_per_step=1 "
+        "rollout.max_completion_tokens=19700 training.micro_batch_tokens=20000 --prompt-tokens 300",
+    ),
+)  # fmt: skip
+"""What other programs publish of themselves: the setting, what is given, its number, and what comes nearest here."""
 INTRODUCTION = """\
 <!-- Written by scripts/write_plan_docs.py: change the recipes or the planner, then run it. -->
 
@@ -80,7 +110,7 @@ def made(words: str) -> Plan:
 
 def render() -> str:
     """The page as Markdown."""
-    return "\n".join([INTRODUCTION, _overview(), _published(), _one_card()])
+    return "\n".join([INTRODUCTION, _overview(), _published(), _one_card(), _peers()])
 
 
 def _published() -> str:
@@ -124,6 +154,25 @@ def _one_card() -> str:
         plan = made(f"{words} model.name=Qwen/Qwen2.5-{model}-Instruct")
         fits = f"{plan.peak.bytes / 2**30:.0f} of {plan.limit_bytes / 2**30:.0f} GiB" if plan.fits else "**no**"
         rows.append(f"| {model} | {fits} | {plan.cost.step_s:.1f} | {plan.cost.step_s * steps / seconds:.2f} |")
+    return "\n".join([*rows, ""])
+
+
+def _peers() -> str:
+    """Other programs' figures of themselves."""
+    rows = [
+        "## Other programs' own figures",
+        "",
+        "**Theirs were measured, ours are estimates**, of this program in the nearest setting; nothing was fitted. A ratio below 1 means",
+        "a faster program, or a plan that hopes too much.",
+        "",
+        "| published | of | theirs | plan | plan / theirs | `groupwise plan` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, of, theirs, words in PEERS:
+        plan = made(words)
+        ours = plan.cost.step_s if of == "step, s" else plan.peak.bytes / 1e9
+        fits = "" if plan.fits else " (**does not fit**)"
+        rows.append(f"| {title} | {of} | {theirs} | {ours:.1f}{fits} | {ours / theirs:.2f} | `{words}` |")
     return "\n".join([*rows, ""])
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from benchmarks.first_light_one import _Stand
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
+from groupwise.engines.builtin import decode as decode_module
 from groupwise.engines.builtin import engine as engine_module
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
@@ -119,6 +121,58 @@ def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
     assert recorded(bursts).tolist() == pytest.approx(recorded(single).tolist(), abs=1e-5)
     assert progress[-1] == (4 * len(LENGTHS), sum(len(ids) for group in ids_of(single) for ids in group))
     assert len({c.finish_reason for group in bursts for c in group}) == 2  # some ended before others
+
+
+@pytest.mark.parametrize("rows", [9, 20])
+def test_graphs_outlive_rows_that_come_and_go(rows, make_engine, make_prompts, ids_of, monkeypatch):
+    """A capture takes as long as some steps, and rows end at nearly every look. Stand-ins compute what a graph would."""
+    captured, planned = [], []
+    plan = engine_module.DecodeStep.plan
+    engine = make_engine(max_rows=rows)
+    prompts = make_prompts([5, 1, 17, 9, 3, 8, 2, 4])
+    single = engine.sample(prompts, 6, SAMPLED, seed=3, scope="s")
+    monkeypatch.setitem(engine_module.BURSTS, "cpu", 2)
+    monkeypatch.setattr(engine_module, "GRAPHS", {"cpu"})
+    monkeypatch.setattr(engine_module.Runner, "_capture", lambda runner, step: captured.append(step) or _Stand(runner, step))
+    monkeypatch.setattr(engine_module.DecodeStep, "plan", lambda *a, **k: planned.append(k["padded"]) or plan(*a, **k))
+    assert ids_of(engine.sample(prompts, 6, SAMPLED, seed=3, scope="s")) == ids_of(single)
+    assert len(captured) <= 0.7 * len(planned), f"{len(captured)} of {len(planned)}: most graphs are good for more than one plan"
+    assert planned[0] is False, "as long as nobody has come or gone, nothing is padded"
+    assert any(planned)
+
+
+def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
+    decoder = make_engine().decoder
+    cache = cache_module.Cache(
+        layers=1, kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=4, prompt_tokens=9, rows=16, completion_tokens=20,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+
+    def step(*sizes, like=None):
+        rows = sum(sizes)
+        return engine_module.DecodeStep.plan(
+            cache, group_of_row=[group for group, size in enumerate(sizes) for _ in range(size)], prompt_lengths=[9] * len(sizes),
+            own_lengths=[3] * rows, last_tokens=list(range(rows)), keys=list(range(rows)), padded=True, like=like,
+        )  # fmt: skip
+
+    held = step(10, 1, 2, 2)
+    tensors = held._tensors()
+    assert len(held.keys) == 16, "one row is nobody's"
+    assert held.take(step(10, 2, 2, 2))
+    assert held.keys.tolist() == list(range(16))
+    assert all(mine is before for mine, before in zip(held._tensors()[:7], tensors[:7], strict=True)), "in the same memory"
+    assert not held.take(step(6, 2, 2, 2)), "another number of rows"
+    assert not held.take(step(10, 5)), "fewer groups"
+    assert held.take(step(10, 5, like=held)), "but room for four is enough"
+    assert held.prompt_lengths.tolist() == [9, 9, 1, 1]
+    assert not held.take(step(15, like=held)), "and places for ten are too few for fifteen"
+
+
+@pytest.mark.parametrize("most", [1, 7, 256])
+def test_buckets_hold_what_they_are_for_and_little_more(most):
+    found = [decode_module.in_bucket(count, most) for count in range(1, most + 1)]
+    assert all(count <= bucket <= min(most, 1.25 * count) for count, bucket in enumerate(found, 1))
+    assert len(set(found)) <= 4 * most.bit_length()
 
 
 def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_of, monkeypatch):

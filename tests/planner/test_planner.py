@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from groupwise.config import build_config, load_config, recipes
+from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.cache import Cache
 from groupwise.errors import ConfigError
+from groupwise.models import attention
 from groupwise.models.adapters import AdapterScorer, attach, peft_config_of
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
@@ -129,6 +131,16 @@ def test_what_a_pass_keeps_with_the_library_s_attention(tiny_qwen2):
     found, _ = saved_bytes(scorer, scorer.prepare([(range(1, 41), [range(3, 53)] * 4)] * 2))
     of_the_head = batch.tokens * (2 * setup.shape.width * setup.weight_bytes + 4)
     assert found - of_the_head == pytest.approx(kept_bytes(setup, batch), rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_the_library_s_attention_keeps_grows_with_the_length_and_not_with_its_square(tiny_qwen2, monkeypatch, recompute):
+    """Blocks had copies of all keys before them, and autograd kept them: 119 GiB for 16 thousand tokens of 1.5B."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    model = tiny_qwen2(num_hidden_layers=2)
+    scorer = make_scorer(Policy(model, None, (), 256, "tiny"), ModelConfig(attention="sdpa", gradient_checkpointing=recompute))
+    short, long = (saved_bytes(scorer, scorer.prepare([([1], [list(range(3, 3 + n))])]))[0] for n in (41, 81))
+    assert long < 2.05 * short
 
 
 def test_the_cache_is_as_large_as_planned():

@@ -12,8 +12,10 @@ from groupwise.cli.options import AsJson, Overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from groupwise.doctor import Finding
+    from groupwise.engines.builtin.fast_paths import Choice
 
 __all__ = ["doctor", "print_finding", "report"]
 
@@ -27,6 +29,9 @@ def doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
     examples: Annotated[int, typer.Option("--examples", min=0, max=3, help="Examples with each finding.")] = 1,
+    device: Annotated[
+        bool, typer.Option("--device", help="Check the fast paths of this machine for the model of a recipe or file instead.")
+    ] = False,
 ) -> None:
     """Diagnose a run, with the evidence and the remedy: before it starts, while it goes on, and afterwards.
 
@@ -36,11 +41,18 @@ def doctor(
     Examples:
       groupwise doctor mine.yaml optimizer.learning_rate=1e-5
       groupwise doctor runs/quickstart-1 --examples 3
+      groupwise doctor quickstart --device
 
     Exit code 1 means that something critical was found.
+
+    With --device each fast way of computing is compared with the plain one and timed against it, at the shape of the model; no weights are
+    loaded. Exit code 1 means that one failed or gave other numbers.
     """
     from groupwise.cli.show import print_json
 
+    if device:
+        _check_device(target, overrides or (), as_json)
+        return
     findings, about = _diagnose(target, overrides or ())
     if as_json:
         print_json({**about, "findings": [finding.to_json() for finding in findings]})
@@ -48,6 +60,41 @@ def doctor(
         _print(findings, about, examples)
     if any(finding.severity == "critical" for finding in findings):
         raise typer.Exit(1)
+
+
+def _check_device(target: str, overrides: Sequence[str], as_json: bool) -> None:
+    import torch
+
+    from groupwise.cli.show import console, print_json
+    from groupwise.config import load_config
+    from groupwise.engines.builtin.fast_paths import TOLERANCE, check_fast_paths
+    from groupwise.models.devices import with_dtype
+    from groupwise.models.embedded import fetch_model
+    from groupwise.models.load import load_model_config, resolve_device
+
+    model = with_dtype(load_config(target, overrides).model)
+    fetch_model(model)
+    device, dtype = resolve_device(model.device), getattr(torch, model.dtype)
+    choices = check_fast_paths(load_model_config(model), dtype, device, again=True)
+    if as_json:
+        print_json({"device": str(device), "dtype": model.dtype, "fast_paths": [choice.to_json() for choice in choices]})
+    else:
+        console().print(_device_table(choices, f"{model.name} in {model.dtype} on {device}", TOLERANCE[dtype]))
+    if any(not choice.taken and not choice.agrees for choice in choices):
+        raise typer.Exit(1)
+
+
+def _device_table(choices: Sequence[Choice], title: str, tolerance: float) -> Table | str:
+    from groupwise.cli.show import table
+
+    if not choices:
+        return f"{title}: there is no fast path, all is computed the plain way."
+    rows = []
+    for choice in choices:
+        measured = [(m.operation, f"{m.fast_ms:.2f}", f"{m.plain_ms:.2f}", f"{m.difference:.1e}") for m in choice.operations]
+        for place, row in enumerate(measured or [("", "", "", "")]):
+            rows.append([choice.path, *row, "yes" if choice.taken else f"no: {choice.why}"] if place == 0 else ["", *row, ""])
+    return table(("fast path", "operation", "ms", "plain, ms", f"apart, of {tolerance:g}", "taken"), rows, title)
 
 
 def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:

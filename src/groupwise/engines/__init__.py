@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from groupwise.distributed import World
     from groupwise.models.load import Policy
     from groupwise.models.scorer import Scorer
+
+logger = logging.getLogger("groupwise")
 
 __all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "make_engine"]
 
@@ -76,5 +79,10 @@ def make_engine(
         module = base_module(policy.model)
         return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
     if not isinstance(scorer, Decoder):
+        from groupwise.engines.builtin.fast_paths import check_fast_paths
+
+        for choice in check_fast_paths(policy.model.config, policy.model.dtype, policy.model.device):
+            if choice.notice:
+                logger.warning(choice.notice)
         scorer = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)

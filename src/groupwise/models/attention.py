@@ -18,10 +18,12 @@ from torch.autograd import Function
 
 from groupwise.limits import QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
+from groupwise.models.ops import rotate_heads
 from groupwise.models.packing import Packed, Span
 
 __all__ = [
-    "AttentionBlock", "AttentionPlan", "Rectangles", "attend_by_library", "default_implementation", "plan_attention", "plan_rectangles",
+    "AttentionBlock", "AttentionPlan", "Rectangles", "allow_library", "attend_by_library", "default_implementation", "plan_attention",
+    "plan_rectangles",
 ]  # fmt: skip
 
 
@@ -37,7 +39,16 @@ class AttentionPlan:
 
 def default_implementation(device: torch.device) -> str:
     """``blocked`` (``models/blocked_attention.py``) on CPUs, ``sdpa`` (``models/attention.py``) elsewhere."""
-    return "blocked" if device.type == "cpu" else "sdpa"
+    return "blocked" if device.type == "cpu" or not _by_library else "sdpa"
+
+
+_by_library = True
+
+
+def allow_library(yes: bool) -> None:
+    """Take the library's kernels on GPUs, or leave them out, for decoders that are made from now on."""
+    global _by_library
+    _by_library = yes
 
 
 def plan_attention(
@@ -177,27 +188,68 @@ def _cut(starts: Sequence[int], lengths: Sequence[int], prompt: tuple[int, int] 
     return out
 
 
-class _Rows(Function):
-    """Rows at several indices, a tensor for each. Their gradients go into one sum, index after index, so that it is the same each time."""
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, turned: int, inverse: bool = False) -> Tensor:
+    out = torch.empty_like(qkv)
+    rotate_heads(qkv, cos, sin, out, turned, inverse)
+    return out
+
+
+def _operands(rotated: Tensor, block: AttentionBlock, heads: int) -> tuple[Tensor, Tensor]:
+    """Copies for one block: queries ``[A, H, Q, E]``, and keys and values ``[A, 2K, P + S, E]``, the prompt's first."""
+    a = block.sequences
+    query = rotated[:, :heads].index_select(0, block.query_rows).unflatten(0, (a, -1)).transpose(1, 2)
+    seen = rotated[:, heads:].index_select(0, block.key_rows).transpose(0, 1)
+    shared = seen[:, : block.prefix].expand(a, -1, -1, -1)
+    return query, torch.cat([shared, seen[:, block.prefix :].unflatten(1, (a, -1)).transpose(0, 1)], dim=2)
+
+
+def _by_kernel(query: Tensor, keys_values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    unit = 2 * query.shape[1] // keys_values.shape[1]
+    key, value = keys_values.repeat_interleave(unit, dim=1).chunk(2, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+class _Attend(Function):
+    """All blocks. Each block's copies of keys and values live while it is computed: kept for the way back, they would grow with the square
+    of a completion's length. So the backward pass makes them again, and with them the block's attention, which is a small part of a layer.
+    Gradients go into one sum, block after block, so that it is the same each time."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*indices)
-        ctx.shape = rows.shape
-        return tuple(rows.index_select(0, index) for index in indices)
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, plan: Rectangles, heads: int, kv_heads: int, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        rotated = _rotated(qkv, cos, sin, heads + kv_heads)
+        pieces = [
+            _by_kernel(*_operands(rotated, block, heads), block.mask, scale).transpose(1, 2).flatten(0, 1)
+            for block in plan.blocks
+        ]
+        ctx.save_for_backward(rotated, cos, sin)
+        ctx.rest = (plan, heads, kv_heads, scale)
+        ctx.mark_non_differentiable(rotated)
+        return torch.cat(pieces).index_select(0, plan.places), rotated
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out = grads[0].new_zeros(ctx.shape)
-        for index, grad in zip(ctx.saved_tensors, grads, strict=True):
-            out.index_add_(0, index, grad)
-        return out, *(None for _ in grads)
-
-
-def _rotate_differentiably(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-    first, second = qkv[:, :rotated].chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([turned, qkv[:, rotated:]], dim=1)
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (rotated, cos, sin), (plan, heads, kv_heads, scale) = ctx.saved_tensors, ctx.rest
+        # Of a block's places those past a sequence's end have no row: what comes out of them has no gradient.
+        spread = grad.new_zeros(sum(len(block.query_rows) for block in plan.blocks), *grad.shape[1:])
+        spread.index_copy_(0, plan.places, grad)
+        out, start = torch.zeros_like(rotated), 0
+        for block in plan.blocks:
+            end = start + len(block.query_rows)
+            back = spread[start:end].unflatten(0, (block.sequences, -1)).transpose(1, 2)
+            start = end
+            operands = [x.requires_grad_() for x in _operands(rotated, block, heads)]
+            with torch.enable_grad():
+                attended = _by_kernel(operands[0], operands[1], block.mask, scale)
+            query, keys_values = torch.autograd.grad(attended, operands, back)
+            out[:, :heads].index_add_(0, block.query_rows, query.transpose(1, 2).flatten(0, 1))
+            shared, own = (
+                keys_values[:, :, : block.prefix].sum(0),
+                keys_values[:, :, block.prefix :].transpose(0, 1).flatten(1, 2),
+            )
+            out[:, heads:].index_add_(0, block.key_rows, torch.cat([shared, own], dim=1).transpose(0, 1))
+        return _rotated(out, cos, sin, heads + kv_heads, inverse=True), *[None] * 6
 
 
 def attend_by_library(
@@ -205,20 +257,7 @@ def attend_by_library(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[R, H, E]``, differentiable, and the rotated ``qkv``, detached; ``qkv`` is ``[R, H + 2K, E]``.
 
-    ``scale``: of queries; 1 / sqrt(E) by default.
+    ``scale``: of queries; 1 / sqrt(E) by default. What is kept for the way back is the rotated ``qkv`` alone.
     """
-    rotated = _rotate_differentiably(qkv, cos, sin, heads + kv_heads)
-    blocks, unit = plan.blocks, heads // kv_heads
-    queries = _Rows.apply(rotated[:, :heads], *(block.query_rows for block in blocks))
-    keys_values = _Rows.apply(rotated[:, heads:], *(block.key_rows for block in blocks))
-    pieces = []
-    for block, query, seen in zip(blocks, queries, keys_values, strict=True):
-        a = block.sequences
-        seen = seen.transpose(0, 1)  # [2K, P + A * S, E]
-        shared = seen[:, : block.prefix].expand(a, -1, -1, -1)
-        own = seen[:, block.prefix :].unflatten(1, (a, -1)).transpose(0, 1)
-        key, value = torch.cat([shared, own], dim=2).repeat_interleave(unit, dim=1).chunk(2, dim=1)
-        query = query.view(a, -1, heads, query.shape[-1]).transpose(1, 2)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=block.mask, scale=scale)
-        pieces.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(pieces).index_select(0, plan.places), rotated.detach()
+    out: tuple[Tensor, Tensor] = _Attend.apply(qkv, cos, sin, plan, heads, kv_heads, scale)
+    return out

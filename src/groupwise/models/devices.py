@@ -10,6 +10,7 @@ import importlib.util
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "device_map_arguments",
     "has_device_map",
     "input_device",
+    "product_gives_fp32",
     "remove_with",
     "wait_for",
     "with_dtype",
@@ -33,6 +35,21 @@ __all__ = [
 def computes_bf16() -> bool:
     """Whether this CPU has instructions for bfloat16 that PyTorch's library uses: AVX-512 or AVX-NE-CONVERT on x86, BF16 on Arm."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def product_gives_fp32(product: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``product`` (``torch.mm`` or ``torch.bmm``) can give fp32 from ``dtype`` on ``device``. Not every PyTorch can, so a small one
+    is tried and compared."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    numbers = torch.linspace(-1, 1, 512, device=device).view(2, 16, 16).to(dtype)
+    numbers = numbers if product is not torch.mm else numbers[0]
+    try:
+        return torch.allclose(
+            product(numbers, numbers, out_dtype=torch.float32), product(numbers.float(), numbers.float()), atol=1e-5
+        )
+    except (TypeError, RuntimeError):
+        return False
 
 
 def with_dtype(config: ModelConfig) -> ModelConfig:

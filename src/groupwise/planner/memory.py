@@ -48,7 +48,7 @@ def kept_formula(setup: Setup) -> str:
         return f"L N (8D + s (2HE + 2KE + 3F){adapted}), N padded tokens"
     if setup.device == "cpu":
         return "L R (s (2D + (H+2K)E + HE + 2F) + H (s + 4))"
-    return "L (R s (4D + HE + 3F) + s E H (queries + output + 2 keys of each block))"
+    return "L R s (4D + (H+2K)E + HE + 3F)"
 
 
 def kept_bytes(setup: Setup, batch: MicroBatchSize) -> int:
@@ -69,21 +69,25 @@ def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
     if setup.device == "cpu":  # models/layer.py, _Kept and the input
         row = s * (2 * shape.width + shape.qkv + shape.attended + 2 * shape.feed_forward + raw) + shape.heads * (s + 4)
         return batch.rows * row
-    # models/layer.py, _by_library: input, middle, both normed; the attention's flattened output; gate, up and their product
-    row = s * (4 * shape.width + shape.attended + 3 * shape.feed_forward + raw) + 8
-    return batch.rows * row + _library_attention(setup, batch)
+    # models/layer.py, _by_library: input, middle, both normed; rotated queries, keys and values; the attention's output; gate, up and their
+    # product
+    return batch.rows * (s * (4 * shape.width + shape.qkv + shape.attended + 3 * shape.feed_forward + raw) + 8)
 
 
-def _library_attention(setup: Setup, batch: MicroBatchSize) -> int:
-    """Queries, keys, values and outputs of every rectangle; keys are repeated for each query head, and a prompt's for each completion."""
-    queries = keys = 0
+def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
+    """The largest rectangle of attention on its way back: keys and values once, for each query head, and their gradients."""
+    most = 0
     for prompt, count in batch.groups:
         for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
             for offset in range(0, length, QUERY_BLOCK):
                 end = min(length, offset + QUERY_BLOCK)
-                queries += sequences * (end - offset)
-                keys += sequences * (prefix + end)
-    return setup.weight_bytes * setup.shape.attended * (2 * queries + 2 * keys)
+                width = prefix + end
+                most = max(most, min(sequences, max(1, _SCORES // ((end - offset) * width))) * width)
+    return 6 * setup.weight_bytes * setup.shape.attended * most
+
+
+_SCORES = 2**24
+"""Elements of a rectangle's mask over its sequences at most (``models/attention.py``)."""
 
 
 def _module_row(setup: Setup) -> int:
@@ -107,7 +111,8 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
     if not setup.packed:
         return batch.padded * (4 * 2 * shape.feed_forward + s * 4 * shape.feed_forward)
     # swiglu's output and its gradient, the gradient of gate and up, two products; then the layer's own weight gradients
-    return batch.rows * s * (shape.width + 6 * shape.feed_forward) + s * 2 * shape.feed_forward * shape.width
+    block = _library_block(setup, batch) if setup.device == "cuda" else 0
+    return block + batch.rows * s * (shape.width + 6 * shape.feed_forward) + s * 2 * shape.feed_forward * shape.width
 
 
 def head_bytes(setup: Setup, batch: MicroBatchSize) -> int:

@@ -128,6 +128,10 @@ _BY_SIZE = {
 }
 KNOWN_SHAPES: dict[str, ModelShape] = {
     "smollm2-135m-instruct": ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, architecture="llama"),
+    **{
+        f"meta-llama/Llama-3.1-8B{kind}": ModelShape(4096, 14336, 32, 32, 8, 128, 128256, False, architecture="llama")
+        for kind in ("", "-Instruct")
+    },
     **{f"Qwen/Qwen2.5-{size}{kind}": shape for size, shape in _BY_SIZE.items() for kind in ("", "-Instruct")},
     **{
         f"Qwen/Qwen2.5-{family}-{size}{kind}": _BY_SIZE[size]

@@ -164,6 +164,10 @@ class RunFolder:
         about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started, "seeds": seeds}
         write_json(self.environment, {**about, **describe_environment(command)})
 
+    def add_to_environment(self, **facts: object) -> None:
+        """What was found out after the run had begun."""
+        write_json(self.environment, {**json.loads(self.environment.read_bytes()), **facts})
+
     @property
     def tracking_id(self) -> str:
         """The name by which a tracking service recognises this run when it is resumed."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
+from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
@@ -205,7 +207,9 @@ def start(
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
-            parts = _load_parts(config, world, beginning.model, prepared)
+            parts = _load_parts(
+                config, world, beginning.model, prepared, partial(_note, trackers, folder if world.is_first else None)
+            )
         release_freed_memory()
     except BaseException:
         prepared.rewards.close()
@@ -219,15 +223,27 @@ def start(
 
 
 def _load_parts(
-    config: Config, world: World, earlier: Path | None, prepared: Prepared
+    config: Config, world: World, earlier: Path | None, prepared: Prepared, note: Callable[[list[Choice]], None]
 ) -> tuple[Policy, Scorer, Sharding, Engine]:
-    """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with."""
+    """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with.
+    ``note``: hears which fast paths are taken."""
     aside = loading_device(config, world)
     policy = replace(_load(config.model, earlier, aside), adapter_only=config.output.adapter_only)
+    note(check_fast_paths(policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)))
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
     return policy, scorer, sharding, engine
+
+
+def _note(trackers: Trackers, folder: RunFolder | None, choices: list[Choice]) -> None:
+    """Which fast paths were taken, into the run's environment; what was left out is said. ``folder``: of the process that writes."""
+    if folder is None:
+        return
+    folder.add_to_environment(fast_paths=[choice.to_json() for choice in choices])
+    for choice in choices:
+        if choice.notice:
+            trackers.say(choice.notice, "yellow")
 
 
 def _set_up_process(config: Config, world: World) -> None:

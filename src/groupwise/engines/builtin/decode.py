@@ -19,7 +19,7 @@ positions there is room for, V vocabulary; T given tokens, in blocks of A rows w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -30,13 +30,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from groupwise.engines.builtin.cache import Cache
 from groupwise.limits import PREFILL_TOKENS, QUERY_BLOCK
 from groupwise.models.decoder import Decoder
-from groupwise.models.devices import computes_bf16
+from groupwise.models.devices import computes_bf16, product_gives_fp32
 from groupwise.models.native.calls import add_norm, decode_attention
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "Behind", "DecodeStep", "DecodeWeights", "Given", "Lanes", "Product", "attend", "decode", "plain_product", "rearranged_product",
-    "rearranging_helps",
+    "ALLOWED", "Behind", "DecodeStep", "DecodeWeights", "Given", "Lanes", "Product", "attend", "decode", "in_bucket", "plain_product",
+    "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
 
@@ -60,17 +60,23 @@ class Lanes:
     """``[B, P + C]``: of each place in the cache, the position in the row's sequence."""
 
     @classmethod
-    def plan(cls, cache: Cache, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int]) -> Lanes:
+    def plan(
+        cls, cache: Cache, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int], spare_rows: int = 0,
+        width_of: Callable[[int], int] = int,
+    ) -> Lanes:  # fmt: skip
+        """``spare_rows``: of the last rows so many are nobody's. ``width_of``: gives more places to a group than its rows need."""
         table = cache.own[0][0]
         filled = [0] * len(prompt_lengths)
         ranks = []
-        for group in group_of_row:
+        for group in group_of_row[: len(group_of_row) - spare_rows]:
             ranks.append(filled[group])
             filled[group] += 1
-        width = max(filled)
+        width = width_of(max(filled))
+        ranks += [0] * spare_rows  # what they read is not read
         lanes = [g * width + r for g, r in zip(group_of_row, ranks, strict=True)]
         row_of_lane = torch.zeros(len(prompt_lengths) * width, dtype=torch.long)
-        row_of_lane[torch.tensor(lanes)] = torch.arange(len(lanes))
+        own = len(lanes) - spare_rows
+        row_of_lane[torch.tensor(lanes[:own])] = torch.arange(own)
         prompt_of_row = torch.tensor(prompt_lengths)[torch.tensor(group_of_row)]
         seen = torch.cat(
             [
@@ -107,23 +113,19 @@ class Lanes:
         return rows if self.lane_of_row is None else rows.index_select(0, self.lane_of_row)
 
 
+ALLOWED = {"fp32": True, "rearranged": True}
+"""What ``fast_paths`` leaves out is False."""
+
+
 @cache
 def gives_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether batched products of ``dtype`` can give fp32 on ``device``. Not every PyTorch can, so a small one is tried and compared."""
-    if device.type == "cpu" or dtype == torch.float32:
-        return False
-    numbers = torch.linspace(-1, 1, 512, device=device).view(2, 16, 16).to(dtype)
-    try:
-        return torch.allclose(
-            torch.bmm(numbers, numbers, out_dtype=torch.float32), torch.bmm(numbers.float(), numbers.float()), atol=1e-5
-        )
-    except (TypeError, RuntimeError):
-        return False
+    """``product_gives_fp32`` of batched products."""
+    return product_gives_fp32(lambda *numbers, **how: torch.bmm(*numbers, **how), device, dtype)
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     """``[x, W, E]`` against ``[x, P, E]``: on a GPU in fp32, as learning has them, so that sampler and policy agree."""
-    wide: dict[str, Any] = {"out_dtype": torch.float32} if gives_fp32(query.device, query.dtype) else {}
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if ALLOWED["fp32"] and gives_fp32(query.device, query.dtype) else {}
     return torch.bmm(query, key.transpose(1, 2), **wide)
 
 
@@ -158,7 +160,7 @@ class plain_product:  # used as a function
 
 def rearranging_helps(weight: Tensor) -> bool:
     """Whether ``rearranged_product`` is there for this weight: bf16 on a CPU whose library has the blocked kernels."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not computes_bf16():
+    if not ALLOWED["rearranged"] or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not computes_bf16():
         return False
     operations = torch.ops.mkldnn
     return hasattr(operations, "_linear_pointwise") and hasattr(operations, "_reorder_linear_weight")
@@ -206,6 +208,13 @@ class DecodeWeights:
         self.head = product(decoder.head)
 
 
+def in_bucket(count: int, most: int) -> int:
+    """``count``, or up to a half more, and never more than ``most``: a power of two, or half way to the next. Rows to spare cost less than
+    graphs: a decode step's time is mostly its launches."""
+    step = 1 << max(0, (count - 1).bit_length() - 2)
+    return min(most, -(-count // step) * step)
+
+
 @dataclass
 class DecodeStep:
     """Where every row stands. Planned again when rows come or go or the cache has grown, and advanced in place between.
@@ -237,17 +246,55 @@ class DecodeStep:
     @classmethod
     def plan(
         cls, cache: Cache, *, group_of_row: list[int], prompt_lengths: list[int], own_lengths: list[int], last_tokens: list[int],
-        keys: list[int], turn_starts: list[int],
+        keys: list[int], turn_starts: list[int], spare_up_to: int = 0, like: DecodeStep | None = None,
     ) -> DecodeStep:  # fmt: skip
+        """``spare_up_to``: pad to at most so many rows, and groups and places too, so that steps over somewhat fewer have the same shapes
+        (see ``take``): those of ``like``, where they hold what is needed in as many rows. Spare rows write into the table's next ones."""
         device = cache.own[0][0].device
+        rows = in_bucket(len(keys), spare_up_to) if spare_up_to else len(keys)
+        spare, before = rows - len(keys), None if like is None or len(like.keys) != rows else like.lanes
+
+        def width(needed: int) -> int:
+            if not spare_up_to:
+                return needed
+            return before.width if before is not None and before.width >= needed else in_bucket(needed, cache.rows)
+
+        if spare_up_to:
+            count, held = len(prompt_lengths), 0 if before is None else before.groups
+            enough = held if held >= count else in_bucket(count, len(cache.prompt[0][0]))
+            prompt_lengths = [*prompt_lengths, *[1] * (enough - count)]
+            group_of_row, own_lengths, last_tokens, keys, turn_starts = (
+                [*numbers, *[0] * spare] for numbers in (group_of_row, own_lengths, last_tokens, keys, turn_starts)
+            )
         own, groups, prompts = torch.tensor(own_lengths), torch.tensor(group_of_row), torch.tensor(prompt_lengths)
         return cls(
             keys=torch.tensor(keys, device=device), last_tokens=torch.tensor(last_tokens, device=device),
             last_logprobs=torch.zeros(len(keys), device=device), own_lengths=own.to(device),
             turn_starts=torch.tensor(turn_starts, device=device), positions=(prompts[groups] + own).to(device),
             group_of_row=groups.to(device), prompt_lengths=prompts.to(device),
-            room=cache.fillable, lanes=None if cache.native else Lanes.plan(cache, group_of_row, prompt_lengths, own_lengths),
+            room=cache.fillable, lanes=None if cache.native else Lanes.plan(
+                cache, group_of_row, prompt_lengths, own_lengths, spare, width
+            ),
         )  # fmt: skip
+
+    def take(self, other: DecodeStep) -> bool:
+        """Become ``other``, in the same tensors, where all shapes are the same: a graph that reads them stays good. Returns whether."""
+        mine, its = self._tensors(), other._tensors()
+        if self.room != other.room or [x.shape for x in mine] != [x.shape for x in its]:
+            return False
+        for tensor, new in zip(mine, its, strict=True):
+            tensor.copy_(new)
+        return True
+
+    def _tensors(self) -> list[Tensor]:
+        """In shapes that also say how lanes are laid out."""
+        own = [getattr(self, one.name) for one in fields(self) if one.name not in ("room", "lanes")]
+        if self.lanes is None:
+            return own
+        lanes = self.lanes
+        by_group = lanes.row_of_lane.view(lanes.groups, lanes.width)
+        of_lanes = [lanes.row_index, by_group, lanes.mask, lanes.places]
+        return [*own, *of_lanes, *([] if lanes.lane_of_row is None else [lanes.lane_of_row])]
 
     def advance(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Rows that are done may be carried along for a while: they stay at the last place there is."""

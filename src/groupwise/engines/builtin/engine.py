@@ -37,7 +37,7 @@ from groupwise.models.packing import pack_prompts
 from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
-__all__ = ["BuiltinEngine", "Runner", "burst_length"]
+__all__ = ["GRAPHS", "BuiltinEngine", "Runner", "burst_length", "takes_native"]
 
 logger = logging.getLogger("groupwise")
 
@@ -213,7 +213,7 @@ class BuiltinEngine(Engine):
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _native(decoder: Decoder) -> bool:
+def takes_native(decoder: Decoder) -> bool:
     """Whether decode steps of this model go through the native kernels."""
     layer, half_head = decoder.layers[0], decoder.head_width / 2
     return half_head % LANES == 0 and fits(decoder.embedding, decoder.embedding.shape[1], layer.down.shape[1])
@@ -252,7 +252,7 @@ class _Batch:
         self.cache = Cache(
             layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
             groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
-            dtype=self.decoder.dtype, device=self.decoder.device, native=_native(self.decoder),
+            dtype=self.decoder.dtype, device=self.decoder.device, native=takes_native(self.decoder),
         )  # fmt: skip
         # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave holes as large as all of them.
         with blocks_of_their_own() if isinstance(self.decoder, MergedDecoder) else nullcontext():
@@ -260,6 +260,8 @@ class _Batch:
         self.runner = Runner(self.decoder, self.weights, self.cache, self.draw, engine.limit.tell)
         self.burst = burst_length(self.decoder.device)
         self.step: DecodeStep | None = None
+        self.changed = self.padded = False
+        """Whether rows came or went since the step was planned, and whether steps are padded, so that graphs outlive such changes."""
 
     def advance(self) -> bool:
         """Admit what fits, then sample one token for every row. False when nothing is left."""
@@ -277,8 +279,9 @@ class _Batch:
         keeping = self.max_rows if self.kept else len(self.rows)
         if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), keeping):
             self.step = None
-        if self.step is None:
-            self.step = DecodeStep.plan(
+        if self.step is None or self.changed:
+            self.padded = self.padded or (self.burst > 1 and self.changed and self.step is not None)
+            planned = DecodeStep.plan(
                 self.cache,
                 group_of_row=[row.owner.slot for row in self.rows],
                 prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
@@ -286,9 +289,14 @@ class _Batch:
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
                 turn_starts=[row.start for row in self.rows],
+                spare_up_to=self.max_rows - len(self.kept) if self.padded else 0,
+                like=self.step,
             )
+            if self.step is None or not self.step.take(planned):
+                self.step = planned
+            self.changed = False
         for tokens, logprobs in zip(*self.runner.run(self.step, count, self._given()), strict=True):
-            self._take(tokens, logprobs, self.rows)
+            self._take(tokens[: len(self.rows)], logprobs[: len(self.rows)], self.rows)
         self._settle()
         return True
 
@@ -349,7 +357,7 @@ class _Batch:
 
     def _enter(self, row: _Row) -> None:
         self.rows.append(row)
-        self.step = None
+        self.changed = True
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.weights.head(rms_norm(hidden, self.decoder.final_norm, *self.decoder.norm))
@@ -425,7 +433,7 @@ class _Batch:
             if place != len(self.rows):
                 self.cache.move_row(place, len(self.rows), row.cached)
             self._enter(row)
-        self.step = None
+        self.changed = True
 
     def _leave(self, row: _Row, keep: bool = False) -> None:
         """Take a row out of the batch. The last one takes its place. ``keep`` its keys and values among those of rows that are away."""
@@ -463,11 +471,15 @@ class _Batch:
             self.cache.move_group(moved.slot, group.slot)
             moved.slot = group.slot
             self.groups[group.slot] = moved
-        group.slot, group.last_hidden, self.step = -1, None, None
+        group.slot, group.last_hidden, self.changed = -1, None, True
 
 
 BURSTS = {"cpu": 1, "cuda": 16}
 """Steps between two looks at the tokens, by device. Longer ones carry ended rows further; shorter ones wait more often."""
+
+
+GRAPHS = frozenset({"cuda"})
+"""Kinds of devices on which steps are captured and replayed; ``fast_paths`` leaves it out where that does not work."""
 
 
 def burst_length(device: torch.device) -> int:
@@ -505,7 +517,7 @@ class Runner:
         tokens = torch.empty(count, len(step.last_tokens), dtype=torch.long, device=step.last_tokens.device)
         logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in range(count):
-            if index and tokens.device.type == "cuda" and not self._launches:
+            if index and tokens.device.type in GRAPHS and not self._launches:
                 self._replay(step)
             else:
                 self._once(step, *(() if index else given))

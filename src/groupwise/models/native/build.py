@@ -21,7 +21,7 @@ from pathlib import Path
 
 from groupwise.durable import sync
 
-__all__ = ["Kernels", "kernels"]
+__all__ = ["Kernels", "kernels", "processor"]
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -79,7 +79,7 @@ def _loaded(compiler: list[str], version: str) -> ctypes.CDLL:
     A library that is cut short ends the process when it is loaded (SIGBUS), and one of somebody else runs as the user: so the file ends in
     a digest of itself, is the user's own, and what was looked at is what is loaded.
     """
-    identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *compiler, version, *FLAGS, _processor()])
+    identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *compiler, version, *FLAGS, processor()])
     path = _cache_folder() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     for last in (False, True):
         try:
@@ -126,7 +126,7 @@ def _is_own(found: os.stat_result) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on: a home folder may be shared by machines that differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -17,6 +17,7 @@ from groupwise.models.native.build import kernels
 __all__ = [
     "add_by_heads",
     "add_norm",
+    "allow",
     "by_heads",
     "decode_attention",
     "delta",
@@ -58,15 +59,22 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
 }
 _functions: dict[str, Any] = {}
+_allowed = True
 _NORM_CHUNK = 64
 """Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
 
 
 def fits(like: Tensor, *widths: int) -> bool:
     """Whether the kernels are there and take tensors such as ``like`` with these widths."""
-    if like.dtype != torch.bfloat16 or like.device.type != "cpu" or any(width % LANES for width in widths):
+    if not _allowed or like.dtype != torch.bfloat16 or like.device.type != "cpu" or any(width % LANES for width in widths):
         return False
     return bool(_functions) or _load()
+
+
+def allow(yes: bool) -> None:
+    """Take the kernels, or leave them out, from now on, in the whole process."""
+    global _allowed
+    _allowed = yes
 
 
 def _load() -> bool:

@@ -1,0 +1,361 @@
+"""Fast paths check themselves: none is trusted on hardware that it has not met.
+
+Before a model is used, each fast path that applies is compared with the plain one on a few tokens, through two layers of the model's shape
+(random weights, a shorter vocabulary), and timed against it. One that fails, disagrees or is slower is left out, with a notice. What was
+found is kept by device, driver, versions and shape, so that it takes a second once.
+
+Which way is taken decides how numbers are rounded, and clocks are noisy. So a path is left out for its time only where it is slower beyond
+doubt (``slack``), and every run on one machine takes the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from groupwise.durable import write_bytes
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.builtin import decode as decoding
+from groupwise.engines.builtin import engine as builtin
+from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
+from groupwise.engines.builtin.draw import Draw
+from groupwise.memory import ran_out_on_device, reclaim_memory
+from groupwise.models import attention, logprobs
+from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.devices import wait_for
+from groupwise.models.embedded import cache_folder
+from groupwise.models.native import build, calls
+from groupwise.models.packing import pack_prompts
+
+__all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "choose", "fast_paths"]
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""How far two ways of computing may be apart, as a share of the norm of what the plain one gives."""
+_VOCABULARY, _LAYERS, _REPEATS = 4096, 2, 3
+_SOURCES = (
+    Path(__file__),
+    build.SOURCE,
+    Path(decoding.__file__),
+    Path(builtin.__file__),
+    *Path(attention.__file__).parent.glob("*.py"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One operation, computed both ways."""
+
+    operation: str
+    fast_ms: float
+    plain_ms: float
+    difference: float
+    """The largest over its results, relative to their norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What became of a fast path."""
+
+    path: str
+    taken: bool
+    agrees: bool
+    """With the plain way; where it does not, or failed, no speed makes up for it."""
+    why: str
+    operations: tuple[Measured, ...]
+
+    @property
+    def notice(self) -> str | None:
+        """What to say of one that is left out."""
+        return None if self.taken else f"{self.path}: left out on this machine, since {self.why}; the plain way computes the same"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Action = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class FastPath:
+    """A faster way of computing, which can be left out.
+
+    Attributes:
+        applies: whether a decoder would take it.
+        switch: takes it, or leaves it out, from now on; for the process.
+        operations: names of ``_OPERATIONS`` that go through it.
+        slack: it is left out where it takes so many times as long as the plain way.
+    """
+
+    name: str
+    applies: Callable[[Decoder], bool]
+    switch: Callable[[bool], None]
+    operations: tuple[str, ...]
+    slack: float = 1.25
+
+
+def fast_paths() -> tuple[FastPath, ...]:
+    """All there are. Each is checked with the ones before it as they were chosen."""
+    return (
+        FastPath(
+            "native kernels", lambda d: calls.fits(d.embedding, d.embedding.shape[1]), calls.allow, ("passes", "a decode step")
+        ),
+        FastPath("rearranged weights", lambda d: decoding.rearranging_helps(d.embedding), _allow_rearranging, ("a decode step",)),
+        FastPath("the library's attention", lambda d: d.device.type != "cpu", attention.allow_library, ("passes",)),
+        # Not for speed: sampler and learner agree better.
+        FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),
+        FastPath("logits in fp32", lambda d: logprobs._gives_fp32(d.device, d.dtype), _allow_fp32_logits, ("passes",)),
+        FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
+    )
+
+
+def _allow_fp32_logits(yes: bool) -> None:
+    logprobs.allowed_fp32 = yes
+
+
+def _allow_rearranging(yes: bool) -> None:
+    decoding.ALLOWED["rearranged"] = yes
+
+
+def _allow_fp32(yes: bool) -> None:
+    decoding.ALLOWED["fp32"] = yes
+
+
+def _allow_graphs(yes: bool) -> None:
+    builtin.GRAPHS = frozenset({"cuda"}) if yes else frozenset()
+
+
+def check_fast_paths(config: Any, dtype: torch.dtype, device: torch.device, *, again: bool = False) -> list[Choice]:
+    """Choose for models of this ``config`` (a transformers one), and set the choices for this process.
+
+    ``again``: do not look into what was kept. Nothing is checked where the lean decoder does not cover the architecture.
+    """
+    key = _key(config, dtype, device)
+    kept = None if again else _known.get(key) or _kept(key)
+    if kept is None:
+        kept = _check(config, dtype, device, key)
+    _known[key] = kept
+    by_name = {path.name: path for path in fast_paths()}
+    for choice in kept:
+        by_name[choice.path].switch(choice.taken)
+    return kept
+
+
+_known: dict[str, list[Choice]] = {}
+"""What this process has found or read."""
+
+
+def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> list[Choice]:
+    decoder = _small(config, dtype, device)
+    if decoder is None:
+        return []
+    found, keep = [], True
+    for path in fast_paths():
+        path.switch(True)
+        if path.applies(decoder):
+            choice, lasting = choose(path, decoder)
+            path.switch(choice.taken)
+            found.append(choice)
+            keep = keep and lasting
+    if keep:
+        _keep(key, found)
+    return found
+
+
+def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
+    """Compare ``path`` with the plain way on ``decoder``. Returns the choice, and whether it would be the same another time: memory may be
+    short just now."""
+    measured: list[Measured] = []
+    tolerance = TOLERANCE[decoder.dtype]
+    try:
+        for operation in path.operations:
+            measured.append(_measure(path, operation, decoder))
+    except Exception as error:  # whatever a kernel does on hardware that it has not met
+        path.switch(False)
+        short = ran_out_on_device(error)
+        why = f"it failed ({type(error).__name__}: {(str(error).strip() or 'nothing said').splitlines()[0][:160]})"
+        choice, lasting = Choice(path.name, False, False, why, tuple(measured)), not short
+        if short:
+            reclaim_memory()
+    else:
+        worst = max(measured, key=lambda m: m.difference if m.difference == m.difference else float("inf"))
+        fast, plain = (sum(getattr(m, way) for m in measured) for way in ("fast_ms", "plain_ms"))
+        lasting = True
+        if not worst.difference <= tolerance:
+            why = f"{worst.operation}: {worst.difference:.2g} apart, and {tolerance:g} is allowed"
+            choice = Choice(path.name, False, False, why, tuple(measured))
+        elif fast > path.slack * plain:
+            choice = Choice(path.name, False, True, f"it takes {fast:.2f} ms, and the plain way {plain:.2f}", tuple(measured))
+        else:
+            choice = Choice(path.name, True, True, "it agrees", tuple(measured))
+    return choice, lasting
+
+
+def _measure(path: FastPath, operation: str, decoder: Decoder) -> Measured:
+    results, seconds = [], []
+    for fast in (False, True):
+        with _switched(path, fast):
+            action = _OPERATIONS[operation](decoder)
+            results.append([result.float() for result in action()])
+            seconds.append(min(_seconds(action, decoder.device) for _ in range(_REPEATS)))
+    apart = [_apart(one, other) for one, other in zip(results[1], results[0], strict=True)]
+    difference = float("nan") if any(a != a for a in apart) else max(apart)
+    return Measured(operation, 1e3 * seconds[1], 1e3 * seconds[0], difference)
+
+
+@contextmanager
+def _switched(path: FastPath, fast: bool) -> Iterator[None]:
+    path.switch(fast)
+    try:
+        yield
+    finally:
+        path.switch(True)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-30))
+
+
+def _seconds(action: Action, device: torch.device) -> float:
+    wait_for(device)
+    started = time.perf_counter()
+    action()
+    wait_for(device)
+    return time.perf_counter() - started
+
+
+# What is computed.
+
+_PROMPTS = ([2 + i for i in range(37)], [3 + 2 * i for i in range(21)])
+_COMPLETIONS = ([5, 7, 11, 13] * 8, [17, 19, 23] * 5)
+
+
+def _passes(decoder: Decoder) -> Action:
+    """A forward and a backward pass: log-probabilities, and the gradients of the layers' tensors."""
+    decoder.attention = attention.default_implementation(decoder.device)
+    packed = decoder.prepare([(prompt, _COMPLETIONS) for prompt in _PROMPTS])
+
+    def action() -> Sequence[Tensor]:
+        tensors = [tensor for layer in decoder.layers for tensor in layer.tensors() if tensor is not None]
+        with torch.enable_grad():
+            logprobs = decoder.logprobs(packed)
+            return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), tensors)]
+
+    return action
+
+
+def _step(decoder: Decoder, tokens: int) -> tuple[Cache, DecodeStep, DecodeWeights]:
+    """Eight rows in two groups, their prompts computed, and one token sampled."""
+    lengths = [len(prompt) for prompt in _PROMPTS]
+    decoder.reserve_positions(max(lengths) + tokens + 1)
+    cache = Cache(
+        layers=len(decoder.layers), kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=2, prompt_tokens=max(lengths), rows=8,
+        completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=builtin.takes_native(decoder),
+    )  # fmt: skip
+    packed = pack_prompts(_PROMPTS).to(decoder.device)
+    starts = [0, lengths[0]]
+    decoder.hidden(packed, lambda layer, kv: cache.store_prompts(layer, kv, starts, lengths, [0, 1]))
+    step = DecodeStep.plan(
+        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=lengths, own_lengths=[0] * 8, last_tokens=list(range(5, 13)), keys=[1] * 8, turn_starts=[0] * 8
+    )  # fmt: skip
+    return cache, step, DecodeWeights(decoder, 8)
+
+
+def _decode_step(decoder: Decoder) -> Action:
+    """Next-token logits."""
+    with torch.no_grad():
+        cache, step, weights = _step(decoder, 4)
+    return torch.no_grad()(lambda: [decoding.decode(decoder, weights, cache, step)])  # type: ignore[no-any-return]
+
+
+def _burst(decoder: Decoder) -> Action:
+    """Log-probabilities of four steps by a runner, greedily."""
+    with torch.no_grad():
+        cache, step, weights = _step(decoder, 64)
+        draw = Draw(SamplingSettings(max_tokens=64, greedy=True), decoder.vocabulary, decoder.device)
+
+        def fail(sentence: str) -> None:
+            raise RuntimeError(sentence)
+
+        runner = builtin.Runner(decoder, weights, cache, draw, fail)
+    return torch.no_grad()(lambda: [torch.tensor(runner.run(step, 4)[1])])  # type: ignore[no-any-return]
+
+
+_OPERATIONS: dict[str, Callable[[Decoder], Action]] = {
+    "passes": _passes, "a decode step": _decode_step, "a burst of decode steps": _burst
+}  # fmt: skip
+
+
+def _small(config: Any, dtype: torch.dtype, device: torch.device) -> Decoder | None:
+    """Two layers of the shape, with random weights at which every part of a layer adds about as much as the others: a mistake in any
+    shows. PyTorch's generators of random numbers stay as they were."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = min(_LAYERS, config.num_hidden_layers)
+    config.vocab_size = min(_VOCABULARY, config.vocab_size)
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    state = torch.get_rng_state()
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_rng_state(state)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            matrix = parameter.dim() > 1
+            noise = torch.randn(parameter.shape, generator=generator) * (parameter.shape[-1] ** -0.5 if matrix else 0.2)
+            parameter.copy_(noise if matrix else parameter + noise)
+    return None if why_unsupported(model) is not None else Decoder(model.to(device))
+
+
+# What is kept.
+
+
+def _key(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """A digest of all that the answer may depend on."""
+    shape = {name: value for name, value in config.to_dict().items() if isinstance(value, (int, float, str, bool))}
+    where = [device.type, build.processor()]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "")()
+        where = [device.type, properties.name, f"{properties.major}.{properties.minor}", str(driver), str(torch.version.cuda)]
+    parts = [
+        where, [torch.__version__, transformers.__version__, build.kernels().description], str(dtype), shape,
+        [hashlib.sha256(source.read_bytes()).hexdigest() for source in sorted(_SOURCES)],
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "fast-paths" / f"{key}.json"
+
+
+def _kept(key: str) -> list[Choice] | None:
+    """None where nothing is kept, or what is kept cannot be read."""
+    try:
+        rows = json.loads(_file(key).read_text(encoding="utf-8"))
+        found = [Choice(**{**row, "operations": tuple(Measured(**m) for m in row["operations"])}) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return found if {choice.path for choice in found} <= {path.name for path in fast_paths()} else None
+
+
+def _keep(key: str, choices: Sequence[Choice]) -> None:
+    try:
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(_file(key), json.dumps([choice.to_json() for choice in choices], indent=1).encode())
+    except OSError:
+        pass  # it is checked again another time

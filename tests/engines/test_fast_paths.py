@@ -1,0 +1,223 @@
+"""Fast paths against plain ones: what disagrees, fails or is slow is left out, what is kept, and where it is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2Config
+from typer.testing import CliRunner
+
+from groupwise.cli import app
+from groupwise.engines.builtin import decode, engine, fast_paths
+from groupwise.engines.builtin.fast_paths import FastPath, check_fast_paths, choose
+from groupwise.models import layer, ops
+from groupwise.models.native import build, calls
+from tests.conftest import TINY
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+SHAPE = Qwen2Config(**{**TINY, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True})
+needs_kernels = pytest.mark.skipif(build.kernels().library is None, reason=f"no kernels: {build.kernels().description}")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fast_paths, "_known", {})
+    yield tmp_path / "cache" / "fast-paths"
+    for path in fast_paths.fast_paths():
+        path.switch(True)
+
+
+@pytest.fixture
+def decoder():
+    return fast_paths._small(SHAPE, torch.float32, CPU)
+
+
+def a_path(switch, **changes):
+    return FastPath("a path", lambda d: True, switch, **{"operations": ("passes", "a decode step"), **changes})
+
+
+@pytest.fixture
+def norms(monkeypatch):
+    """``norms(changed)``: a switch of a fast path whose norms are ``changed(norm, ...)``."""
+    plain = ops.normalise
+
+    def make(changed):
+        return lambda yes: monkeypatch.setattr(ops, "normalise", (lambda *a, **k: changed(plain(*a, **k))) if yes else plain)
+
+    return make
+
+
+def test_one_that_agrees_is_taken(decoder, norms):
+    choice, lasting = choose(a_path(norms(lambda found: found), slack=100.0), decoder)
+    assert choice.taken
+    assert lasting
+    assert choice.notice is None
+    assert [m.operation for m in choice.operations] == ["passes", "a decode step"]
+    assert all(m.difference == 0 and m.fast_ms > 0 and m.plain_ms > 0 for m in choice.operations)
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_one_that_disagrees_is_left_out_with_a_notice(decoder, norms, factor):
+    choice, lasting = choose(a_path(norms(lambda found: (found[0] * factor, found[1])), slack=100.0), decoder)
+    assert not choice.taken
+    assert not choice.agrees
+    assert lasting
+    assert "apart, and 0.0001 is allowed" in choice.notice
+
+
+def test_one_in_whose_gradients_alone_something_is_wrong_is_left_out(decoder, monkeypatch):
+    right = ops.normalise_backward
+
+    def wrong(*arguments, **named):
+        back, weight = right(*arguments, **named)
+        return back, weight * 1.01
+
+    path = a_path(lambda yes: monkeypatch.setattr(layer, "normalise_backward", wrong if yes else right), slack=100.0)
+    assert not choose(path, decoder)[0].agrees
+
+
+def test_one_that_fails_is_left_out_and_the_plain_way_is_set(decoder, monkeypatch):
+    states = []
+
+    def switch(yes):
+        states.append(yes)
+        monkeypatch.setattr(fast_paths.decoding, "decode", _raising if yes else _decode)
+
+    choice, lasting = choose(a_path(switch), decoder)
+    assert not choice.taken
+    assert lasting
+    assert choice.why == "it failed (RuntimeError: no kernel image is available)"
+    assert states[-1] is False
+
+
+def test_where_memory_was_short_it_is_tried_another_time(decoder, monkeypatch):
+    def short(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    path = a_path(lambda yes: monkeypatch.setattr(fast_paths.decoding, "decode", short if yes else _decode))
+    choice, lasting = choose(path, decoder)
+    assert not choice.taken
+    assert not lasting
+
+
+_decode = decode.decode
+
+
+def _raising(*arguments):
+    raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+def test_one_that_is_slower_beyond_doubt_is_left_out(decoder, norms):
+    choice, _ = choose(a_path(norms(lambda found: time.sleep(0.002) or found)), decoder)
+    assert not choice.taken
+    assert choice.agrees
+    assert "the plain way" in choice.why
+
+
+@needs_kernels
+def test_the_native_kernels_are_checked_through_every_operation_and_taken(own_cache, monkeypatch):
+    """Slower they may be on tiny tensors; that they agree is what is asked here."""
+    monkeypatch.setattr(FastPath.__init__, "__defaults__", (1e6,))
+    found = {choice.path: choice for choice in check_fast_paths(SHAPE, BF16, CPU)}
+    assert found["native kernels"].taken
+    assert [m.operation for m in found["native kernels"].operations] == ["passes", "a decode step"]
+    assert all(0 < m.difference < 0.02 for m in found["native kernels"].operations), (
+        "the two ways round differently, so it is no self-comparison"
+    )
+    assert calls.fits(torch.zeros(1, 64, dtype=BF16))
+
+
+@needs_kernels
+def test_a_kernel_that_computes_something_else_is_left_out_and_the_next_process_knows(own_cache, monkeypatch):
+    gated = calls.gated
+    monkeypatch.setattr(calls, "gated", lambda x, activation="silu": gated(x, activation) * 1.1)
+    (choice,) = [c for c in check_fast_paths(SHAPE, BF16, CPU) if c.path == "native kernels"]
+    assert not choice.taken
+    assert not calls.fits(torch.zeros(1, 64, dtype=BF16))
+    calls.allow(True)
+    fast_paths._known.clear()
+    monkeypatch.setattr(fast_paths, "_check", lambda *a: pytest.fail("it was checked again"))
+    assert [c for c in check_fast_paths(SHAPE, BF16, CPU) if c.path == "native kernels"] == [choice]
+    assert not calls.fits(torch.zeros(1, 64, dtype=BF16))
+
+
+def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypatch):
+    keys = {fast_paths._key(SHAPE, BF16, CPU), fast_paths._key(SHAPE, torch.float32, CPU)}
+    keys.add(fast_paths._key(Qwen2Config(**{**SHAPE.to_dict(), "intermediate_size": 128}), BF16, CPU))
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    keys.add(fast_paths._key(SHAPE, BF16, CPU))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[{}]", '{"a": 1}', '[{"path": "gone", "taken": true, "agrees": true, "why": "", "operations": []}]']
+)
+def test_what_was_kept_and_cannot_be_read_is_found_anew(own_cache, content):
+    own_cache.mkdir(parents=True)
+    file = own_cache / f"{fast_paths._key(SHAPE, BF16, CPU)}.json"
+    file.write_text(content)
+    assert {c.path for c in check_fast_paths(SHAPE, BF16, CPU)} <= {p.name for p in fast_paths.fast_paths()}
+    assert json.loads(file.read_text()) != content
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "file"))
+    assert check_fast_paths(SHAPE, torch.float32, CPU) == []
+
+
+def test_random_numbers_go_on_as_before():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    check_fast_paths(SHAPE, BF16, CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_captured_graph_is_compared_with_launched_steps(monkeypatch):
+    """By stand-ins for graphs: one that replays right is taken, one that replays nothing is not."""
+    from benchmarks.first_light_one import _Stand
+
+    decoder = fast_paths._small(SHAPE, torch.float32, CPU)
+    path = next(p for p in fast_paths.fast_paths() if p.name == "captured graphs")
+    path = replace(path, switch=lambda yes: setattr(engine, "GRAPHS", frozenset({"cpu"}) if yes else frozenset()), slack=100.0)
+    monkeypatch.setattr(engine, "GRAPHS", frozenset())
+    monkeypatch.setattr(engine.Runner, "_capture", lambda runner, step: _Stand(runner, step))
+    assert choose(path, decoder)[0].taken
+    monkeypatch.setattr(_Stand, "__init__", lambda self, runner, step: setattr(self, "replay", lambda: None))
+    assert "apart" in choose(path, decoder)[0].why
+
+
+def test_the_library_s_attention_is_compared_with_blocked_products(monkeypatch):
+    from groupwise.models import attention
+
+    decoder = fast_paths._small(SHAPE, torch.float32, CPU)
+    monkeypatch.setattr(
+        fast_paths.attention, "default_implementation", lambda device: "sdpa" if attention._by_library else "blocked"
+    )
+    path = next(p for p in fast_paths.fast_paths() if p.name == "the library's attention")
+    path = replace(path, slack=100.0)
+    found, _ = choose(path, decoder)
+    assert found.taken
+    assert 0 < found.operations[0].difference < 1e-4
+
+
+def test_the_doctor_shows_the_table(tiny_qwen2, tmp_path, monkeypatch):
+    from tests.tiny import write_tiny_qwen2
+
+    model = write_tiny_qwen2(tmp_path / "model")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"model: {{name: {model}, device: cpu, dtype: bfloat16}}\ndata: {{source: arithmetic}}\n")
+    done = CliRunner().invoke(app, ["doctor", str(recipe), "--device", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["dtype"] == "bfloat16"
+    if build.kernels().library is not None:
+        assert "native kernels" in CliRunner().invoke(app, ["doctor", str(recipe), "--device"], env={"COLUMNS": "150"}).stdout
+        gated = calls.gated
+        monkeypatch.setattr(calls, "gated", lambda x, activation="silu": gated(x, activation) * 1.1)
+        assert CliRunner().invoke(app, ["doctor", str(recipe), "--device"]).exit_code == 1
