@@ -61,7 +61,7 @@ PUBLISHED = (
 _PROBLEMS_OF_POLARIS = 53_291
 ONE_CARD = (13 * 3600, 1_868, ("0.5B", "1.5B", "3B"))
 """A public write-up of TRL on one RTX 4090: seconds, steps, and the models that its vocabulary of 151,936 leaves open."""
-_LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct"
+_LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct model.gradient_checkpointing=true"
 PEERS = (
     (
         "[NeMo RL 0.4](https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html), Llama 3.1 8B on 16 H100: 2,048 completions "
