@@ -61,20 +61,20 @@ PUBLISHED = (
 _PROBLEMS_OF_POLARIS = 53_291
 ONE_CARD = (13 * 3600, 1_868, ("0.5B", "1.5B", "3B"))
 """A public write-up of TRL on one RTX 4090: seconds, steps, and the models that its vocabulary of 151,936 leaves open."""
-_LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct model.gradient_checkpointing=true"
+_LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct model.gradient_checkpointing=true evaluation.max_completion_tokens=512"
 PEERS = (
     (
         "[NeMo RL 0.4](https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html), Llama 3.1 8B on 16 H100: 2,048 completions "
         "a step, 1,060 tokens each with the prompt",
         "step, s", 97.7,
         f"gsm8k-7b-8gpu --hardware h100 --world-size 16 --prompt-tokens 100 --completion-tokens 960 {_LLAMA} rollout.prompts_per_step=64 "
-        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996",
+        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.max_concurrent_sequences=64",
     ),
     (
         "The same, sampling one step ahead",
         "step, s", 74.6,
         f"gsm8k-7b-8gpu --hardware h100 --world-size 16 --prompt-tokens 100 --completion-tokens 1029 {_LLAMA} rollout.prompts_per_step=64 "
-        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.ahead=1",
+        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.max_concurrent_sequences=64 rollout.ahead=1",
     ),
     (
         "[Unsloth](https://unsloth.ai/blog/grpo), February 2025, 4-bit Llama 3.1 8B, 8 completions, 20 thousand positions: with TRL and "

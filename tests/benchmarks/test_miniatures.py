@@ -98,7 +98,7 @@ def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
 
 def test_gpu_prompts_are_new_in_every_step() -> None:
     settings = {"sequences": 8, "samples": 2, "prompt_tokens": 64, "shape": "tiny"}
-    first, second = (gpu_worker._prompts(settings, step) for step in (0, 1))
+    first, second = (gpu_worker.prompts_of(settings, step) for step in (0, 1))
     assert not {p.problem.id for p in first} & {p.problem.id for p in second}
     assert len({len(p.token_ids) for p in first}) > 1
     assert [len(p.token_ids) for p in first] != [len(p.token_ids) for p in second]

@@ -189,10 +189,10 @@ def test_what_the_tutorial_resumes_is_a_run_that_was_stopped():
 
 
 def test_make_targets_and_recipes_that_pages_name_exist():
-    targets = set(re.findall(r"^([a-z]+):", page("Makefile"), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", page("Makefile"), flags=re.MULTILINE))
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
-        assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= targets, path.name
+        assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets, path.name
     assert set(TABLE_NAME.findall(page("docs/reference/recipes.md"))) == {recipe.name for recipe in recipes()}
 
 

@@ -33,7 +33,13 @@ def decode_step(fake_decoder, cuda, monkeypatch):
             completion_tokens=20, dtype=decoder.dtype, device=cuda,
         )  # fmt: skip
         step = DecodeStep.plan(
-            cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=[9, 7], own_lengths=[1] * 8, last_tokens=[3] * 8, keys=[1] * 8
+            cache,
+            group_of_row=[0] * 4 + [1] * 4,
+            prompt_lengths=[9, 7],
+            own_lengths=[1] * 8,
+            last_tokens=[3] * 8,
+            keys=[1] * 8,
+            turn_starts=[0] * 8,
         )
         runner = Runner(
             decoder, DecodeWeights(decoder, 8), cache, Draw(SamplingSettings(max_tokens=20), decoder.vocabulary, cuda)

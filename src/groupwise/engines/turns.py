@@ -111,7 +111,7 @@ class _Prefix:
 
 
 def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_progress: Progress | None = None) -> None:
-    """As ``TurnEngine.serve_turns``, by any engine: in rounds, each of which computes the whole of its rows anew.
+    """As ``TurnEngine.serve_turns``, by any engine: in rounds, each of which computes the whole of its rows again.
 
     Rows that are answered late join a later round.
     """

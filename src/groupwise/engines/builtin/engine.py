@@ -5,7 +5,7 @@ are shared. The log-probability of each token comes with the token, at no extra 
 
 A row may have several turns (``engines/turns.py``). Its keys and values stay where they are while its answer is awaited. A row whose answer
 is late leaves the batch and keeps them, at the far end of the same table: those that are away take a place of ``max_rows`` each, and no
-further memory. Where others could take that place they give it up, and what they had is computed anew when they come back.
+further memory. Where others could take that place they give it up, and what they had is computed again when they come back.
 """
 
 from __future__ import annotations

@@ -268,7 +268,8 @@ def _step(decoder: Decoder, tokens: int) -> tuple[Cache, DecodeStep, DecodeWeigh
     starts = [0, lengths[0]]
     decoder.hidden(packed, lambda layer, kv: cache.store_prompts(layer, kv, starts, lengths, [0, 1]))
     step = DecodeStep.plan(
-        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=lengths, own_lengths=[0] * 8, last_tokens=list(range(5, 13)), keys=[1] * 8, turn_starts=[0] * 8
+        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=lengths, own_lengths=[0] * 8, last_tokens=list(range(5, 13)), keys=[1] * 8,
+        turn_starts=[0] * 8,
     )  # fmt: skip
     return cache, step, DecodeWeights(decoder, 8)
 
