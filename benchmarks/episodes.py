@@ -152,7 +152,7 @@ class Sides:
                 made.append(end if len(row.tokens) + 1 - row.start == wanted else going_on)
             take(batch, made, logprobs, rows)
 
-        builtin._Batch._take = forced  # type: ignore[method-assign]
+        builtin._Batch._take = forced  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

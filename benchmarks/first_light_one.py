@@ -198,7 +198,7 @@ def _run(place: Place, name: str, *, resume_from: Path | None = None, on_step: A
     model = place.folder / "tiny-model"
     if not model.exists():
         write_tiny_model(model)
-    base = {
+    base: dict[str, dict[str, Any]] = {
         "model": {"name": str(model), "dtype": "bfloat16", "device": str(place.device)},
         "data": {"source": "arithmetic", "holdout": 4},
         "rewards": {"functions": [{"function": "letters"}]},
@@ -258,7 +258,7 @@ def _numbers_of(model: Any, device: torch.device, implementation: str) -> tuple[
     decoder = Decoder(model.to(device), attention=implementation)
     logprobs = decoder.logprobs(decoder.prepare(_GROUPS))
     logprobs.sum().backward()
-    return logprobs.detach().cpu(), {name: p.grad.float().cpu() for name, p in decoder.named_parameters()}
+    return logprobs.detach().cpu(), {name: p.grad.float().cpu() for name, p in decoder.named_parameters() if p.grad is not None}
 
 
 def _distance(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> tuple[float, float]:
@@ -480,7 +480,7 @@ def mismatch(place: Place) -> Found:
     shape, tokens = place.pick("1.5b", "tiny"), place.pick(128, 12)
     policy = random_policy(SHAPES[shape], str(place.device))
     with torch.no_grad():
-        policy.model.get_input_embeddings().weight.mul_(3)  # the output head too: far from uniform
+        policy.model.get_parameter("model.embed_tokens.weight").mul_(3)  # the output head too: far from uniform
     numbers = {"random": _gap(policy, _prompts(4, place.pick(256, 9), shape, 0), tokens)}
     if place.on_gpu and _has_embedded_model():
         from groupwise.models.load import load_policy
@@ -800,7 +800,10 @@ def resume(place: Place) -> Found:
         ways |= {"offload": {"offload": True}} | ({} if left_out else {"masters-8bit": {"precision": "masters-8bit"}})
     numbers: dict[str, Any] = {}
     for name, optimizer in ways.items():
-        sections = {"optimizer": {"learning_rate": 1e-3, **optimizer}, "output": {"checkpoint_every": 2, "keep_checkpoints": 9}}
+        sections: dict[str, Any] = {
+            "optimizer": {"learning_rate": 1e-3, **optimizer},
+            "output": {"checkpoint_every": 2, "keep_checkpoints": 9},
+        }
         through = _run(place, f"through-{name}", **sections)
         again = _run(place, f"resumed-{name}", resume_from=through / "checkpoints" / "step-2", **sections)
         one, other = (load_file(folder / "final_model" / "model.safetensors") for folder in (through, again))
@@ -825,7 +828,7 @@ def ahead(place: Place) -> Found:
 
     def sampled(name: str) -> list[Any]:
         seen: list[Any] = []
-        sections = {"rollout": {"ahead": 1}, "training": {"steps": 4}}
+        sections: dict[str, Any] = {"rollout": {"ahead": 1}, "training": {"steps": 4}}
         _run(
             place,
             name,
@@ -878,7 +881,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def answer(check: Callable[[Place], Found], device: str, folder: Path, name: str) -> None:
     place = Place(torch.device(device), folder / "scratch" / name, judged=device != "cpu")
-    place.folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(place.folder, ignore_errors=True)  # of an attempt before
+    place.folder.mkdir(parents=True)
     try:
         found = check(place)
     except Exception as error:

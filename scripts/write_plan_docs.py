@@ -71,12 +71,6 @@ PEERS = (
         "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.max_concurrent_sequences=64",
     ),
     (
-        "The same, sampling one step ahead",
-        "step, s", 74.6,
-        f"gsm8k-7b-8gpu --hardware h100 --world-size 16 --prompt-tokens 100 --completion-tokens 1029 {_LLAMA} rollout.prompts_per_step=64 "
-        "rollout.completions_per_prompt=32 rollout.max_completion_tokens=3996 rollout.max_concurrent_sequences=64 rollout.ahead=1",
-    ),
-    (
         "[Unsloth](https://unsloth.ai/blog/grpo), February 2025, 4-bit Llama 3.1 8B, 8 completions, 20 thousand positions: with TRL and "
         "flash attention 2",
         "memory, GB", 510.8,
