@@ -77,25 +77,28 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
 def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) -> None:
     """Raise ConfigError where ``run_config``, a run's settings, names Python that judging its model would import, such as tools.
 
-    ``data``: whether its problems are read. ``trust_remote_code``, which no file can set, allows it; what groupwise brings itself is
-    allowed.
+    ``data``: whether its problems are read. ``trust_remote_code``, which no file can set, allows it. What the command names
+    itself and what groupwise brings are allowed.
     """
     if run_config is None or config.model.trust_remote_code:
         return
-    environment = config.rollout.environment or ()
-    places = {
-        "rollout.tools": config.rollout.tools,
-        "rollout.environment": [environment] if isinstance(environment, str) else [*dict(environment).values()],
-        "data.source": [s for s in (config.data.source,) if data and names_function(s)],
-        "data.eval_source": [s for s in (config.data.eval_source,) if data and s and names_function(s)],
-    }
-    for setting, named in places.items():
-        for place in named:
-            if ":" in place and not place.startswith("groupwise."):
-                raise ConfigError(
-                    f"{run_config} sets {setting} to {place}, Python that would be imported, and a run's folder cannot grant that: if you "
-                    "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code)"
-                )
+    theirs = _named_code(load_run_config(run_config, []))
+    for setting, place in _named_code(config):
+        if (setting, place) in theirs and (data or not setting.startswith("data.")):
+            raise ConfigError(
+                f"{run_config} sets {setting} to {place}, Python that would be imported, and a run's folder cannot grant that: if you "
+                "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code)"
+            )
+
+
+def _named_code(config: Config) -> list[tuple[str, str]]:
+    """Settings with the places of Python that is not groupwise's own."""
+    environment, data = config.rollout.environment or {}, config.data
+    named = [("rollout.tools", tool) for tool in config.rollout.tools if ":" in tool]
+    named += [("rollout.environment", e) for e in ([environment] if isinstance(environment, str) else environment.values())]
+    sources = {"data.source": data.source, "data.eval_source": data.eval_source or ""}
+    named += [(setting, source) for setting, source in sources.items() if names_function(source)]
+    return [(setting, place) for setting, place in named if not place.startswith("groupwise.")]
 
 
 def settings_to_ask(

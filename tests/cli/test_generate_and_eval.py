@@ -241,6 +241,9 @@ def test_python_that_a_run_s_settings_name_is_not_imported(groupwise, run_folder
         if section == "data":
             groupwise(command, run_folder, "model.trust_remote_code=true")
             assert (tmp_path / "ran").exists()
+        elif command == "eval":
+            other = groupwise(command, run_folder, f"{setting}={NAMED_CODE[setting]('of_mine:it')}".replace("'", ""))
+            assert "cannot grant" not in other.stderr
 
 
 def test_who_asks_for_it_on_the_command_line_runs_the_code(groupwise, planted, tmp_path):
