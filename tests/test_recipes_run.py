@@ -117,7 +117,14 @@ def check(config, result, seen):
 
 
 def test_every_recipe_is_here():
-    assert {recipe.name for recipe in recipes()} == {*GSM8K, "polaris-3b", "polaris-3b-qlora", "quickstart", "quickstart-tools"}
+    assert {recipe.name for recipe in recipes()} == {
+        *GSM8K,
+        "polaris-3b",
+        "polaris-3b-qlora",
+        "quickstart",
+        "quickstart-game",
+        "quickstart-tools",
+    }
 
 
 SLOW = {"gsm8k-0.5b", "gsm8k-7b-8gpu", "gsm8k-1.5b-24gb"}
@@ -158,7 +165,7 @@ def test_a_polaris_recipe_runs_on_competition_rows(name, tiny_qwen_folder, share
     assert result.summary["format"] == "boxed"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-tools", "quickstart-game"])
 def test_a_quickstart_recipe_runs(name, tiny_qwen_folder, tmp_path):
     """On the generator's problems, its warm start included."""
     changes = {
