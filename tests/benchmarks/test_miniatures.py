@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, gpu_worker, sampling, scaling, step
+from benchmarks import episodes, gpu, gpu_worker, sampling, scaling, step
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker
 from tests.warm import python
@@ -62,6 +62,15 @@ def test_sampling(run: Any, tiny_folder: Path) -> None:
     assert speeds.keys() == {"1", "3"}
     assert all(side > 0 for sides in speeds.values() for side in (sides["ours"], sides["transformers"]))
     assert result["ratio"] == pytest.approx(speeds["3"]["ours"] / speeds["3"]["transformers"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_episodes(run: Any, tiny_folder: Path) -> None:
+    size = ["--episodes", "3", "--turns", "3", "--max-length", "6", "--latency", "0.01"]
+    result = run(episodes, "--model", str(tiny_folder), *size, "--repeats", "1")
+    assert result["ratio"] == pytest.approx(1 / result["details"]["cost"], rel=1e-3)
+    assert result["details"]["throughput"] > 0
+    assert len(result["details"]["seconds"]) == 5
 
 
 def test_scaling(run: Any) -> None:

@@ -333,6 +333,37 @@ def test_logprobs_of_whole_episodes_are_those_of_one_pass(kind, model):
     assert [c.token_ids for c in alone[0]] == [c.token_ids for c in groups[2]]
 
 
+def slowly(word: str) -> str:
+    """Waits for every second text.
+
+    Args:
+        word: Any.
+    """
+    time.sleep(0.2 * (len(word) % 4 == 0))
+    return str(len(word))
+
+
+class SlowlyHalfOfThem(HalfOfThem):
+    def read(self, text):
+        return [Asked("slowly", {"word": text})] if len(text) % 2 == 0 else []
+
+
+def test_engines_and_slow_tools_agree_on_tokens(model):
+    """What is kept from turn to turn or computed anew, and when a tool answers, makes no difference."""
+    module, tokenizer = model
+    prompts = [prompt_of(f"p{i}", range(40 + i, 50 + 2 * i)) for i in range(3)]
+    found = {}
+    for kind, grace_s in (("builtin", None), ("builtin", 0.0), ("transformers", 0.0)):
+        episodes = replace(episodes_of(tokenizer, slowly, form=SlowlyHalfOfThem()), grace_s=grace_s)
+        around = EpisodeEngine(real_engine(kind, module, tokenizer, 6), episodes)
+        groups = around.sample(prompts, 3, SamplingSettings(max_tokens=120), seed=1, scope="x")
+        found[kind, grace_s] = [[(c.token_ids, c.turns, c.finish_reason) for c in group] for group in groups]
+    first, *others = found.values()
+    calls = [call for group in first for _, turns, _ in group for turn in turns for call in turn.calls]
+    assert len({len(call.arguments["word"]) % 4 for call in calls}) == 2, "the test needs slow calls and fast ones"
+    assert all(other == first for other in others)
+
+
 def test_turns_have_random_numbers_of_their_own(model):
     """The model is nearly indifferent between tokens: equal random numbers would give equal tokens."""
     module, tokenizer = model

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from groupwise.engines import SamplingSettings
+from groupwise.engines import SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.engines.turns import Turns
 from groupwise.models.decoder import Decoder
 from groupwise.models.native import build, calls
 from groupwise.models.ops import rope_rotate
@@ -310,6 +313,53 @@ def test_a_model_samples_and_learns_as_without_them(family, request, monkeypatch
         assert by_kernels < 1.3 * by_operations
     assert errors["kernels"][0] < 0.05
     assert errors["kernels"][2] < 0.1
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3"])
+def test_what_rows_are_given_between_turns_is_kept_by_kernels_as_by_operations(family, request, monkeypatch):
+    """Sampling log-probabilities of whole rows, in bf16, against the fp32 model's; half of the answers come late."""
+    build_model = request.getfixturevalue(family)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
+    exact, prompts = Decoder(build_model(**sizes)), _prompts([5, 40])
+    errors = {}
+    for name in ("kernels", "operations"):
+        if name == "operations":
+            monkeypatch.setattr(build, "kernels", lambda: build.Kernels(None, "ruled out"))
+            monkeypatch.setattr(calls, "_functions", {})
+            monkeypatch.setattr(calls, "kernels", build.kernels)
+        said: dict[tuple[int, int], list[Any]] = {}
+        late: list[Any] = []
+
+        def answer(place, turn, said=said, late=late):
+            turns = said.setdefault((place, turn.sample), [])
+            turns.append(turn)
+            given = [50 + len(turns) + place] * (3 + turn.sample) if turn.stopped and len(turns) < 5 else None
+            found: Future[Any] = Future()
+            if given and turn.sample % 2:
+                turns.append(given)
+                late.append(lambda: found.set_result(given))
+            else:
+                turns += [given] if given else []
+                found.set_result(given)
+            return found
+
+        def look(ended, tokens, late=late):
+            while late:
+                late.pop()()
+
+        engine = BuiltinEngine(Decoder(build_model(**sizes).to(BF16)), Numbers(), tuple(range(2, 12)))
+        engine.serve_turns(SampleRequest(prompts, 6, SamplingSettings(max_tokens=60), 1, "s"), Turns(answer, 0.0), look)
+        assert sum(len(turns) > 1 for turns in said.values()) > 6, "the test needs rows of several turns"
+        rows = [[said[i, s] for s in range(6)] for i in range(2)]
+        ids = [[[t for x in row for t in (x if isinstance(x, list) else x.token_ids)] for row in group] for group in rows]
+        packed = pack([(p.token_ids, group) for p, group in zip(prompts, ids, strict=True)])
+        parts = [x for group in rows for row in group for x in row]
+        own = torch.tensor([not isinstance(x, list) for x in parts for _ in (x if isinstance(x, list) else x.token_ids)])
+        sampled = torch.tensor([x for part in parts if not isinstance(part, list) for x in part.logprobs])
+        errors[name] = float((sampled - exact.logprobs(packed).detach()[own]).abs().mean())
+    assert errors["kernels"] < 1.3 * errors["operations"]
+    assert errors["kernels"] < 0.05
 
 
 class TestWithout:

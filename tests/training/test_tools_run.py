@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from slow_grpo import slow_logprobs
 
+from groupwise.engines.turns import GRACE_S
 from groupwise.episodes import worked_episode
 from groupwise.episodes.driver import EpisodeEngine
 from groupwise.episodes.formats import FORMATS, Asked
@@ -85,6 +86,11 @@ def test_a_run_with_tools_resumes_to_the_same_weights(config_of, by_chance, lett
     ours, theirs = (load_file(folder / "final_model" / "model.safetensors") for folder in (whole, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert [row["turns"] for row in rows(again, "completions")] == [row["turns"] for row in logged if row["step"] > 2]
+
+
+def test_a_deterministic_run_awaits_every_answer(config_of, letters):
+    waits = [prepare(config_of(training={"deterministic": chosen}), letters).episodes.grace_s for chosen in (True, False)]
+    assert waits == [None, GRACE_S]
 
 
 def test_rewards_see_the_conversation_and_the_calls(config_of, by_chance, tmp_path):
