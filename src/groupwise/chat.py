@@ -28,6 +28,7 @@ __all__ = [
     "answer_lines",
     "answer_lines_together",
     "answer_of",
+    "load_to_ask",
     "make_speaker",
     "refuse_named_code",
     "settings_for_model",
@@ -160,12 +161,16 @@ class Speaker:
         self.messages = []
 
 
-def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:
-    """Load the policy of ``config``; its prompt settings say how questions are put."""
+def load_to_ask(config: Config) -> Policy:
+    """The policy of ``config``, on its base where it is an adapter."""
     model, adapter = with_base(config.model)
     policy = load_policy(model)
-    if adapter is not None:
-        policy = load_trained(policy, adapter)
+    return policy if adapter is None else load_trained(policy, adapter)
+
+
+def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:
+    """Load the policy of ``config``; its prompt settings say how questions are put."""
+    policy = load_to_ask(config)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
     system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature == 0

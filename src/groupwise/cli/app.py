@@ -122,6 +122,7 @@ def root(
 app.command("train", short_help="Train a model by a recipe or a YAML file.")(train.train)
 app.command("eval", short_help="Judge a model on held-out problems.")(evaluate.evaluate)
 app.command("generate", short_help="Put a question to a model, or chat with it.")(models.generate)
+app.command("serve", short_help="Serve a model to OpenAI's clients.")(models.serve)
 app.command("merge", short_help="Make a whole model of an adapter.")(models.merge)
 app.command("report", short_help="Write a page about one run or several.")(runs.report)
 app.command("doctor", short_help="Diagnose a run, or its settings.")(runs.doctor)

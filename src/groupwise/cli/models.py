@@ -1,4 +1,4 @@
-"""``groupwise generate`` and ``groupwise merge``: a model answers, and an adapter becomes a model."""
+"""``groupwise generate``, ``serve`` and ``merge``: a model answers here or at an address, and an adapter becomes a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from groupwise.chat import Speaker
     from groupwise.config import Config
 
-__all__ = ["converse", "generate", "merge"]
+__all__ = ["converse", "generate", "merge", "serve"]
 
 WELCOME = "Type a question and press Enter. /new forgets the conversation, /exit or Ctrl-D leaves."
 SHORT_OF_MEMORY = "lower --max-tokens, ask a shorter question, or take a smaller model"
@@ -81,6 +81,54 @@ def generate(
             converse(speaker, sys.stdout)
         else:
             answer_lines(speaker, sys.stdin, sys.stdout)
+
+
+def serve(
+    model: Model,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen at; any but this machine's own needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option("--name", help="What clients call the model; else MODEL as it stands here.")] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", help="System prompt of conversations without one: a text, xml, boxed or none. Else the trained one."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Longest answer where a client names none; else as trained, or 512."),
+    ] = None,
+    device_map: DeviceMap = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Serve a model to OpenAI's clients: chat completions, streams, tools and log-probabilities, until Ctrl-C.
+
+    The key is that of GROUPWISE_SERVE_KEY. Without one, this machine's own address needs none, and for any other a key is made and shown.
+
+    \b
+    Examples:
+      groupwise serve runs/quickstart-1
+      OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_agent.py
+      GROUPWISE_SERVE_KEY=$(openssl rand -hex 32) groupwise serve my-model --host 0.0.0.0 --name mine
+    """
+    from groupwise.chat import settings_to_ask
+    from groupwise.models.embedded import fetch_model
+    from groupwise.serving import find_key, open_server
+
+    key, made = find_key(host)
+    options = [f"model.device_map={device_map}"] if device_map else []
+    options += ["model.trust_remote_code=true"] if trust_remote_code else []
+    config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
+    fetch_model(config.model)
+    server = open_server(config, longest, name or model, host, port, key)
+    try:
+        needs = "no key" if key is None else f"the key {key}" if made else "the key of GROUPWISE_SERVE_KEY"
+        typer.echo(f"groupwise: {server.service.name} answers at {server.url}, with {needs}; Ctrl-C ends it", err=True)
+        server.wait()
+    finally:
+        server.close()
 
 
 def converse(speaker: Speaker, out: TextIO) -> None:

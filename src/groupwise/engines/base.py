@@ -14,7 +14,7 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from groupwise.engines.wrappers import RowLimit
 
-__all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings"]
+__all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,9 @@ class SamplingSettings:
 
 Progress = Callable[[int, int], None]
 """``progress(finished_completions, sampled_tokens)``."""
+Watch = Callable[[int, int, Sequence[int], Sequence[float]], bool]
+"""``watch(prompt, sample, token_ids, logprobs)``: a completion so far, by the prompt's place in the request; False ends it there. Where
+memory ran out it may begin again, with the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class SampleRequest:
     seed: int
     scope: str
     """Names the occasion, for example ``"rollout/step=12"``."""
+    watch: Watch | None = None
+    """Sees each completion after each of its tokens, in engines that show them (``Engine.shows_tokens``)."""
+    drawn: Sequence[int] = ()
+    """For each prompt how many tokens at its end were drawn for the same completion before: its randomness goes on behind them. Empty
+    for none; known to engines that show tokens."""
 
 
 class Engine(ABC):
@@ -60,6 +68,8 @@ class Engine(ABC):
 
     holds_weights: bool = False
     """Whether it has weights of its own, which learning does not touch until ``refresh``."""
+    shows_tokens: bool = False
+    """Whether it knows ``SampleRequest.watch`` and ``drawn``."""
     limit: RowLimit | None = None
     """How many sequences it samples at once, where the run may lower that as memory runs out."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
-from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.engines.builtin.draw import Draw, key_further, seed_key
 from groupwise.engines.wrappers import RowLimit
 from groupwise.memory import blocks_of_their_own
 from groupwise.metrics import Metric
@@ -30,6 +31,8 @@ class TransformersEngine(Engine):
     Args:
         max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
+
+    shows_tokens = True
 
     def __init__(self, model: Any, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 64) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -59,11 +62,12 @@ class TransformersEngine(Engine):
         start = tokens = 0
 
         def decode_next() -> list[_Sequence]:
-            part = jobs[start : start + self.max_rows]
-            sequences = [
-                _Sequence(p, sample, seed_key(request.seed, request.scope, p.problem.id, sample, p.occurrence))
-                for p, sample in ((prompts[i], sample) for i, sample in part)
-            ]
+            sequences = []
+            for i, sample in jobs[start : start + self.max_rows]:
+                prompt, drawn = prompts[i], request.drawn[i] if request.drawn else 0
+                key = seed_key(request.seed, request.scope, prompt.problem.id, sample, prompt.occurrence)
+                watch = None if request.watch is None else partial(request.watch, i, sample)
+                sequences.append(_Sequence(prompt, sample, key_further(key, drawn), watch))
             with blocks_of_their_own():
                 for _ in self._decode(sequences, settings):
                     if on_progress:
@@ -171,8 +175,11 @@ def _penalised(logits: Tensor, penalty: float) -> Tensor:
 class _Sequence:
     """One completion on its way."""
 
-    def __init__(self, prompt: Prompt, sample: int, key: int) -> None:
-        self.prompt, self.sample, self.key = prompt, sample, key
+    def __init__(
+        self, prompt: Prompt, sample: int, key: int, watch: Callable[[Sequence[int], Sequence[float]], bool] | None = None
+    ) -> None:
+        """``watch``: called with tokens and log-probabilities so far after each token; False ends the sequence."""
+        self.prompt, self.sample, self.key, self.watch = prompt, sample, key, watch
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.ended = False
@@ -183,6 +190,8 @@ class _Sequence:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.ended = ends
+            if self.watch is not None and not self.watch(self.tokens, self.logprobs):
+                self.ended = True
 
 
 def _loses_rows(cache: Any) -> bool:

@@ -19,7 +19,9 @@ from groupwise.episodes.tools import Tool, load_tools
 from groupwise.errors import ConfigError, DataError
 from groupwise.types import Message, Problem, Prompt
 
-__all__ = ["EpisodeEngine", "Episodes", "open_episodes", "playing", "render_episode", "with_observation", "worked_episode"]
+__all__ = [
+    "EpisodeEngine", "Episodes", "describe_tools", "open_episodes", "playing", "render_episode", "with_observation", "worked_episode",
+]  # fmt: skip
 
 
 def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) -> Episodes | None:
@@ -68,7 +70,7 @@ def render_episode(
     asked = problem if said is None else replace(problem, question=with_observation(problem.question, said))
     native = episodes.format.native
     if tools and not native:
-        system = "\n".join(filter(None, (system, _described(tools, episodes.format))))
+        system = "\n".join(filter(None, (system, describe_tools(tools, episodes.format))))
     rendered = render(asked, tokenizer, prompt, system, [tool.schema for tool in tools] if tools and native else None)
     return replace(rendered, problem=problem)
 
@@ -81,7 +83,8 @@ def with_observation(question: str | Sequence[Message], said: str) -> str | list
     return [*before, {"role": last["role"], "content": last["content"] + said}]
 
 
-def _described(tools: Sequence[Tool], form: CallFormat) -> str:
+def describe_tools(tools: Sequence[Tool], form: CallFormat) -> str:
+    """What the system prompt says of tools where the chat template cannot."""
     example = form.write(tools[0].name, dict.fromkeys(tools[0].parameters[:1], "..."))
     return f"To use a tool, write only {example} and wait for its result. Tools: {' '.join(tool.summary for tool in tools)}"
 

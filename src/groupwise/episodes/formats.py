@@ -37,6 +37,8 @@ class CallFormat(Protocol):
 
     native: bool
     """Whether the model's chat template describes the tools; else the system prompt does."""
+    opening: str
+    """What every call begins with, or the whole turn of calls does."""
 
     def read(self, text: str) -> list[Asked]:
         """Every call in a turn's text, in order; empty where it has none, and so is an answer."""
@@ -52,7 +54,7 @@ class Tags:
     """``<call>calculator(12 * 3)</call>``, for models without a format of their own. Arguments are Python's literals, by position or by
     name; a tool of one argument that is text also takes it without quotes."""
 
-    native = False
+    native, opening = False, "<call>"
     _CALL = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
     _PARTS = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -101,7 +103,7 @@ class Hermes:
     ``closed``: a call without its end cannot be read.
     """
 
-    native = True
+    native, opening = True, "<tool_call>"
     _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
     def __init__(self, closed: bool = False) -> None:
@@ -130,7 +132,7 @@ class Hermes:
 class Llama3:
     """``{"name": ..., "parameters": {...}}`` as the whole turn, several one after the other: Llama 3.1 and later."""
 
-    native = True
+    native, opening = True, "{"
     _TAG = "<|python_tag|>"
 
     def read(self, text: str) -> list[Asked]:

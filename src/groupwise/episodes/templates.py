@@ -64,7 +64,7 @@ class TurnTemplate:
 
     def _tail(self, texts: Sequence[str], role: str) -> str:
         """What stands after the end token of the policy's turn."""
-        given = [{"role": role, "content": self._harmless(text)} for text in texts]
+        given = [{"role": role, "content": self.harmless(text)} for text in texts]
         text = self._render([_user("Go on."), _assistant(_MARK), *given])
         after = text[text.index(_MARK) + len(_MARK) :]
         ended = next((end for end in self._ends if end and after.startswith(end)), None)
@@ -75,7 +75,7 @@ class TurnTemplate:
             )
         return after[len(ended) :]
 
-    def _harmless(self, text: str) -> str:
+    def harmless(self, text: str) -> str:
         """A result cannot end its turn or begin another: what would be read as a special token loses that meaning."""
         for token in self._special:
             if token in text:

@@ -23,7 +23,7 @@ from groupwise.rewards.processes import refusal
 from groupwise.rewards.programs import Programs
 from groupwise.types import ToolCall
 
-__all__ = ["BUILTIN", "Tool", "Toolbox", "calculator", "load_tools"]
+__all__ = ["BUILTIN", "Tool", "Toolbox", "arguments_by_name", "calculator", "load_tools"]
 
 LONGEST_RESULT = 2000
 """Characters of a result that the policy is given; the rest is cut, and the policy is told so."""
@@ -133,8 +133,8 @@ class Toolbox:
         return _failed(asked, "timed_out", f"{asked.name} did not answer within {self.timeout_s:g} seconds")
 
 
-def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
-    """The arguments by name. Raises TypeError or ValueError where they do not fit."""
+def arguments_by_name(tool: Tool, asked: Asked) -> dict[str, Any]:
+    """Those of a call as it was written. Raises ValueError where they cannot be read, or are too many."""
     given = dict(asked.arguments)
     if asked.text and not given:
         quoted = len(asked.positions) == 1 and isinstance(asked.positions[0], str)
@@ -147,6 +147,12 @@ def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
         if len(asked.positions) > len(names):
             raise ValueError(f"{len(asked.positions)} arguments are too many")
         given = dict(zip(names, asked.positions, strict=False)) | given
+    return given
+
+
+def _bound(tool: Tool, asked: Asked) -> dict[str, Any]:
+    """The arguments by name. Raises TypeError or ValueError where they do not fit."""
+    given = arguments_by_name(tool, asked)
     inspect.signature(tool.function).bind(**given)
     for name, value in given.items():
         schema = tool.schema["function"]["parameters"]["properties"].get(name, {})

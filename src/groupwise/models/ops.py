@@ -21,7 +21,7 @@ __all__ = [
     "rotate_heads", "scramble", "uniforms",
 ]  # fmt: skip
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
@@ -32,7 +32,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def scramble(keys: Tensor, positions: Tensor) -> Tensor:
     """64 random bits as int64 for each pair of a key and a position, which are broadcast (splitmix64; Steele et al., 2014)."""
-    x = keys + (positions + 1) * _GOLDEN
+    x = keys + (positions + 1) * GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)

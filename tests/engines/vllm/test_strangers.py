@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise import listening
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
 from groupwise.engines.vllm import server as serving
@@ -52,8 +53,8 @@ def test_no_endpoint_answers_without_the_secret(serve, tiny_llama, method, path,
 
 def test_the_secret_is_compared_in_constant_time(serve, tiny_llama, monkeypatch):
     compared = []
-    real = serving.hmac.compare_digest
-    monkeypatch.setattr(serving.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
+    real = listening.hmac.compare_digest
+    monkeypatch.setattr(listening.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
     assert ask(serve(tiny_llama()), headers={**GOOD, "Authorization": "Bearer x"})[0] == 401
     assert compared == [(b"Bearer x", GOOD["Authorization"].encode())]
 
@@ -86,7 +87,7 @@ def test_a_server_for_other_machines_takes_whatever_name_they_know_it_by(tiny_ll
 
 def test_what_is_announced_and_never_sent_takes_no_memory_and_no_thread_for_long(serve, tiny_llama, monkeypatch):
     monkeypatch.setattr(serving._Handler, "timeout", 0.2)
-    monkeypatch.setattr(serving, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(listening, "PIECE_BYTES", 1000)
     server = serve(tiny_llama())
     taken = []
     monkeypatch.setattr(serving._Handler, "_body", noting(taken, serving._Handler._body))

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.models.native.calls import draw, fits
-from groupwise.models.ops import uniforms
+from groupwise.models.ops import GOLDEN, uniforms
 
-__all__ = ["Draw", "seed_key", "uniforms"]
+__all__ = ["Draw", "key_further", "seed_key", "uniforms"]
 
 _BLOCK = 256
 _AGAIN = "\x1f"
@@ -30,6 +30,11 @@ def seed_key(seed: int, scope: str, problem_id: str, sample: int, occurrence: in
     """A signed 64-bit key for one completion's randomness. ``occurrence``: of the problem in its batch, from 0."""
     name = f"{seed}\x1f{scope}\x1f{problem_id}\x1f{sample}{f'{_AGAIN}{occurrence}' if occurrence else ''}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def key_further(key: int, positions: int) -> int:
+    """The key whose number at position 0 is that of ``key`` at ``positions``."""
+    return (key + positions * GOLDEN + 2**63) % 2**64 - 2**63
 
 
 def _restrict(logits: Tensor, settings: SamplingSettings) -> None:

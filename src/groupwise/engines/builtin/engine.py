@@ -24,7 +24,7 @@ from torch import Tensor
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import Behind, DecodeStep, DecodeWeights, Given, decode
-from groupwise.engines.builtin.draw import Draw, seed_key
+from groupwise.engines.builtin.draw import Draw, key_further, seed_key
 from groupwise.engines.turns import Answer, Patience, Turns, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.limits import PREFILL_TOKENS
@@ -146,6 +146,8 @@ class BuiltinEngine(Engine):
     Args:
         max_rows: completions decoded at once; the samples do not depend on it. Halved where the accelerator's memory runs out.
     """
+
+    shows_tokens = True
 
     def __init__(self, decoder: Decoder, tokenizer: Any, end_token_ids: Sequence[int], *, max_rows: int = 256) -> None:
         self.decoder, self.tokenizer = decoder, tokenizer
@@ -321,7 +323,8 @@ class _Batch:
         starting: list[_Row] = []
         while (group := self._next()) is not None and self._seat(group):
             sample = group.to_start.popleft()
-            starting.append(_Row(group, sample, self.call.key(group.prompt, sample, 0)))
+            key, drawn = self.call.key(group.prompt, sample, 0), self.call.request.drawn
+            starting.append(_Row(group, sample, key_further(key, drawn[group.index]) if drawn else key))
             self._enter(starting[-1])
         self._prefill([g for g in self.groups if g.last_hidden is None])
         if not starting:
@@ -385,6 +388,7 @@ class _Batch:
 
     def _take(self, tokens: list[int], logprobs: list[float], rows: list[_Row]) -> None:
         """Append sampled tokens to the ``rows`` that are not done, and ask for the answers to those whose turn ended with them."""
+        watch = self.call.request.watch
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if row.done:
                 continue
@@ -392,6 +396,8 @@ class _Batch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.done = token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens
+            if watch is not None and not watch(row.owner.index, row.sample, row.tokens[row.start :], row.logprobs):
+                row.done = True
             if row.done:
                 self._ask(row)
 

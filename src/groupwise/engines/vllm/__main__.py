@@ -5,7 +5,6 @@ source on the path: of groupwise's own requirements it needs pydantic and safete
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from groupwise.engines.vllm.protocol import SECRET
 from groupwise.errors import ConfigError, GroupwiseError, ModelError, TrainingError, printable
+from groupwise.listening import listening_error
 
 if TYPE_CHECKING:
     from groupwise.engines.vllm.backend import VllmBackend
@@ -93,16 +93,7 @@ def _listen(host: str, port: int) -> Server:
     try:
         return Server(None, host, port)
     except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None)
-        if number == errno.EADDRINUSE:
-            raise ConfigError(
-                f"the port {port} of {host} is taken, by another server perhaps: choose another with --port"
-            ) from error
-        if number in (errno.EACCES, errno.EPERM):
-            raise ConfigError(f"the port {port} is not for everybody: choose one from 1024 on with --port") from error
-        raise ConfigError(
-            f"nothing can listen at {host}, port {port} ({error}): name an address of this machine, or 0.0.0.0, with --host"
-        ) from error
+        raise listening_error(error, host, port) from error
 
 
 def _start_vllm(args: argparse.Namespace, model: str) -> VllmBackend:

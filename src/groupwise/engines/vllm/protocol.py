@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
+from groupwise.listening import checked_secret
 
 __all__ = [
     "PROTOCOL",
@@ -57,7 +58,6 @@ __all__ = [
 
 PROTOCOL = 3
 SECRET = "GROUPWISE_VLLM_SECRET"
-_SHORTEST_SECRET = 16
 
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -131,7 +131,7 @@ def find_secret(make: bool = False) -> str | None:
     """
     given = os.environ.get(SECRET)
     if given is not None:
-        return _checked(given, SECRET)
+        return checked_secret(given, SECRET)
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "vllm-secret"
     try:
         if make and not path.exists():
@@ -144,21 +144,11 @@ def find_secret(make: bool = False) -> str | None:
                 raise ConfigError(
                     f"the secret in {path} is not for this user's eyes alone: remove the file, a server makes another"
                 )
-            return _checked(file.read(), str(path))
+            return checked_secret(file.read(), str(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the secret in {path} cannot be read ({error}): put one into {SECRET} on both sides") from error
-
-
-def _checked(secret: str, place: str) -> str:
-    text = secret.strip()
-    if len(text) < _SHORTEST_SECRET or not (text.isascii() and text.isprintable()) or " " in text:
-        raise ConfigError(
-            f"{place} holds no secret: it must be {_SHORTEST_SECRET} or more letters and digits that nobody can guess, such as those of "
-            "`openssl rand -hex 32`"
-        )
-    return text
 
 
 def owner_of(weights: str | None) -> str | None:

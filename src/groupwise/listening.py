@@ -1,0 +1,166 @@
+"""What every HTTP server here has in common, by the standard library alone: who may ask, how much, and for how long.
+
+Nothing of a request is read before its secret was seen to be the server's. A browser that a stranger's page sends here is refused: by its
+``Origin``, by a ``Host`` that is not this machine's (where only this machine is served), and by its ``Content-Type``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from groupwise.errors import ConfigError
+
+__all__ = ["BoundedServer", "Handler", "TooMuch", "checked_secret", "is_loopback", "listening_error"]
+
+PIECE_BYTES = 2**20
+SILENCE_S = 60.0
+"""How long a peer may say nothing in the middle of a message, or take nothing of an answer."""
+_SHORTEST_SECRET = 16
+
+
+class TooMuch(Exception):
+    """A message is longer than is read; the argument is its length in bytes, or what was announced for it."""
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """With a limit to the connections at once, each of which has a thread; one too many is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: Any, connections: int) -> None:
+        self._free = threading.BoundedSemaphore(connections)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a peer that disconnected, or was silent, is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. Derive from it, and define ``refuse`` and the methods."""
+
+    secret: str | None
+    """None where everybody who reaches the server may ask."""
+    host: str
+    """The address that is listened at."""
+    content_types: ClassVar[tuple[str, ...]] = ("application/json",)
+    timeout = SILENCE_S
+    protocol_version = "HTTP/1.1"
+    server_version = "groupwise"
+    disable_nagle_algorithm = True
+
+    def refuse(self, status: int, words: str) -> None:
+        """Answer with an error in the protocol's own form."""
+        raise NotImplementedError
+
+    def is_trusted(self) -> bool:
+        """Whether the request may be read; what it is refused with is answered, and its body is not read."""
+        headers, refusal = self.headers, None
+        given = headers.get("Authorization", "").encode("utf-8", errors="replace")
+        if headers.get("Origin") is not None or not self._is_host(headers.get("Host", "")):
+            refusal = 403, "this server answers no browsers"
+        elif self.secret is not None and not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
+            refusal = 401, "the secret is missing, or is not this server's"
+        elif self.command == "POST" and headers.get_content_type() not in self.content_types:
+            refusal = 415, f"the content type of a message must be {' or '.join(self.content_types)}"
+        if refusal is not None:
+            self.close_connection = True
+            self.refuse(*refusal)
+        return refusal is None
+
+    def _is_host(self, given: str) -> bool:
+        """Whether a client that wants this machine may have said so. A page whose name was made to lead here says its own name."""
+        if not is_loopback(self.host):
+            return True
+        try:
+            name = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            return False
+        return name == self.host or is_loopback(name)
+
+    def body(self, most: int) -> bytearray:
+        """What was sent. Memory is taken for what came, and not for what was announced. Raises TooMuch, and ValueError for no length."""
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 <= length <= most:
+            self.close_connection = True
+            raise TooMuch(length)
+        body = bytearray()
+        while len(body) < length:
+            piece = self.rfile.read1(min(PIECE_BYTES, length - len(body)))  # type: ignore[attr-defined]
+            if not piece:
+                raise TimeoutError
+            body += piece
+        return body
+
+    def answer(self, status: int, values: Any, **headers: str) -> None:
+        body = json.dumps(values).encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def begin_pieces(self, content_type: str) -> None:
+        """An answer whose length is not known yet."""
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def piece(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
+
+    def end_pieces(self) -> None:
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a run asks thousands of times."""
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_secret(secret: str, place: str) -> str:
+    """``secret`` without blanks around it. Raises ConfigError, naming its ``place``, for what could be guessed or no header can carry."""
+    text = secret.strip()
+    if len(text) < _SHORTEST_SECRET or not (text.isascii() and text.isprintable()) or " " in text:
+        raise ConfigError(
+            f"{place} holds no secret: it must be {_SHORTEST_SECRET} or more letters and digits that nobody can guess, such as those of "
+            "`openssl rand -hex 32`"
+        )
+    return text
+
+
+def listening_error(error: Exception, host: str, port: int) -> ConfigError:
+    """What to do where nothing could listen at an address."""
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return ConfigError(f"the port {port} of {host} is taken, by another server perhaps: choose another with --port")
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError(f"the port {port} is not for everybody: choose one from 1024 on with --port")
+    return ConfigError(
+        f"nothing can listen at {host}, port {port} ({error}): name an address of this machine, or 0.0.0.0, with --host"
+    )

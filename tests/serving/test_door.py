@@ -1,0 +1,132 @@
+"""Who may ask, how much is read, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from groupwise import listening
+from groupwise.errors import ConfigError
+from groupwise.serving import KEY, find_key, server
+from tests.serving.conftest import asking, call
+
+SECRET = "0123456789abcdef0123456789abcdef"
+WITH_KEY = {"Authorization": f"Bearer {SECRET}"}
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", SECRET, f"Basic {SECRET}", "Bearer é"])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/"), ("POST", "/")]
+)
+def test_nobody_is_answered_without_the_key(serving, given, method, path):
+    where = serving("x", key=SECRET)
+    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+    status, answer = call(where, asking(), method, path, headers)
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    assert SECRET not in str(answer)
+    assert not where.service.engine.requests
+
+
+def test_with_the_key_one_is(serving):
+    assert call(serving("x", key=SECRET), asking(), headers=WITH_KEY)[0] == 200
+
+
+def test_the_key_is_compared_in_constant_time(serving, monkeypatch):
+    compared, real = [], listening.hmac.compare_digest
+    monkeypatch.setattr(listening.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
+    assert call(serving("x", key=SECRET), asking(), headers={"Authorization": "Bearer x"})[0] == 401
+    assert compared == [(b"Bearer x", f"Bearer {SECRET}".encode())]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "[bad"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Host": "localhost:8000"}, 200),
+    ],
+)
+def test_a_stranger_s_page_in_a_browser_is_refused(serving, headers, status):
+    assert call(serving("x"), asking(), headers=headers)[0] == status
+
+
+def test_other_machines_may_know_it_by_any_name(serving):
+    where = serving("x", key=SECRET, host="0.0.0.0")
+    assert call(where, asking(), headers={**WITH_KEY, "Host": "node-17:8000"})[0] == 200
+    assert call(where, asking())[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "status", "words"),
+    [
+        (b"{", {}, 400, "no JSON"),
+        (b"[" * 100_000, {}, 400, "no JSON"),
+        (b"\xff", {}, 400, "no JSON"),
+        (b"7", {}, 400, "must be a JSON object"),
+        (b"", {"Content-Length": str(2**30)}, 413, "is more than"),
+        (b"", {"Content-Length": "-1"}, 413, "is more than"),
+        (b"", {"Content-Length": "many"}, 411, "must say its length"),
+        (b"0\r\n\r\n", {"Transfer-Encoding": "chunked"}, 411, "must say its length"),
+    ],
+)
+def test_nonsense_is_an_error_in_openai_s_form(serving, raw, headers, status, words):
+    got, answer = call(serving("x"), raw=raw, headers=headers)
+    assert (got, set(answer["error"])) == (status, {"message", "type", "param", "code"})
+    assert words in answer["error"]["message"]
+
+
+def test_another_path_or_model_is_not_there(serving):
+    where = serving("x")
+    assert call(where, asking(), path="/v1/completions")[0] == 404
+    status, answer = call(where, {**asking(), "model": "gpt"})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+    assert "ask for 'tiny'" in answer["error"]["message"]
+
+
+def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
+    monkeypatch.setattr(server._Handler, "timeout", 0.2)
+    where = serving("x")
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", where.port), timeout=20) as idle:
+        idle.sendall(head + b"x")
+        assert idle.recv(1000) == b""
+
+
+def test_messages_that_the_template_refuses_are_the_client_s_mistake(serving, byte_tokenizer, monkeypatch):
+    where = serving("x")
+    monkeypatch.setattr(where.service._tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    status, answer = call(where, asking())
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "roles must alternate" in answer["error"]["message"]
+
+
+class TestKey:
+    """Where the key comes from."""
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+    def test_this_machine_alone_needs_none(self, host, monkeypatch):
+        monkeypatch.delenv(KEY, raising=False)
+        assert find_key(host) == (None, False)
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "node-17", ""])
+    def test_any_other_address_has_one_made(self, host, monkeypatch):
+        monkeypatch.delenv(KEY, raising=False)
+        (first, made), (second, _) = find_key(host), find_key(host)
+        assert made
+        assert first is not None
+        assert len(first) == 64
+        assert first != second
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+    def test_the_environment_s_is_taken_and_a_poor_one_refused(self, host, monkeypatch):
+        monkeypatch.setenv(KEY, SECRET)
+        assert find_key(host) == (SECRET, False)
+        monkeypatch.setenv(KEY, "short")
+        with pytest.raises(ConfigError, match=KEY):
+            find_key(host)
