@@ -22,8 +22,8 @@ Common to the commands, and left out below:
 - `KEY=VALUE` changes a [setting](configuration.md), as in `rollout.temperature=0.8`.
 - `--json` prints JSON; progress goes to standard error.
 - `--num-processes N` starts N processes on this machine, one for each GPU; `auto` as many as it has GPUs.
-- `--device-map auto` lays a large model over all GPUs, the machine's memory and the disk (`eval`, `generate`).
-- `--trust-remote-code` runs Python code that comes with the model (`generate`, `merge`).
+- `--device-map auto` lays a large model over all GPUs, the machine's memory and the disk (`eval`, `generate`, `serve`).
+- `--trust-remote-code` runs Python code that comes with the model (`generate`, `serve`, `merge`).
 - Exit code 0 means success, 2 a mistake in settings, data or options, 130 Ctrl-C; [a training run has more](../how-to/resuming.md).
 - `GROUPWISE_DEBUG=1` in the environment shows the traceback of a mistake.
 """

@@ -103,11 +103,15 @@ def _named_code(config: Config) -> list[tuple[str, str]]:
 
 
 def settings_to_ask(
-    model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None
+    model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None, plays: bool = True
 ) -> tuple[Config, int]:
-    """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give."""
+    """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give.
+
+    ``plays``: whether the run's own tools and environment take part, and are imported.
+    """
     config, run_config = settings_for_model(model, overrides)
-    refuse_named_code(config, run_config, data=False)
+    if plays:
+        refuse_named_code(config, run_config, data=False)
     if system is not None:
         config.prompt.system = system
     elif run_config is None:

@@ -87,6 +87,28 @@ def test_the_openai_client_understands_it(served):
         client.chat.completions.create(**ask, frequency_penalty=1)
 
 
+def test_a_run_s_own_tools_are_neither_needed_nor_imported(tiny_folder, tmp_path):
+    import shutil
+
+    from groupwise.config import dump_config, load_config
+
+    shutil.copytree(tiny_folder, tmp_path / "run" / "final_model")
+    tool = tmp_path / "my_tools.py"
+    tool.write_text("raise SystemExit('imported')\n")
+    named = [f"rollout.tools=[{tool}:search]", "model.dtype=float32", "model.device=cpu", "prompt.system=Use tools."]
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(load_config("quickstart-tools", named)))
+    with pytest.raises(ConfigError, match="Python that would be imported"):
+        settings_to_ask(str(tmp_path / "run"))
+    config, longest = settings_to_ask(str(tmp_path / "run"), max_tokens=3, plays=False)
+    server = open_server(config, longest, "run", "127.0.0.1", 0, None)
+    try:
+        status, answer = call(server, {**asking(), "model": "run"})
+        assert (status, answer["usage"]["completion_tokens"] <= 3) == (200, True)
+        assert server.service.system == "Use tools."
+    finally:
+        server.close()
+
+
 def test_a_port_that_is_taken_is_told_before_the_weights_are_loaded(served, tiny_folder, monkeypatch):
     monkeypatch.setattr("groupwise.serving.server.open_service", lambda *_: pytest.fail("the weights were loaded"))
     config, longest = settings_to_ask(str(tiny_folder))

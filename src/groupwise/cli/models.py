@@ -120,7 +120,7 @@ def serve(
     key, made = find_key(host)
     options = [f"model.device_map={device_map}"] if device_map else []
     options += ["model.trust_remote_code=true"] if trust_remote_code else []
-    config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
+    config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens, plays=False)
     fetch_model(config.model)
     server = open_server(config, longest, name or model, host, port, key)
     try:

@@ -216,7 +216,7 @@ def _message(given: object, place: str) -> Mapping[str, Any]:
 
 def _content(given: object, place: str) -> str:
     """One text. Half a surrogate pair, which JSON can hold and no token can, becomes a question mark."""
-    parts = given if isinstance(given, list) else [{"type": "text", "text": "" if given is None else given}]
+    parts: list[Any] = given if isinstance(given, list) else [{"type": "text", "text": "" if given is None else given}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise Refused(f"the content of {place} must be text: images, sounds and files cannot be read here", "messages")
@@ -224,11 +224,10 @@ def _content(given: object, place: str) -> str:
 
 
 def _calls(given: Sequence[Any], place: str) -> list[Mapping[str, Any]]:
-    calls = []
+    calls: list[Mapping[str, Any]] = []
     for one in given if isinstance(given, list) else [None]:
-        function = one.get("function") if isinstance(one, dict) else None
         try:
-            name, arguments = function["name"], function["arguments"]  # type: ignore[index]
+            name, arguments = one["function"]["name"], one["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (KeyError, TypeError, ValueError, RecursionError):
             name, arguments = None, None
