@@ -10,7 +10,17 @@ import pytest
 
 from groupwise.config import explain, load_config, recipes
 
-COMMANDS = [["train"], ["eval"], ["generate"], ["data", "inspect"], ["data", "prepare"], ["recipes"], ["algorithms"], ["config"]]
+COMMANDS = [
+    ["train"],
+    ["eval"],
+    ["generate"],
+    ["serve"],
+    ["data", "inspect"],
+    ["data", "prepare"],
+    ["recipes"],
+    ["algorithms"],
+    ["config"],
+]
 COMMANDS += [["report"], ["doctor"], ["plan"], ["bench"]]
 
 
@@ -21,6 +31,7 @@ def test_help_without_a_command_lists_the_commands(groupwise, command):
         "train",
         "eval",
         "generate",
+        "serve",
         "merge",
         "report",
         "doctor",
