@@ -220,12 +220,13 @@ def _content(given: object, place: str) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise Refused(f"the content of {place} must be text: images, sounds and files cannot be read here", "messages")
-    return "\n".join(part["text"] for part in parts).encode("utf-8", "replace").decode("utf-8")
+    return "\n".join(str(part["text"]) for part in parts).encode("utf-8", "replace").decode("utf-8")
 
 
 def _calls(given: Sequence[Any], place: str) -> list[Mapping[str, Any]]:
     calls: list[Mapping[str, Any]] = []
-    for one in given if isinstance(given, list) else [None]:
+    listed: list[Any] = given if isinstance(given, list) else [None]
+    for one in listed:
         try:
             name, arguments = one["function"]["name"], one["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
