@@ -91,11 +91,11 @@ class Answer:
         return {**self.about, "object": "chat.completion", "choices": told, "usage": self.usage}
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        """What is new since this was asked last."""
+        """What is new since this was asked last; a choice that failed has no end."""
         for index, choice in enumerate(self.choices):
             if self._ended[index]:
                 continue
-            finished = choice.finish_reason is not None  # before the text is looked at: it is written last
+            finished = choice.finish_reason not in (None, "error")  # before the text is looked at: it is written last
             if not self._begun[index] and choice.token_ids:
                 self._begun[index] = True
                 yield self._piece(index, {"role": "assistant", "content": ""})

@@ -154,7 +154,7 @@ class _Handler(Handler):
     def _tell(self, exchange: Exchange) -> None:
         begun = False
         try:
-            while not (exchange.wait(_LOOK_EVERY_S) and (exchange.ask.stream or exchange.is_finished)):
+            while not (exchange.wait(_LOOK_EVERY_S) and (exchange.is_finished or exchange.ask.stream)):
                 if not self._is_there():
                     raise ConnectionError
             if not exchange.ask.stream:

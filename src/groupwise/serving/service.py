@@ -39,19 +39,21 @@ class Exchange:
 
     @property
     def is_finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        """Raises Refused where a choice failed."""
+        finished = all(choice.finish_reason is not None for choice in self.choices)
+        for choice in self.choices:
+            if choice.error is not None:
+                raise Refused(choice.error, status=500)
+        return finished
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is news. Raises Refused where a choice failed."""
+        """Whether there is news."""
         try:
             self.news.get(timeout=seconds)
             while not self.news.empty():  # all of it is looked at now
                 self.news.get()
         except queue.Empty:
             return False
-        for choice in self.choices:
-            if choice.error is not None:
-                raise Refused(choice.error, status=500)
         return True
 
     def abandon(self) -> None:
