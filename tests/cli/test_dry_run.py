@@ -58,6 +58,21 @@ def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_on_request(group
     assert "<|im_start|>user\n" in "\n".join(short.splitlines()[-30:]), "the prompt is there to be read"
 
 
+def test_a_dry_run_refuses_the_folders_that_the_run_would(groupwise, small, no_weights, tmp_path):
+    used, file = tmp_path / "used", tmp_path / "file"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    file.write_text("mine")
+    elsewhere = [(file / "run", "cannot be written"), ("/proc/run", "cannot be written")]
+    for folder, why in [(used, "is not empty"), (file, "is a file"), *elsewhere]:
+        for words in (["--run-folder", folder], [f"output.folder={folder}"]):
+            assert why in refusal(groupwise, *small, *words)
+    result = groupwise("train", "quickstart", *small, "--dry-run", "--run-folder", tmp_path / "new" / "run")
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob("**/.groupwise-*"))
+
+
 BROKEN = {
     "a number": "return 1.0",
     "too few": "return [1.0]",

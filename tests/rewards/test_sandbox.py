@@ -58,7 +58,12 @@ def project():
     (folder / "neighbour.py").write_text("KNOWN = 7\n")
     (folder / "cases.json").write_text("[1, 2]")
     (folder / ".env").write_text("KEY=hidden")
-    for run in (folder / "runs" / "first", folder / "results" / "second"):
+    deep = folder / "data" / "kept" / "well"
+    deep.mkdir(parents=True)
+    for name in (".env", "id_rsa", "server.pem", "credentials.json", "secrets"):
+        (deep / name).write_text("KEY=hidden")
+    (deep / "open.txt").write_text("seen")
+    for run in (folder / "runs" / "first", folder / "results" / "second", deep / "third", folder / "data" / "runs" / "fourth"):
         run.mkdir(parents=True)
         for name in ("config.yaml", "environment.json"):
             (run / name).write_text("{}")
@@ -247,6 +252,7 @@ def test_no_file_outside_can_be_written(walled, project, place):
 def test_secrets_cannot_be_seen(walled, project, tmp_path):
     hidden = [
         project / ".env", project / "runs" / "first" / "config.yaml", project / "results" / "second" / "config.yaml",
+        *(p for p in (project / "data").rglob("*") if p.is_file() and p.name != "open.txt"),
         project.parent / "outside.txt", Path("/etc/passwd"), Path("/etc/hostname"), Path.home() / ".bashrc", Path("/root/.ssh"),
         Path("/var/log"), Path("/run"), Path("/proc/1/root/etc/passwd"), Path(f"/proc/{os.getpid()}/environ"),
     ]  # fmt: skip

@@ -199,6 +199,7 @@ def test_a_reward_functions_key_is_in_no_file_of_the_folder(tmp_path):
 
 @pytest.mark.parametrize(
     "name", ["Authorization", "apiKey", "judgeApiKey", "openai_key", "API_KEYS", "hf_token_2", "password", "cookie", "pat", "GITLAB_PAT",
+             "DATABASE_URL", "sessionid", "session_id", "AWS_ACCESS_KEY_ID", "otp",
              "db_pwd", "jwt", "sentryDsn", "key", "arguments.key"],
 )  # fmt: skip
 def test_a_name_of_a_secret_hides_whatever_it_holds(name):
@@ -219,7 +220,8 @@ def test_other_names_hide_nothing(name):
     "text",
     [
         "AIza" + "a1" * 16, "xoxb-1234567890-ab", "eyJhbGciOiJI.eyJzdWIi.sig-_1", "gsk_" + "a1" * 10, "sk_live_" + "a1" * 10,
-        "npm_" + "a1" * 18, "ya29.a0-" + "a1" * 10,
+        "npm_" + "a1" * 18, "ya29.a0-" + "a1" * 10, "ASIA" + "A1" * 8, "hvs." + "a1" * 10, "SG." + "a1" * 12, "whsec_" + "a1" * 10,
+        "dop_v1_" + "a1" * 20, "shpat_" + "a1" * 10, "xapp-1-" + "A1" * 8,
     ],
 )  # fmt: skip
 def test_what_is_shaped_like_a_secret_is_hidden_anywhere(text):

@@ -76,7 +76,7 @@ def train(
     config = load_config(source, overrides or ())
     fetch_model(config.model)
     if dry_run:
-        _dry_run(config, as_json, num_processes, everything, check)
+        _dry_run(config, as_json, num_processes, everything, check, run_folder, resume)
         return
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
@@ -120,13 +120,19 @@ def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
     return folder
 
 
-def _dry_run(config: Config, as_json: bool, num_processes: int, everything: bool, check: bool) -> None:
+def _dry_run(
+    config: Config, as_json: bool, num_processes: int, everything: bool, check: bool, run_folder: Path | None, resume: bool
+) -> None:
     from groupwise.cli.show import print_json
     from groupwise.distributed import world_size
     from groupwise.doctor import diagnose_prepared, refuse
+    from groupwise.tracking.run_folder import check_named
     from groupwise.training.setup import prepare
 
-    prepared = prepare(config, processes=max(num_processes, world_size()))
+    folder = run_folder or (Path(config.output.folder) if config.output.folder else None)
+    if folder is not None and not resume:
+        check_named(folder.expanduser())
+    prepared = prepare(config, processes=max(num_processes, world_size()), folder=folder)
     findings = diagnose_prepared(prepared) if check else []
     prepared.rewards.close()
     if as_json:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Ended", "Late", "Refused", "contained", "enter", "environment", "plan", "readable", "refusal"]
@@ -49,6 +49,12 @@ _DEATH_SIGNAL, _DUMPABLE, _KEEP_CAPABILITIES, _NO_NEW_PRIVILEGES, _DROP_BOUNDING
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _SETATTR = 442  # mount_setattr(2), the same number on every architecture
 _CAPABILITIES = (2, 5, 19, 21)  # DAC_READ_SEARCH, to import what only root may read; KILL, SYS_PTRACE, SYS_ADMIN, to make calls
+_KEYS = re.compile(
+    r"^\.|^id_(rsa|dsa|ecdsa|ed25519)$|\.(pem|key|p12|pfx|jks|kdbx|keystore)$|^(credentials|secrets?)(\.(?!pyi?$)\w+)?$"
+)
+"""Names in the user's folders that are not seen."""
+_MOST = 20_000
+"""Names of a folder that are looked at."""
 _SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d",
     "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs", "/sys/devices/system/cpu",
@@ -94,8 +100,9 @@ def readable() -> tuple[list[str], list[str]]:
 def plan(system: Iterable[str], own: Iterable[str]) -> list[Step]:
     """How to make a file system of what exists of these, in order.
 
-    Of the user's ``own`` folders names that begin with a dot (``.env``, ``.git``, ``.ssh``) and folders of runs stay hidden; of the
-    home folder, of the folder for temporary files, and of what lies above them, only Python files and packages are seen.
+    Of the user's ``own`` folders names that begin with a dot (``.env``, ``.git``, ``.ssh``), files of keys and folders of runs stay hidden,
+    at any depth; of the home folder, of the folder for temporary files, of what lies above them, and of a folder with more than ``_MOST``
+    names, only Python files and packages are seen.
     """
     steps: set[Step] = set()
     for path in system:
@@ -104,12 +111,12 @@ def plan(system: Iterable[str], own: Iterable[str]) -> list[Step]:
         real = os.path.realpath(path)
         if not os.path.isdir(real):
             steps |= _placed(path)  # a zip file, say
-        elif _is_wide(real):
+        elif _is_wide(real) or (private := _private(real)) is None:
             for entry in _entries(real):
                 if entry.name.endswith(".py") or os.path.isfile(os.path.join(entry.path, "__init__.py")):
                     steps |= _placed(entry.path)
         else:
-            steps |= _placed(path) | {Step(place, "hide") for place in _private(real)}
+            steps |= _placed(path) | {Step(place, "hide") for place in private}
     order = ("link", "hide", "bind")
     return sorted(steps, key=lambda step: (step.path.count("/"), order.index(step.kind), step.path))
 
@@ -147,15 +154,18 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _private(folder: str) -> Iterator[str]:
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if os.path.islink(path):
-            continue
-        if name.startswith(".") or name == "runs" or _is_run(path):
-            yield path
-        elif os.path.isdir(path):
-            yield from (entry.path for entry in _entries(path) if _is_run(entry.path) and not entry.is_symlink())
+def _private(folder: str) -> list[str] | None:
+    """What is hidden of it; None where it has more than ``_MOST`` names."""
+    hidden, seen = [], 0
+    for place, folders, files in os.walk(folder):
+        seen += len(folders) + len(files)
+        if seen > _MOST:
+            return None
+        private = {name for name in (*folders, *files) if _KEYS.search(name) or (name == "runs" and name in folders)}
+        private |= {name for name in folders if _is_run(os.path.join(place, name))}
+        hidden += [path for path in (os.path.join(place, name) for name in sorted(private)) if not os.path.islink(path)]
+        folders[:] = [name for name in folders if name not in private]
+    return hidden
 
 
 def _is_run(path: str) -> bool:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -286,6 +287,13 @@ def flock(path: Path, *, shared: bool) -> int | None:
 
 
 def make_named(path: Path) -> Path:
+    check_named(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def check_named(path: Path) -> None:
+    """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH "
@@ -303,8 +311,14 @@ def make_named(path: Path) -> Path:
             f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with --run-folder PATH "
             "(the setting is output.folder)"
         )
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {parent}): a run needs a writable folder with free "
+            "space; name another with --run-folder PATH (the setting is output.folder)"
+        ) from error
 
 
 def is_unused(path: Path) -> bool:

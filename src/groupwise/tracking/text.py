@@ -38,7 +38,8 @@ _OWNERS = (
 )
 _NAME = (
     rf"(?:(?:{_OWNERS})[_-]?keys?|auth|authorization|bearer|token|(?:api|auth|access|hf|hub)[_-]?tokens|secrets?|passwords?|passwd|"
-    r"pwd|pat|jwt|dsn|passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string)(?:[_-]?(?:\d+|value))?"
+    r"pwd|pat|jwt|dsn|passphrase|credentials?|cookies?|webhook(?:[_-]?url)?|connection[_-]?string|"
+    r"database[_-]?url|session[_-]?id|otp|access[_-]?key[_-]?id)(?:[_-]?(?:\d+|value))?"
 )
 SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$|(?:^|\.)key$")
 """A credential's name, whole or as the last words of one: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A
@@ -51,7 +52,8 @@ _NO_SECRETS = ("PWD", "OLDPWD")
 # over the same characters: a part ends where the next one begins (`++`, `*+`: what was taken is not given back), or has a longest length.
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[prs]k_(?:live|test)_[A-Za-z0-9]{10,}|npm_[A-Za-z0-9]{16,}|ya29\.[\w-]{16,}|"
-    r"pypi-[\w-]{16,}|dckr_pat_[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|AKIA[A-Z0-9]{16}|"
+    r"pypi-[\w-]{16,}|dckr_pat_[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|"
+    r"hvs\.[\w-]{16,}|SG\.[\w-]{16,}|whsec_[A-Za-z0-9]{16,}|dop_v1_[a-f0-9]{16,}|shp(?:at|ss|ca|pa)_[A-Fa-f0-9]{16,}|xapp-[\w-]{10,}|"
     r"AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}|(?:gsk|r8)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|pplx-[\w-]{16,})"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|$)",
     re.DOTALL,
