@@ -37,8 +37,10 @@ class CallFormat(Protocol):
 
     native: bool
     """Whether the model's chat template describes the tools; else the system prompt does."""
-    opening: str
-    """What every call begins with, or the whole turn of calls does."""
+
+    @property
+    def opening(self) -> str:
+        """What every call begins with, or the whole turn of calls does."""
 
     def read(self, text: str) -> list[Asked]:
         """Every call in a turn's text, in order; empty where it has none, and so is an answer."""

@@ -85,6 +85,10 @@ class Whole:
     format: CallFormat
     native: bool = True
 
+    @property
+    def opening(self) -> str:
+        return self.format.opening
+
     def read(self, text: str) -> list[Asked]:
         asked = self.format.read(text)
         return asked if all(one.name for one in asked) else []
