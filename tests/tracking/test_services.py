@@ -32,7 +32,10 @@ class Judged:
         return {
             "stage": self.stage, "mode": "greedy", "strict_accuracy": 0.25, "lenient_accuracy": 0.5, "format_rate": 0.75, "stop_rate": 1.0,
             "mean_tokens": 33.0,
-            "figures": {"pass_at": {"1": [0.25, 0.1, 0.4], "4": [0.5, 0.3, 0.7]}, "majority_at": {"4": [0.3, 0.2, 0.4]}},
+            "figures": {"pass_at": {"1": [0.25, 0.1, 0.4], "4": [0.5, 0.3, 0.7]}, "majority_at": {"4": [0.3, 0.2, 0.4]},
+                        "success": [0.6, 0.5, 0.7], "episodes": dict.fromkeys(
+                            ("turns", "calls", "invalid_calls", "failed_calls", "sampled_tokens", "given_tokens", "reward",
+                             "environment_failed"), 0.1)},
         }  # fmt: skip
 
 

@@ -367,7 +367,8 @@ class OutputConfig(Section):
     adapter_only: bool = False
     """With `model.lora`: write the adapter alone, for `groupwise merge`."""
     keep_best: bool = False
-    """Keep also the checkpoint with the highest strict accuracy, of those at a step with an evaluation."""
+    """Keep also the checkpoint with the highest strict accuracy (where an environment judges, its success rate), of those at a step with an
+    evaluation."""
     log_completions: int = Field(default=4, ge=0)
     """Groups per step in `completions.jsonl`."""
     log_tokens: int = Field(default=1, ge=0)

@@ -25,9 +25,11 @@ __all__ = [
     "crosstab",
     "figures",
     "first_samples",
+    "headline_verdict",
     "holm",
     "majority_at_k",
     "mcnemar_p_value",
+    "of_episodes",
     "paired_comparison",
     "paired_interval",
     "pass_at_k",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 Record = Mapping[str, Any]
-VERDICTS = ("strict", "lenient", "latex", "field_strict", "field_flexible")
+VERDICTS = ("strict", "lenient", "latex", "field_strict", "field_flexible", "success")
 
 
 def by_problem(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -85,11 +87,39 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     if unchecked:
         result["unchecked"] = unchecked
     for key in VERDICTS:
-        if all(key in record for record in records):
+        if all(key in record for record in records) and any(record[key] is not None for record in records):
             result[key] = list(share(records, key))
+    if all("turns" in record for record in records):
+        result["episodes"] = of_episodes(records)
     if samples > 1:
         result["pass_at"] = at_each_k(grouped, samples, passed)
         result["majority_at"] = at_each_k(grouped, samples, voted)
+    return result
+
+
+def of_episodes(records: Sequence[Record]) -> dict[str, float]:
+    """What went on between turns, and what it cost: means per completion, and of calls the shares that went wrong.
+
+    ``turns`` of the policy; ``calls``; ``invalid_calls`` that could not be made and ``failed_calls`` in which the tool did wrong, as
+    shares of the calls (absent without any); ``sampled_tokens`` and ``given_tokens``, which add up to a completion's length;
+    ``reward`` of the environment, and ``environment_failed``, the share of episodes without one, where there is an environment.
+    """
+    calls = [call for record in records for turn in record["turns"] for call in turn["calls"]]
+    tokens = [(turn["tokens"], turn["role"] == "assistant") for record in records for turn in record["turns"]]
+    result = {
+        "turns": sum(own for _, own in tokens) / len(records),
+        "calls": len(calls) / len(records),
+        "sampled_tokens": sum(count for count, own in tokens if own) / len(records),
+        "given_tokens": sum(count for count, own in tokens if not own) / len(records),
+    }
+    if calls:
+        result["invalid_calls"] = sum(call["failure"] == "invalid" for call in calls) / len(calls)
+        result["failed_calls"] = sum(call["failure"] in ("raised", "timed_out") for call in calls) / len(calls)
+    if rewarded := [record["reward"] for record in records if "reward" in record]:
+        known = [reward for reward in rewarded if reward is not None]
+        result["environment_failed"] = 1 - len(known) / len(rewarded)
+        if known:
+            result["reward"] = math.fsum(known) / len(known)
     return result
 
 
@@ -166,6 +196,11 @@ def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         "both_wrong": pairs.count((0, 0)),
         "p_value": mcnemar_p_value(broken, fixed),
     }
+
+
+def headline_verdict(*evaluations: Sequence[Record]) -> str:
+    """By which verdict evaluations are compared: ``success`` where an environment judged all episodes, else ``strict``."""
+    return "success" if all(records and all("success" in one for one in records) for records in evaluations) else "strict"
 
 
 def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:

@@ -18,7 +18,7 @@ from groupwise.data.sources import held_out_from, load_problems, question_key
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.episodes import Episodes, render_episode
 from groupwise.errors import ConfigError, DataError
-from groupwise.evaluation.figures import figures, paired_comparison
+from groupwise.evaluation.figures import figures, headline_verdict, paired_comparison
 from groupwise.evaluation.records import further_verdicts, make_record, references_of
 from groupwise.tracking import Trackers
 from groupwise.types import Message, Problem, Prompt
@@ -397,4 +397,6 @@ def training_effect(headline: Mapping[str, Evaluation]) -> dict[str, Any] | None
     after = headline.get("final")
     if before is None or after is None:
         return None
-    return {"before": before.stage, "after": after.stage, **paired_comparison(before.records, after.records)}
+    verdict = headline_verdict(before.records, after.records)
+    paired = paired_comparison(before.records, after.records, key=verdict)
+    return {"before": before.stage, "after": after.stage, "verdict": verdict, **paired}

@@ -13,7 +13,7 @@ from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.durable import write_bytes
 from groupwise.errors import DataError
-from groupwise.evaluation.figures import holm, paired_comparison
+from groupwise.evaluation.figures import headline_verdict, holm, paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
 from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
 from groupwise.tracking import Trackers
@@ -116,7 +116,7 @@ def rescore(path: Path) -> list[Judged]:
 
 
 def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Each model against the first, mode by mode, by the strict verdict. ``p_adjusted`` is Holm's, over the comparisons of a mode.
+    """Each model against the first, mode by mode, by ``headline_verdict``. ``p_adjusted`` is Holm's, over the comparisons of a mode.
 
     Raises:
         DataError: two of them were not judged on the same problems, or not asked as often.
@@ -129,11 +129,12 @@ def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
             other = next((e for e in evaluations if e.mode == reference.mode), None)
             if other is None:
                 continue
+            verdict = headline_verdict(reference.records, other.records)
             try:
-                paired = paired_comparison(reference.records, other.records)
+                paired = paired_comparison(reference.records, other.records, key=verdict)
             except DataError as error:
                 raise DataError(f"{first} and {model} cannot be compared ({reference.mode}): {error}") from error
-            rows.append({"mode": reference.mode, "before": first, "after": model, **paired})
+            rows.append({"mode": reference.mode, "before": first, "after": model, "verdict": verdict, **paired})
         for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
             row["p_adjusted"] = adjusted
         compared += rows

@@ -55,7 +55,16 @@ def make_record(prompt: Prompt, completion: Completion, style: AnswerStyle, samp
         "tokens": len(completion.token_ids),
         "response": completion.answer,
         **({"turns": [asdict(turn) for turn in completion.turns]} if completion.turns else {}),
+        **of_environment(completion),
     }
+
+
+def of_environment(completion: Completion) -> dict[str, Any]:
+    """What the environment said the episode was worth, and whether that is a success: more than 0. Both are ``None`` where it failed;
+    absent where no environment gives a reward."""
+    if completion.reward is None and completion.finish_reason not in ("environment_error", "timeout"):
+        return {}
+    return {"reward": completion.reward, "success": None if completion.reward is None else completion.reward > 0}
 
 
 def verdicts(text: str, references: Sequence[str], style: AnswerStyle) -> dict[str, Any]:

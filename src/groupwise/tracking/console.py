@@ -17,7 +17,15 @@ from rich.text import Text
 
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.numbers import averaged, clock, fields, headline, interval, percent, sections, sparkline
-from groupwise.tracking.tables import before_and_after, next_command, stage_label, summary_lines, summary_table, transcript
+from groupwise.tracking.tables import (
+    before_and_after,
+    episode_line,
+    next_command,
+    stage_label,
+    summary_lines,
+    summary_table,
+    transcript,
+)
 from groupwise.tracking.text import hide_secrets_in_text, visible
 from groupwise.types import Group
 
@@ -153,6 +161,8 @@ class ConsoleTracker:
             "bold",
             wrap=self.live,
         )
+        if played := episode_line(row):
+            self.print(f"  {played}", wrap=self.live)
         for record in first_answers(result.records, self.show) if first else ():
             self.print(transcript(record, f"{self.label(result.stage)}: {record['problem']}", self.text))
 

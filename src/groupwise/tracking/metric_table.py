@@ -154,6 +154,18 @@ EVALUATION_METRICS: dict[str, tuple[str, str]] = {
     "evaluation/<mode>_format": ("share", "Held-out problems answered in exactly the form asked for."),
     "evaluation/<mode>_stopped": ("share", "Held-out problems whose answer the model ended by itself."),
     "evaluation/<mode>_tokens": ("tokens", "Mean length of an answer to a held-out problem."),
+    "evaluation/<mode>_success": ("share", "Held-out episodes to which the environment gave more than 0."),
+    "evaluation/<mode>_reward": ("reward", "Mean reward that the environment gave."),
+    "evaluation/<mode>_environment_failed": ("share", "Episodes in which the environment failed, left out of the two above."),
+    "evaluation/<mode>_turns": (
+        "turns",
+        "Mean turns of the policy in a held-out episode; these only with episodes.",
+    ),
+    "evaluation/<mode>_calls": ("calls", "Mean calls of tools."),
+    "evaluation/<mode>_invalid_calls": ("share", "Calls that could not be made."),
+    "evaluation/<mode>_failed_calls": ("share", "Calls in which the tool raised, returned no text, or took too long."),
+    "evaluation/<mode>_sampled_tokens": ("tokens", "Mean tokens that the policy sampled."),
+    "evaluation/<mode>_given_tokens": ("tokens", "Mean tokens that it was given."),
     "evaluation/<mode>_pass_at_<k>": ("share", "Problems of which one of k samples is right, unbiased; with several samples."),
     "evaluation/<mode>_majority_at_<k>": ("share", "Problems whose most frequent of k answers is right; with several samples."),
 }

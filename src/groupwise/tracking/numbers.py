@@ -114,8 +114,12 @@ def evaluation_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
         "tokens": "mean_tokens",
     }  # fmt: skip
     numbers = {f"evaluation/{mode}_{name}": float(summary[key]) for name, key in names.items()}
+    figures = summary.get("figures", {})
+    if "success" in figures:
+        numbers[f"evaluation/{mode}_success"] = float(figures["success"][0])
+    numbers |= {f"evaluation/{mode}_{name}": float(value) for name, value in figures.get("episodes", {}).items()}
     for name in ("pass_at", "majority_at"):
-        several = {int(k): estimate for k, estimate in summary.get("figures", {}).get(name, {}).items() if int(k) > 1}
+        several = {int(k): estimate for k, estimate in figures.get(name, {}).items() if int(k) > 1}
         numbers |= {f"evaluation/{mode}_{name}_{k}": float(estimate[0]) for k, estimate in sorted(several.items())}
     return numbers
 
@@ -171,6 +175,15 @@ WATCHED: tuple[tuple[str, tuple[Watched, ...]], ...] = (
         ),
     ),
     (
+        "episodes",
+        (
+            ("turns", "episodes/turns", as_number),
+            ("calls", "episodes/calls", as_number),
+            ("invalid", "episodes/invalid_calls", as_percent),
+            ("failed", "episodes/failed_calls", as_percent),
+        ),
+    ),
+    (
         "groups",
         (
             ("no variance", "groups/zero_variance", as_percent),
@@ -213,6 +226,8 @@ LONG_LABELS = {
     ("rewards", "reward"): "reward",
     ("tokens/s", "sampled"): "sampled tokens/s",
     ("tokens/s", "learnt"): "learnt tokens/s",
+    ("episodes", "invalid"): "invalid calls",
+    ("episodes", "failed"): "failed calls",
     ("groups", "failed"): "failed groups",
     ("groups", "sampled"): "sampled groups",
     ("memory", "peak"): "peak memory",

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.tracking.numbers import clock, interval, percent
+from groupwise.tracking.numbers import clock, interval, number, percent
 
 __all__ = [
     "before_and_after",
@@ -23,6 +23,7 @@ __all__ = [
     "comparison_lines",
     "condition_line",
     "condition_lines",
+    "episode_line",
     "judged_tables",
     "legend",
     "next_command",
@@ -37,8 +38,19 @@ Rows = Sequence[tuple[str, Mapping[str, Any]]]
 MakeText = Callable[..., Text]
 """Makes text that is safe and printable on the terminal at hand: ``text(string, style="")``."""
 PLACES = {"xml": "<answer>", "boxed": "\\boxed{}", "plain": "####"}
-VERDICTS = (("strict", "strict"), ("lenient", "lenient"), ("latex", "LaTeX"))
+VERDICTS = (("success", "success"), ("strict", "strict"), ("lenient", "lenient"), ("latex", "LaTeX"))
 FIELD = (("field_strict", "field: strict"), ("field_flexible", "field: flexible"))
+EPISODES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("sampled_tokens", "  tokens sampled", number),
+    ("given_tokens", "  tokens given", number),
+    ("turns", "turns", number),
+    ("calls", "calls", number),
+    ("invalid_calls", "  invalid calls", percent),
+    ("failed_calls", "  failed calls", percent),
+    ("reward", "environment's reward", number),
+    ("environment_failed", "environment failed", percent),
+)
+"""Of episodes: the figure, its name in a table, and how it is written."""
 SIDE_BY_SIDE = 3
 """Models in one table: so many fit 80 columns."""
 
@@ -76,6 +88,9 @@ def figure_lines(rows: Rows) -> Iterable[tuple[str, list[str]]]:
         yield "not checked, left out", [str(one.get("unchecked", 0)) for one in figures]
     yield "stopped", [percent(row["stop_rate"]) for _, row in rows]
     yield "tokens, mean", [f"{row['mean_tokens']:.0f}" for _, row in rows]
+    for key, name, write in EPISODES:
+        if any(key in one.get("episodes", ()) for one in figures):
+            yield name, [write(one["episodes"][key]) if key in one.get("episodes", ()) else "-" for one in figures]
 
 
 def with_interval(estimate: Sequence[float] | None) -> str:
@@ -125,9 +140,10 @@ def condition_lines(rows: Rows) -> Iterable[str]:
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     for row in comparisons:
         low, high = (100 * bound for bound in row["difference_interval"])
+        points = f"points [{low:+.1f}, {high:+.1f}] {row.get('verdict', 'strict')}"
         adjusted = f", {row['p_adjusted']:.2g} after Holm" if row.get("p_adjusted", row["p_value"]) != row["p_value"] else ""
         yield (
-            f"{row['before']} -> {row['after']}, {row['mode']}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}] strict; "
+            f"{row['before']} -> {row['after']}, {row['mode']}: {100 * row['difference']:+.1f} {points}; "
             f"{changes(row)} ({row['test']}, p = {row['p_value']:.2g}{adjusted})."
         )
 
@@ -151,8 +167,12 @@ def legend(rows: Rows) -> str:
     ]
     if any(row["samples"] > 1 for _, row in rows):
         words.insert(3, "with several samples each of these is mean@n, and pass@k and majority@k go by strict")
+    if any("episodes" in row["figures"] for _, row in rows):
+        words.append("invalid and failed calls: those that could not be made and those in which the tool did wrong")
     if field_verdicts(rows):
         words.insert(3, "field: the rules of lm-evaluation-harness, #### and the last number, which know no <answer>")
+    if any("success" in row["figures"] for _, row in rows):
+        words.insert(0, "success: the environment gave more than 0")
     text = "; ".join(words)
     return text[0].upper() + text[1:] + "."
 
@@ -207,6 +227,9 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
             f"{' or '.join(str(n) for n in sizes)} held-out problems. strict: the answer stands where the format "
             "asks for it; lenient: it is found anywhere; stopped: the model ended by itself."
         )
+    for row in summary.get("evaluations", ()):
+        if played := episode_line(row):
+            yield f"Episodes, {stage_label(row['stage'])}: {played}."
     for way in dict.fromkeys(condition_line(row) for row in summary.get("evaluations", ()) if row.get("conditions")):
         yield f"Asked: {way}."
     paired = summary.get("comparison")
@@ -219,6 +242,14 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
         )
     if summary.get("seconds") is not None:
         yield f"The whole run took {clock(summary['seconds'])}."
+
+
+def episode_line(row: Mapping[str, Any]) -> str:
+    """``success 51.0% [44.1, 57.9], tokens sampled 41.2, turns 2.1 ...`` of an evaluation; empty where it played no episodes."""
+    played = row.get("figures", {}).get("episodes", {})
+    cells = [f"{name.strip()} {write(played[key])}" for key, name, write in EPISODES if key in played]
+    success = row.get("figures", {}).get("success")
+    return ", ".join([*([f"success {interval(success[0], success[1:])}"] if success else []), *cells])
 
 
 def next_command(name: str, target: str | Path) -> str:

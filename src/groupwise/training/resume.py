@@ -52,7 +52,9 @@ def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int |
     ``step``: that of which an evaluation is the checkpoint's score; None between two updates.
     """
     mode = prepared.config.evaluation.modes[0]
-    scores = [e.strict_accuracy for e in evaluations if e.stage == f"step-{step}" and e.mode == mode]
+    scores = [
+        e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.stage == f"step-{step}" and e.mode == mode
+    ]
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,

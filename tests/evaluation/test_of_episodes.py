@@ -1,0 +1,124 @@
+"""What an evaluation says of episodes, in closed form from records written by hand."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from groupwise.evaluation.figures import figures, headline_verdict
+from groupwise.evaluation.judging import evaluation_of
+from groupwise.evaluation.models import compare_models
+from groupwise.evaluation.records import make_record
+from groupwise.tracking.console import ConsoleTracker
+from groupwise.tracking.metric_table import describe_metric
+from groupwise.tracking.numbers import evaluation_numbers
+from groupwise.tracking.tables import comparison_lines, judged_tables, legend
+from groupwise.types import Completion, Problem, Prompt, ToolCall, Turn
+
+ASKED = {"temperature": 1.0, "max_tokens": 60, "style": "xml", "seed": 0}
+
+
+def episode(*, calls=(), last="<answer>7</answer>", reward=None, reason="stop"):
+    """A turn of 10 tokens for each call, whose result takes 5, and a last one of 4."""
+    turns = []
+    for call in calls:
+        turns += [Turn("assistant", "<call>", 10, (call,)), Turn("tool", call.result, 5)]
+    turns.append(Turn("assistant", last, 4))
+    length = sum(turn.tokens for turn in turns)
+    return Completion(last, tuple(range(length)), (-0.1,) * length, reason, turns=tuple(turns), reward=reward)
+
+
+def records(*episodes):
+    return [make_record(Prompt(Problem(f"p{i}", "?", "7"), "?", (1,)), one, "xml") for i, one in enumerate(episodes)]
+
+
+FINE = ToolCall("search", {"query": "sea"}, "blue")
+UNKNOWN = ToolCall("serach", {}, "error: there is none", "invalid")
+RAISED = ToolCall("search", {}, "error: KeyError", "raised")
+SLOW = ToolCall("search", {}, "error: no answer", "timed_out")
+PLAYED = (
+    episode(),
+    episode(calls=(FINE,)),
+    episode(calls=(FINE, UNKNOWN, RAISED)),
+    episode(calls=(SLOW,), last="no", reason="length"),
+)
+
+
+def test_turns_calls_and_what_they_cost():
+    counted = figures(records(*PLAYED))
+    assert counted["episodes"] == {
+        "turns": (1 + 2 + 4 + 2) / 4,
+        "calls": 5 / 4,
+        "invalid_calls": 1 / 5,
+        "failed_calls": 2 / 5,
+        "sampled_tokens": (4 + 14 + 34 + 14) / 4,
+        "given_tokens": (0 + 5 + 15 + 5) / 4,
+    }
+    assert counted["mean_tokens"] == counted["episodes"]["sampled_tokens"] + counted["episodes"]["given_tokens"]
+    assert "success" not in counted
+
+
+def test_without_a_call_no_share_of_calls_is_made_up():
+    counted = figures(records(episode(), episode()))["episodes"]
+    assert counted["calls"] == 0
+    assert not {"invalid_calls", "failed_calls"} & counted.keys()
+
+
+def test_completions_of_one_turn_without_tools_are_no_episodes():
+    assert "episodes" not in figures(records(replace(episode(), turns=())))
+
+
+def test_success_is_what_the_environment_gave_and_its_failures_are_none():
+    """A right answer in text is no success, and an environment that failed judged nothing."""
+    won, lost = episode(reward=0.5), episode(reward=-0.1)
+    broken, nothing = episode(reason="environment_error"), episode(reward=0.0)
+    counted = figures(records(won, lost, nothing, broken))
+    assert counted["strict"][0] == 1.0
+    assert counted["success"][0] == pytest.approx(1 / 3)
+    assert counted["episodes"]["environment_failed"] == 1 / 4
+    assert counted["episodes"]["reward"] == pytest.approx(0.4 / 3)
+    only_broken = figures(records(broken, broken))
+    assert "success" not in only_broken
+    assert "reward" not in only_broken["episodes"]
+    assert only_broken["episodes"]["environment_failed"] == 1.0
+
+
+def test_models_are_compared_by_success_where_an_environment_judges():
+    before = evaluation_of(records(*[episode(reward=0.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)
+    after = evaluation_of(records(*[episode(reward=1.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)
+    (row,) = compare_models([("a", [before]), ("b", [after])])
+    assert (row["verdict"], row["fixed"], row["difference"]) == ("success", 6, 1.0)
+    assert "] success; 6 problems fixed" in next(iter(comparison_lines([row])))
+    assert headline_verdict(records(episode()), records(episode(reward=1.0))) == "strict"
+
+
+def test_trackers_get_numbers_that_the_table_explains():
+    row = evaluation_of(records(*PLAYED, episode(reward=1.0)), stage="final", mode="greedy", conditions=ASKED).to_summary()
+    numbers = evaluation_numbers(row)
+    assert numbers["evaluation/greedy_turns"] == 2.0
+    assert numbers["evaluation/greedy_invalid_calls"] == 1 / 5
+    assert [name for name in numbers if describe_metric(name) is None] == []
+
+
+def printed(show):
+    out = io.StringIO()
+    show(Console(file=out, width=80, force_terminal=False))
+    return out.getvalue()
+
+
+def test_the_table_and_the_terminal_say_it_in_80_columns():
+    result = evaluation_of(records(*PLAYED, episode(calls=(FINE,), reward=1.0)), stage="eval", mode="greedy", conditions=ASKED)
+    rows = [("one-model", result.to_summary()), ("without", evaluation_of(
+        [{**r, "turns": []} | {} for r in records(replace(episode(), turns=()))], stage="eval", mode="greedy", conditions=ASKED,
+    ).to_summary())]  # fmt: skip
+    del rows[1][1]["figures"]["episodes"]
+    text = printed(lambda console: [console.print(table) for table in judged_tables(rows, Text)])
+    lines = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert lines["calls"] == ["1.2", "-"]
+    assert lines["invalid calls"] == ["16.7%", "-"]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "invalid and failed calls" in legend(rows)
+    said = printed(lambda console: ConsoleTracker(console, show=0).evaluation(result))
+    assert "turns 2.2, calls 1.2, invalid calls 16.7%, failed calls 33.3%" in " ".join(said.split())
