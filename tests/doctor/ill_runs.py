@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config import Config, build_config, load_config
-from tests.doctor.patients import Clinic, another_temperature, no_end_token, stranded_adapter, wrong_sign
+from tests.doctor.patients import Clinic, another_temperature, asks, no_end_token, stranded_adapter, wrong_sign
 from tests.tiny import tiny_config
 
 __all__ = ["DISEASES", "HEALTHY", "Disease", "settings_of"]
@@ -89,6 +89,8 @@ HEALTHY = (
         rewards=functions("correctness", "format"), algorithm={"kl": {"beta": 0.04}},
         evaluation={"problems": 40, "every": 8, "at_start": True}, warm_start={"steps": 45, "learning_rate": 5e-3}, quick=True,
     ),
+    ill("calls by chance", "", model="caller", training=steps(12), optimizer={"learning_rate": 1e-5}, defect=asks("{} * 3", often=2),
+        rollout={"tools": ["calculator"], "max_completion_tokens": 300, "max_turns": 6}, quick=True),
     ill("quickstart, shortened", "", model="schooled"),
 )  # fmt: skip
 
@@ -190,6 +192,20 @@ UPDATES = (
         rollout={"engine": "builtin"}, model_={"lora": {"rank": 4, "alpha": 8}}, defect=stranded_adapter, quick=True),
 )  # fmt: skip
 
+CALLS = {"tools": ["calculator"], "max_completion_tokens": 200, "max_turns": 4}
+STILL = {"learning_rate": 1e-6}
+EPISODES = (
+    ill("tools that a random model does not know", "never-calls", model="caller", rollout=CALLS, training=steps(8), optimizer=STILL),
+    ill("one call whatever was answered", "calls-in-a-loop", model="caller", rollout=CALLS, training=steps(8), optimizer=STILL,
+        defect=asks("1 + 1")),
+    ill("calls of a tool that is not there", "invalid-calls", model="caller", rollout=CALLS, training=steps(8), optimizer=STILL,
+        defect=asks("{} * 3", name="calculater", often=2)),
+    ill("questions that the tool raises at", "tool-errors", model="caller", rollout=CALLS, training=steps(8), optimizer=STILL,
+        defect=asks("number {}", often=2)),
+    ill("a reward for not calling", "reward-without-tool", model="caller", rollout=CALLS, training=steps(12), optimizer=STILL,
+        rewards=functions("silence"), defect=asks("{} * 3", often=2)),
+)  # fmt: skip
+
 BEFORE = (
     ill("repeats, a contradiction and a leak", "duplicates contradictions leakage", data="muddled", before=True,
         change=lambda clinic: {"data": {"eval_source": str(clinic.sums_again)}, "rewards": functions("correctness")}),
@@ -213,4 +229,4 @@ BEFORE = (
     ill("top-p of 0.9", "sampled-distribution-cut", before=True, rewards=functions("correctness"), rollout={"top_p": 0.9}),
 )  # fmt: skip
 
-DISEASES = (*REWARDS, *WRITING, *UPDATES, *BEFORE)
+DISEASES = (*REWARDS, *WRITING, *UPDATES, *EPISODES, *BEFORE)

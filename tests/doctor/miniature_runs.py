@@ -13,7 +13,7 @@ from groupwise.algorithm.advantages import group_advantages
 from groupwise.config import load_config
 from groupwise.data.answers import grade
 from groupwise.tracking import JsonlTracker, RunFolder
-from groupwise.types import Completion, Group, Problem, Prompt
+from groupwise.types import Completion, Group, Problem, Prompt, ToolCall, Turn
 
 G, GROUPS = 8, 2
 
@@ -28,6 +28,22 @@ class Written:
     text: str
     finish_reason: str = "stop"
     tokens: int = 30
+    calls: tuple[ToolCall, ...] | None = None
+    """Made one after the other before the text; None where there are no tools."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """A call and its result take 3 tokens and 2; the text has the rest."""
+        if self.calls is None:
+            return ()
+        before = [turn for call in self.calls for turn in (Turn("assistant", "<call>", 3, (call,)), Turn("tool", call.result, 2))]
+        return (*before, Turn("assistant", self.text, self.tokens - 5 * len(self.calls)))
+
+    @property
+    def whole(self) -> str:
+        """All turns as one text, with what a chat template leaves between them."""
+        between = [f"<call>\ntool\n{call.result}\nassistant\n" for call in self.calls or ()]
+        return "".join([*between, self.text])
 
 
 @dataclass(frozen=True)
@@ -130,12 +146,13 @@ def make_group(story: Story, step: int, progress: float, number: int) -> Group:
     written = [make_written(story, step, progress, number, sample, answer) for sample in range(G)]
     completions = tuple(
         Completion(
-            one.text,
+            one.whole,
             tuple(range(one.tokens)),
             tuple(-0.1 for _ in range(one.tokens)),
             one.finish_reason,
             sample,
             story.version(step),
+            turns=one.turns,
         )  # type: ignore[arg-type]
         for sample, one in enumerate(written)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,11 @@ from unittest import mock
 from rich.console import Console
 
 from groupwise import Config, load_config
+from groupwise.episodes.formats import FORMATS, Asked
 from groupwise.training.loop import train
 from tests.tiny import TEMPLATE, lower_case_share, tiny_config, write_sums, write_tiny_llama
 
-__all__ = ["REWARDS", "Clinic", "another_temperature", "no_end_token", "stranded_adapter", "wrong_sign"]
+__all__ = ["REWARDS", "Clinic", "another_temperature", "asks", "no_end_token", "stranded_adapter", "wrong_sign"]
 
 
 SCHOOL = (
@@ -48,6 +49,12 @@ class Clinic:
     def chatty(self) -> Path:
         """A random model that ends one time in ten tokens or so."""
         return self.made("chatty", lambda path: write_tiny_llama(path, stop_weight=60.0, tie_word_embeddings=False))
+
+    @cached_property
+    def caller(self) -> Path:
+        """The same with room for several turns."""
+        shape = {"tie_word_embeddings": False, "max_position_embeddings": 1024}
+        return self.made("caller", lambda path: write_tiny_llama(path, stop_weight=60.0, **shape))
 
     @cached_property
     def start(self) -> Path:
@@ -226,6 +233,11 @@ class Spiking:
         return [1000 * share if wild else share for share in lower_case_share(list(completions))]
 
 
+def silence(completions: Sequence[Any], calls: Sequence[Any], **columns: Any) -> list[float]:
+    """Pays for calling nothing."""
+    return [0.0 if made else 1.0 for made in calls]
+
+
 def rich(completions: Sequence[Any], **columns: Any) -> list[float]:
     return [20 + share for share in lower_case_share(list(completions))]
 
@@ -236,7 +248,7 @@ REWARDS: dict[str, Callable[[], Callable[..., list[float]]]] = {
     "refuses": lambda: refuses_capitals,
     **{
         f.__name__: (lambda f=f: f)
-        for f in (figures, fragile, long, many, one_letter, rich, sibilants, without_bound, wordy, zero)
+        for f in (figures, fragile, long, many, one_letter, rich, sibilants, silence, without_bound, wordy, zero)
     },
 }
 """By the name that settings use; a new one for each run."""
@@ -288,6 +300,24 @@ def no_end_token() -> Iterator[None]:
 
     with mock.patch.object(warm_start, "worked_episode", masked):
         yield
+
+
+@contextmanager
+def reads_calls(read: Callable[[str], list[Asked]]) -> Iterator[None]:
+    """``read`` says which turns of a model that knows no calls are some."""
+    by_chance = type("ByChance", (), {"native": False, "read": staticmethod(read), "write": staticmethod(lambda *_: "<call>")})
+    with mock.patch.dict(FORMATS, {"tags": by_chance()}):
+        yield
+
+
+def asks(expression: str, name: str = "calculator", often: int = 1) -> Callable[[], AbstractContextManager[None]]:
+    """Every turn is a call but each fourth, or, of ``often`` 2, each second; ``{}`` in it stands for a number of the turn's own."""
+
+    def read(text: str) -> list[Asked]:
+        answers = len(text) % (4 if often == 1 else 2) == 0
+        return [] if answers else [Asked(name, {"expression": expression.format(sum(map(ord, text)))})]
+
+    return lambda: reads_calls(read)
 
 
 @contextmanager

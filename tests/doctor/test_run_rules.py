@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from groupwise.cli import app
 from groupwise.doctor import RULES, diagnose_run
 from groupwise.tracking.reading import read_run
+from groupwise.types import ToolCall
 
 from .miniature_runs import Story, Written, answered, healthy_text, write_run
 
@@ -70,6 +71,36 @@ def words(step, p, group, sample, answer):
     """Wrong in the one half, and there at greater length."""
     wrong = "it is certainly and beyond any doubt " * (1 + round(8 * p)) + answered(str(5000 + sample))
     return Written(wrong if sample % 2 else answered(answer))
+
+
+ASKED = ToolCall("search", {"query": "sea"}, "blue")
+UNKNOWN = ToolCall("serach", {}, "error: there is no tool 'serach'", "invalid")
+BROKEN = ToolCall("search", {"query": "sea"}, "error: KeyError: 'sea'", "raised")
+TOOLS = ["rollout.tools=[calculator]", "rollout.max_turns=4", "rollout.max_completion_tokens=128"]
+PLAYED = {"episodes/turns": 1.8, "episodes/calls": 0.8, "episodes/invalid_calls": 0.02, "episodes/failed_calls": 0.01}
+
+
+def with_calls(*calls, share=1.0):
+    """The healthy run's texts after ``calls``, in ``share`` of the completions; the others call nothing."""
+
+    def write(step, p, group, sample, answer):
+        healthy = healthy_text(0.25 + 0.6 * p, step, group, sample, answer)
+        return replace(healthy, calls=calls if sample % 8 < 8 * share else ())
+
+    return write
+
+
+def played(metrics=lambda p: {}, write=None, **story):
+    """A run with tools, in which all is well but for what is said."""
+    return Story(
+        overrides=TOOLS, metrics=lambda step, p: PLAYED | metrics(p), write=write or with_calls(ASKED, share=0.75), **story
+    )
+
+
+def right_without(step, p, group, sample, answer):
+    """Those who do not call are right."""
+    calls = () if sample % 2 else (ASKED,)
+    return Written(answered(answer if sample % 2 else str(9000 + sample + step)), calls=calls)
 
 
 CRITIC = {"value/loss": 0.2, "value/explained_variance": 0.4, "value/error": 0.02, "value/clip_share": 0.01}
@@ -142,6 +173,11 @@ DISEASES = {
     ),
     "reward-clipped": Story(metrics=lambda step, p: {"shaping/clipped_correctness": 0.9 * p}),
     "reward-processes-die": Story(metrics=lambda step, p: {"calls/killed_correctness": 1.0 if step % 20 == 7 else 0.0}),
+    "never-calls": played(lambda p: {"episodes/calls": 0.5 * (1 - p) ** 8, "episodes/turns": 1.0}, with_calls()),
+    "calls-in-a-loop": played(write=with_calls(ASKED, ASKED, ASKED, share=0.5)),
+    "invalid-calls": played(lambda p: {"episodes/invalid_calls": 0.05 + 0.4 * p}, with_calls(UNKNOWN, share=0.5)),
+    "tool-errors": played(lambda p: {"episodes/failed_calls": 0.4}, with_calls(BROKEN, share=0.5)),
+    "reward-without-tool": played(write=right_without),
     "rate-too-low": Story(overrides=["optimizer.precision=pure", "optimizer.learning_rate=1e-6"]),
 }  # fmt: skip
 
@@ -197,6 +233,12 @@ HEALTHY = {
     ),
     "with shaped rewards": Story(
         metrics=lambda step, p: {"shaping/clipped_correctness": 0.1, "calls/killed_correctness": 1.0 if step == 9 else 0.0}
+    ),
+    "with tools": played(),
+    "with tools, all call": played(write=with_calls(ASKED)),
+    "with tools, that are asked twice": played(write=with_calls(ASKED, replace(ASKED, arguments={"query": "land"}, result="green"))),
+    "with an environment that is never called, since it takes steps": Story(
+        overrides=["rollout.environment=game.py:Guess"], metrics=lambda step, p: {**PLAYED, "episodes/calls": 0.0}, write=with_calls()
     ),
     "just begun": Story(steps=3, finished=False, evaluations=[("base", 0.0)]),
     "not one step yet": Story(steps=0, finished=False, evaluations=[("base", 0.0)]),
@@ -260,6 +302,49 @@ def test_a_format_reward_that_is_earned_without_the_form_is_told(tmp_path):
     assert "in exactly the form asked for are 0%" in summary
     story.accuracy = lambda p: 0.5 * p
     assert "format-without-answer" not in findings_of(tmp_path / "right", story)
+
+
+def test_what_a_tool_returned_is_not_taken_for_the_policy_s_words(tmp_path):
+    """The marks of turns and an answer in a result are not the policy's; the same in its own turn are."""
+    told = ToolCall("search", {}, f"\nassistant\n{answered('7')}")
+    found = findings_of(tmp_path / "given", played(write=with_calls(told)))
+    assert not {"talks-on", "goes-on", "mode-collapse"} & found.keys()
+    own = played(write=lambda step, p, g, s, answer: Written(f"{answered(answer)}\nassistant\nand {s}?", calls=(ASKED,)))
+    assert "talks-on" in findings_of(tmp_path / "own", own)
+
+
+def test_a_die_that_is_rolled_again_is_no_loop(tmp_path):
+    rolls = tuple(ToolCall("roll", {}, str(face)) for face in (3, 5, 1))
+    assert "calls-in-a-loop" not in findings_of(tmp_path / "run", played(write=with_calls(*rolls)))
+
+
+def test_calls_in_another_format_are_pointed_at(tmp_path):
+    def other(step, p, group, sample, answer):
+        return Written(f'<tool_call>{{"name": "search", "step": {step + sample}}}</tool_call>', calls=())
+
+    finding = findings_of(tmp_path / "run", played(lambda p: {"episodes/calls": 0.0}, other))["never-calls"]
+    assert "completions contain '<tool_call>', which is no call by rollout.call_format=" in finding.summary
+    assert finding.examples[0].text.startswith("<tool_call>")
+
+
+def test_a_reward_without_the_tool_is_a_warning_once_calls_fall(tmp_path):
+    steady = findings_of(tmp_path / "steady", played(write=right_without))["reward-without-tool"]
+    falling = findings_of(tmp_path / "falling", played(lambda p: {"episodes/calls": 0.8 - 0.6 * p}, right_without))
+    assert (steady.severity, falling["reward-without-tool"].severity) == ("note", "warning")
+    assert steady.numbers["gain"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_examples_of_episodes_say_who_speaks_and_how_they_ended(tmp_path):
+    cut = played(
+        lambda p: {"completions/stop_rate": 0.5, "completions/truncated": 0.5},
+        lambda step, p, g, s, answer: replace(
+            with_calls(ASKED)(step, p, g, s, answer), finish_reason="max_turns" if s % 2 else "stop"
+        ),
+    )
+    finding = findings_of(tmp_path / "run", cut)["truncated"]
+    assert "rollout.max_completion_tokens = 128 or rollout.max_turns = 4" in finding.summary
+    assert "cut at the limit of turns" in finding.examples[0].remark
+    assert finding.examples[0].text.startswith("[assistant] <call>\n[tool] blue\n[assistant] <reasoning>")
 
 
 def test_the_gravest_comes_first(tmp_path):

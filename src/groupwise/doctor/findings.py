@@ -77,6 +77,10 @@ class Finding:
         return asdict(self)
 
 
+ENDED = {
+    "length": ["cut at the token limit"], "max_turns": ["cut at the limit of turns"], "context_full": ["no room for what came back"],
+    "environment_error": ["the environment failed"], "timeout": ["the environment took too long"],
+}  # fmt: skip
 MOST = 3
 LONGEST_TEXT = 1500
 
@@ -92,9 +96,9 @@ def shown(text: str) -> str:
 def show(record: CompletionRecord, remark: str = "") -> Example:
     verdict = {True: "right", False: "wrong", None: "not judged"}[record.strict]
     reward = "no reward" if record.reward is None else f"reward {record.reward:g}"
-    words = [reward, verdict, *(["cut at the token limit"] if record.truncated else []), *([remark] if remark else [])]
+    words = [reward, verdict, *ENDED.get(record.finish_reason, []), *([remark] if remark else [])]
     where = f"step {record.step}, problem {record.problem}, sample {record.sample}"
-    return Example(where, shown(record.text), ", ".join(words))
+    return Example(where, shown(record.transcript), ", ".join(words))
 
 
 def completions_between(run: RunRecord, steps: tuple[int, int]) -> list[CompletionRecord]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.doctor import inputs, rehearsal, rewarding, sampling, updates
+from groupwise.doctor import episodes, inputs, rehearsal, rewarding, sampling, updates
 from groupwise.doctor.findings import Evidence, Finding, Severity
 
 __all__ = ["RULES", "Rule", "Subject"]
@@ -354,6 +354,37 @@ RULES: tuple[Rule, ...] = (
         "These prompts stand both in completions.jsonl and in the evaluations: their accuracy shows memory.",
         "Remove them from the training source, or judge by another set (data.eval_source).",
         at_once=True,
+    ),
+    Rule(
+        "never-calls", "run", "Tools are there and hardly ever called", "warning", episodes.never_calls,
+        "A completion without a call is like one without tools, and what is never tried is never learnt.",
+        "A warm start with played examples (warm_start, the column script); see that the prompt tells of the tools, and that "
+        "rollout.call_format is the one that the model was trained with. If calls were usual before: see whether they are paid.",
+    ),
+    Rule(
+        "calls-in-a-loop", "run", "The same call again and again", "warning", episodes.calls_in_a_loop,
+        "The policy does not take up what it is told: turns and tokens are spent, and the episode ends at a limit.",
+        "Read the results below: does the tool say what is wrong with a call, and does the policy know how to answer? A warm start with "
+        "examples that go on to the answer; a reward that takes off a little for each call; a lower rollout.max_turns.",
+    ),
+    Rule(
+        "invalid-calls", "run", "Calls that cannot be made", "warning", episodes.invalid_calls,
+        "Of a tool or an argument that does not exist, or not in the form of rollout.call_format. Nothing is called, and the policy is "
+        "told why.",
+        "A warm start in the form that is read; fewer arguments, and plainer ones; a reward that takes off for invalid calls (`calls`, "
+        "failure: invalid). If the share rises: a lower optimizer.learning_rate.",
+    ),
+    Rule(
+        "tool-errors", "run", "Tools fail", "warning", episodes.tool_errors,
+        "The policy is told the error and is scored all the same: it learns from the tool's faults, or unlearns to call it.",
+        "Fix the tool where its error is a defect; let it return a sentence where the question was a bad one; raise "
+        "rollout.tool_timeout_s if it is slow, or lower rollout.concurrent_tool_calls if it cannot serve so many.",
+    ),
+    Rule(
+        "reward-without-tool", "run", "The reward comes without the tool", "note", episodes.pays_without_the_tool,
+        "Advantages compare completions of one problem: where those without a call score higher, calling is unlearnt.",
+        "That may be right, where the policy knows the answer. If not: see what pays (a reward for length, or for a form in which calls do "
+        "not stand), problems that cannot be done without the tool, or a small reward for a call that worked.",
     ),
     Rule(
         "loss-zero-at-start", "run", "The loss is 0 at the start, and that is right", "normal", updates.first_loss_is_zero,

@@ -41,7 +41,7 @@ def collapsed_texts(run: RunRecord) -> Evidence | None:
     problems: dict[str, set[str]] = defaultdict(set)
     answers: dict[str, set[str]] = defaultdict(set)
     for record in late:
-        key = " ".join(record.text.split())
+        key = " ".join(record.said.split())
         problems[key].add(record.problem)
         answers[key].add(record.expected)
     asked = len({record.problem for record in late})
@@ -53,7 +53,7 @@ def collapsed_texts(run: RunRecord) -> Evidence | None:
         f"problems, whose answers are {len(answers[key])} different ones",
         reward.late_steps,
         {"problems": len(problems[key]), "asked": asked},
-        three(late, where=lambda r: " ".join(r.text.split()) == key, remark=lambda r: f"expected {r.expected}"),
+        three(late, where=lambda r: " ".join(r.said.split()) == key, remark=lambda r: f"expected {r.expected}"),
     )
 
 
@@ -77,9 +77,10 @@ def never_stops(run: RunRecord) -> Evidence | None:
     stops, limit = series(run, "completions/stop_rate"), token_limit(run)
     if len(stops) < 3 or max(stops.values) > 0.01:
         return None
+    turns = f" or {run.config.rollout.max_turns} turns" if run.config and run.config.rollout.has_episodes else ""
     return Evidence(
         f"hardly a completion of {len(stops)} steps ended by itself (at most {max(stops.values):.1%} of a step): all run to the "
-        f"limit of {limit} tokens",
+        f"limit of {limit} tokens{turns}",
         (stops.steps[0], stops.steps[-1]),
         {"stop_rate": mean(stops.values)},
         three(run.completions, where=lambda r: r.truncated),
@@ -108,8 +109,9 @@ def cut_short(run: RunRecord) -> Evidence | None:
     late = completions_between(run, cut.late_steps)
     right = [r.strict for r in late if r.truncated and r.strict is not None]
     paid = f"; of those recorded {mean([float(s) for s in right]):.0%} still had a right answer" if right else ""
+    turns = f" or rollout.max_turns = {run.config.rollout.max_turns}" if run.config and run.config.rollout.has_episodes else ""
     return Evidence(
-        f"at the end {cut.late:.0%} of the completions are cut at rollout.max_completion_tokens = {token_limit(run)}{paid}",
+        f"at the end {cut.late:.0%} of the completions are cut at rollout.max_completion_tokens = {token_limit(run)}{turns}{paid}",
         cut.late_steps,
         {"truncated_late": cut.late, "truncated_worst": worst[0]},
         three(late, where=lambda r: r.truncated),
@@ -140,7 +142,7 @@ def goes_on(run: RunRecord) -> Evidence | None:
     reward = series(run, "reward/mean")
     late = completions_between(run, reward.late_steps) if len(reward) else []
     cut = [r for r in late if r.truncated]
-    answered = [r for r in cut if extract_answer(r.text, run.style) is not None]
+    answered = [r for r in cut if extract_answer(r.answer, run.style) is not None]
     if len(late) < 32 or len(answered) < max(0.1 * len(late), 0.3 * len(cut)):
         return None
     return Evidence(
@@ -153,7 +155,7 @@ def goes_on(run: RunRecord) -> Evidence | None:
 
 
 def turn_mark(record: CompletionRecord) -> str | None:
-    return next((mark for mark in TURN_MARKS if mark in record.text), None)
+    return next((mark for mark in TURN_MARKS if mark in record.said), None)
 
 
 def length_creep(run: RunRecord) -> Evidence | None:

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tracking.run_folder import RunFolder
-from groupwise.types import FinishReason
+from groupwise.types import CallFailure, FinishReason, ToolCall, Turn
 
 __all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run"]
 
@@ -62,10 +62,32 @@ class CompletionRecord:
     """Only where tokens of one completion differ in theirs."""
     occurrence: int = 0
     """How many groups of the same problem stand before this one in the step."""
+    turns: tuple[Turn, ...] = ()
+    """Of an episode; empty where every token was sampled in one turn."""
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason != "stop"
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """All calls of tools, in order."""
+        return tuple(call for turn in self.turns for call in turn.calls)
+
+    @property
+    def said(self) -> str:
+        """What the policy wrote, without what it was given."""
+        return "\n".join(turn.text for turn in self.turns if turn.sampled) if self.turns else self.text
+
+    @property
+    def answer(self) -> str:
+        """What is judged: the policy's last turn."""
+        return next((turn.text for turn in reversed(self.turns) if turn.sampled), self.text)
+
+    @property
+    def transcript(self) -> str:
+        """For a person to read: where there are several turns, each begins with who speaks."""
+        return "\n".join(f"[{turn.role}] {turn.text}" for turn in self.turns) if len(self.turns) > 1 else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +325,39 @@ def completion_record(
         token_ids=tuple(whole(i, -1) for i in ids) if isinstance(ids, list) else (),
         logprobs=numbers(logprobs),
         token_advantages=numbers(advantages),
+        turns=turns(row.get("turns")),
+    )
+
+
+def turns(values: object) -> tuple[Turn, ...]:
+    """Those of an episode; of another shape than this version writes, none."""
+    if not isinstance(values, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("calls", []), list) for one in values
+    ):
+        return ()
+    return tuple(
+        Turn(
+            role=text(one.get("role")),
+            text=text(one.get("text")),
+            tokens=max(0, whole(one.get("tokens"))),
+            calls=tuple(map(tool_call, filter(is_object, one.get("calls", [])))),
+            reward=number(one.get("reward")),
+        )
+        for one in values
+    )
+
+
+def is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def tool_call(row: Mapping[str, Any]) -> ToolCall:
+    arguments, failure = row.get("arguments"), row.get("failure")
+    return ToolCall(
+        name=text(row.get("name")),
+        arguments=arguments if isinstance(arguments, dict) else {},
+        result=text(row.get("result")),
+        failure=failure if failure in get_args(CallFailure) else None,
     )
 
 
@@ -345,4 +400,6 @@ def evaluation_record(row: Mapping[str, Any]) -> dict[str, Any]:
         "extracted": None if extracted is None else text(extracted),
         "finish_reason": finish_reason(row),
         "tokens": max(0, whole(row.get("tokens"))),
+        **({"turns": [asdict(turn) for turn in turns(row["turns"])]} if "turns" in row else {}),
+        **({"reward": number(row["reward"]), "success": truth(row.get("success"))} if "reward" in row else {}),
     }
