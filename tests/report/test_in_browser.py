@@ -342,6 +342,121 @@ def test_a_completion_is_shown_token_by_token_with_what_each_is_worth(page_with_
     assert browser.problems == []
 
 
+def episode_row(folder, tokenizer, reward):
+    """A line of completions.jsonl: a call of 18 tokens, its result and the answer, in the tokens of ``tokenizer``."""
+    parts = [
+        ("assistant", '<call>search("sea")</call>', "<|im_end|>"),
+        ("tool", "blue", "\n<|im_start|>tool\nblue<|im_end|>\n<|im_start|>assistant\n"),
+        ("assistant", "It is <b>blue</b>.", "<|im_end|>"),
+    ]
+    ids, turns, text = [], [], ""
+    for role, said, more in parts:
+        own = tokenizer.encode(said + more if role == "assistant" else more, add_special_tokens=False).ids
+        calls = [{"name": "search", "arguments": {"query": "sea"}, "result": "blue", "failure": None}] if not turns else []
+        turns.append({"role": role, "text": said, "tokens": len(own), "calls": calls, "reward": None})
+        text += said if role == "assistant" else "\ntool\nblue\nassistant\n"
+        ids += own
+    logprobs = [-0.7 if turn["role"] == "assistant" else 0.0 for turn in turns for _ in range(turn["tokens"])]
+    return {
+        "step": 1, "problem": "p", "prompt": "Which colour?", "completion": text, "expected": "blue", "reward": reward, "strict": True,
+        "lenient": True, "components": {"correctness": reward}, "advantage": 0.5, "turns": turns, "finish_reason": "stop",
+        "tokens": len(ids), "policy_version": 0, "token_ids": ids, "logprobs": logprobs,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def page_with_episodes(browser, tmp_path):
+    """One group of three: an episode with a call, one whose call fitted no tool, and one without."""
+    from tokenizers import Tokenizer
+
+    from groupwise.models.embedded import ensure_embedded_model
+
+    tokenizer = Tokenizer.from_file(str(ensure_embedded_model() / "tokenizer.json"))
+    folder = write_run(tmp_path / "episodes", Story(steps=1, evaluations=[]))
+    good, bad = (episode_row(folder, tokenizer, reward) for reward in (1.0, 0.5))
+    bad["turns"][0]["calls"][0] |= {"failure": "invalid", "result": "error: there is no tool"}
+    alone = {**good, "turns": good["turns"][2:], "tokens": good["turns"][2]["tokens"], "completion": "It is <b>blue</b>."}
+    alone = {key: value for key, value in alone.items() if key not in ("token_ids", "logprobs")}
+    rows = [{**row, "sample": i} for i, row in enumerate((good, bad, alone))]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = {"problem": "h", "question": "?", "prompt": "?", "expected": "blue", "response": "blue", "strict": False, "lenient": True,
+              "format": True, "extracted": "blue", "finish_reason": "stop", "tokens": good["tokens"], "turns": good["turns"],
+              "reward": 1.0, "success": True}  # fmt: skip
+    (folder / "evaluations").mkdir(exist_ok=True)
+    (folder / "evaluations" / "final-greedy.jsonl").write_text(json.dumps(judged) + "\n")
+    browser.problems.clear()
+    browser.open(write_report([folder], tmp_path / "report.html").path)
+    browser.until("document.querySelectorAll('.row').length === 3")
+    return browser, good
+
+
+def test_an_episode_is_shown_turn_by_turn_with_what_learns(page_with_episodes):
+    browser, row = page_with_episodes
+    assert [re.search(r"(\d) turns, (\d) calls", facts).groups() for facts in texts(browser, ".row .facts")] == [
+        ("2", "1"), ("2", "1"), ("1", "0")
+    ]  # fmt: skip
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.querySelectorAll('#group .turn').length === 3")
+    counts = [turn["tokens"] for turn in row["turns"]]
+    assert texts(browser, "#group .turn h5") == [
+        f"assistant, {counts[0]} tokens: sampled, learns", f"tool, {counts[1]} tokens: given, does not learn",
+        f"assistant, {counts[2]} tokens: sampled, learns",
+    ]  # fmt: skip
+    blocks = texts(browser, "#group .turn pre")
+    assert blocks == [
+        '<call>search("sea")</call><|im_end|>', "\n<|im_start|>tool\nblue<|im_end|>\n<|im_start|>assistant\n",
+        "It is <b>blue</b>.<|im_end|>",
+    ]  # fmt: skip
+    assert browser.run("document.querySelectorAll('#group .turn.given .token.given').length") == counts[1]
+    assert browser.run("document.querySelectorAll('#group .turn.own .token.above').length") == counts[0] + counts[2]
+    assert browser.run("document.querySelectorAll('#group .token.above').length") == counts[0] + counts[2]
+    assert texts(browser, "#group .call") == ['called search({"query": "sea"}) and was told blue']
+    browser.run(
+        "[...document.querySelectorAll('#group details')].find((d) => d.textContent.includes('Token by token')).open = true"
+    )
+    browser.run("document.querySelector('#group .turns').scrollIntoView({block: 'end'})")
+    browser.until("document.querySelectorAll('#group details tbody tr').length >= 20")
+    cells = browser.run(
+        "[...document.querySelectorAll('#group .turns tbody tr')].map((r) => [...r.children].map((c) => c.textContent))"
+    )
+    assert [cell[2] == "given" for cell in cells] == [
+        not own for turn in row["turns"] for own in [turn["role"] == "assistant"] * turn["tokens"]
+    ]
+    assert float(cells[0][5]) == pytest.approx(1 / ((counts[0] + counts[2]) * 64), rel=1e-2), "given tokens divide nothing"
+    assert browser.problems == []
+
+
+def test_completions_are_chosen_by_their_calls(page_with_episodes):
+    browser, _ = page_with_episodes
+    for choice, expected in (("some", 2), ("none", 1), ("invalid", 1), ("failed", 0), ("all", 3)):
+        set_control(browser, "Calls", choice)
+        count(browser, expected)
+    set_control(browser, "Calls", "invalid")
+    count(browser, 1)
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.querySelectorAll('#group .call.error').length === 1")
+    assert texts(browser, "#group .call") == ['called search({"query": "sea"}), which could not be made: error: there is no tool']
+
+
+def test_what_evaluations_say_of_episodes_is_a_table_and_success_is_the_tile(page_with_episodes):
+    browser, row = page_with_episodes
+    cells = browser.run(
+        "[...document.querySelectorAll('#evaluation table')].find((t) => t.textContent.startsWith('episodes'))"
+        ".querySelector('tbody tr').innerText.split('\\t')"
+    )
+    given = row["turns"][1]["tokens"]
+    assert cells[1].startswith("100.0%")
+    assert cells[2:] == ["1", "2", "1", "0.0%", "0.0%", str(row["tokens"] - given), str(given)]
+    assert dict(zip(texts(browser, ".tile dt"), texts(browser, ".tile b"), strict=True))["Held-out success"] == "100.0%"
+
+
+def test_a_run_without_tools_has_no_word_of_them(page):
+    browser = page(Story(steps=2))
+    ready(browser)
+    assert browser.run("document.querySelector(`[aria-label='Calls']`)") is None
+    assert "turns" not in texts(browser, ".row .facts")[0]
+
+
 def test_before_and_after_marks_what_changed(page):
     browser = page(Story())
     ready(browser)

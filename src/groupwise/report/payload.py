@@ -14,7 +14,7 @@ from groupwise.config import Config
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
-from groupwise.evaluation.figures import crosstab, first_samples, share
+from groupwise.evaluation.figures import crosstab, first_samples, of_episodes, share
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.curves import QUANTILES, bands, curves, taken
 from groupwise.report.page import pack_json
@@ -216,6 +216,10 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
     stopped = [{**record, "stopped": record["finish_reason"] == "stop"} for record in evaluation.records]
     for key in ("strict", "lenient", "format", "stopped"):
         row[key] = list(share(stopped, key))
+    if all("turns" in record for record in evaluation.records):
+        row["episodes"] = of_episodes(evaluation.records)
+    if all("success" in record for record in evaluation.records) and any(r["success"] is not None for r in evaluation.records):
+        row["success"] = list(share(evaluation.records, "success"))
     row["samples"] = round(len(evaluation.records) / n)
     row["tokens"] = sum(record["tokens"] for record in evaluation.records) / len(evaluation.records)
     return row

@@ -5,6 +5,7 @@ by the tokenizer that the run left behind or that this machine has of its model.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from array import array
 from collections.abc import Collection, Sequence
@@ -15,7 +16,9 @@ from typing import Any
 
 from groupwise.report.curves import short
 from groupwise.report.page import pack_columns, pack_json
+from groupwise.tracking.files import finite
 from groupwise.tracking.reading import CompletionRecord, RunRecord
+from groupwise.types import Turn
 
 __all__ = ["COLUMNS", "Portions", "TokenPieces", "around_questions", "transcripts"]
 
@@ -23,7 +26,7 @@ PORTION = 150_000
 """Characters of text after which a portion is closed: small enough to unpack in a few milliseconds."""
 COLUMNS = ("step", "problem", "sample", "tokens", "group", "reward", "advantage", "flags")
 """int32 up to ``group``, then two float32 (NaN: not known), then a byte of flags."""
-RIGHT, WRONG, LENIENT, TRUNCATED = 1, 2, 4, 8
+RIGHT, WRONG, LENIENT, TRUNCATED, CALLS, INVALID, FAILED = 1, 2, 4, 8, 16, 32, 64
 
 Portions = list[str]
 
@@ -34,7 +37,9 @@ def transcripts(run: RunRecord) -> tuple[dict[str, object], Portions]:
     A portion is a list of groups; a group is ``{prompt, expected, problem, step, rows}`` with one row ``{t, c}`` per completion:
     its text and its components' scores in the order of ``components``. Where tokens were recorded there are also ``x`` (what special
     tokens at the end add to the text), ``n`` (the length of each token's text, in UTF-16 units), ``lp`` (log-probabilities in bytes,
-    see ``logprob_byte``), and ``ta`` (their own advantages, where tokens of one completion differ in them).
+    see ``logprob_byte``), and ``ta`` (their own advantages, where tokens of one completion differ in them). An episode has ``u``, its turns
+    as ``[role, text, tokens, [[name, arguments, result, failure] ...], reward]``, and ``w`` in place of ``x``: the text with all special
+    tokens.
     """
     names = list(dict.fromkeys(name for record in run.completions for name in record.components))
     groups = [list(rows) for _, rows in groupby(run.completions, key=lambda r: (r.step, r.problem, r.occurrence))]
@@ -45,6 +50,7 @@ def transcripts(run: RunRecord) -> tuple[dict[str, object], Portions]:
         "count": len(run.completions),
         "problems": list(problems),
         "components": names,
+        "episodes": any(record.turns for record in run.completions),
         "columns": pack_columns(columns),
         "starts": starts,
         "around": [utf16_length(part) for part in around_questions([group[0].prompt for group in groups])],
@@ -100,6 +106,9 @@ def flags_of(record: CompletionRecord) -> int:
         | (WRONG if record.strict is False else 0)
         | (LENIENT if record.lenient else 0)
         | (TRUNCATED if record.truncated else 0)
+        | (CALLS if record.calls else 0)
+        | (INVALID if any(call.failure == "invalid" for call in record.calls) else 0)
+        | (FAILED if any(call.failure in ("raised", "timed_out") for call in record.calls) else 0)
     )
 
 
@@ -137,15 +146,24 @@ def as_group(group: Sequence[CompletionRecord], names: Sequence[str], pieces: To
 
 def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) -> dict[str, object]:
     row: dict[str, object] = {"t": record.text, "c": [rounded(record.components.get(name)) for name in names]}
+    if record.turns:
+        row["u"] = [as_turn(turn) for turn in record.turns]
     texts = pieces.of(record)
     whole = "".join(texts)
-    if texts and whole.startswith(record.text):
-        row["x"] = whole[len(record.text) :]
+    if texts and (record.turns or whole.startswith(record.text)):
+        row |= {"w": whole} if record.turns else {"x": whole[len(record.text) :]}
         row["n"] = [utf16_length(text) for text in texts]
         row["lp"] = base64.b64encode(bytes(map(logprob_byte, record.logprobs))).decode("ascii")
         if record.token_advantages:
             row["ta"] = [0.0 if math.isnan(x) else short(x) for x in record.token_advantages]
     return row
+
+
+def as_turn(turn: Turn) -> list[object]:
+    calls = [
+        [call.name, json.dumps(finite(call.arguments), ensure_ascii=False), call.result, call.failure] for call in turn.calls
+    ]
+    return [turn.role, turn.text, turn.tokens, calls, turn.reward]
 
 
 def utf16_length(text: str) -> int:

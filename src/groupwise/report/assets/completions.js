@@ -1,9 +1,10 @@
 // The browser of completions: filters over columns of numbers; texts are unpacked for what is on the screen.
 
-const RIGHT = 1, WRONG = 2, LENIENT = 4, TRUNCATED = 8, PAGE = 20;
+const RIGHT = 1, WRONG = 2, LENIENT = 4, TRUNCATED = 8, CALLS = 16, INVALID = 32, FAILED = 64, PAGE = 20;
 const VERDICTS = {
   all: () => true, right: (f) => f & RIGHT, wrong: (f) => f & WRONG, elsewhere: (f) => f & LENIENT && !(f & RIGHT), unknown: (f) => !(f & (RIGHT | WRONG)),
 };
+const CALLED = { all: () => true, some: (f) => f & CALLS, none: (f) => !(f & CALLS), invalid: (f) => f & INVALID, failed: (f) => f & FAILED };
 const tablesByRun = new Map();
 
 function completionsOf(index) {
@@ -40,6 +41,7 @@ function matching(table, filter) {
   for (let i = 0; i < table.count; i++) {
     if (table.step[i] < filter.from || table.step[i] > filter.to || !verdict(table.flags[i])) continue;
     if (filter.cut !== 'all' && Boolean(table.flags[i] & TRUNCATED) !== (filter.cut === 'cut')) continue;
+    if (!CALLED[filter.calls](table.flags[i])) continue;
     if (filter.min !== null && !(table.reward[i] >= filter.min)) continue;
     if (filter.max !== null && !(table.reward[i] <= filter.max)) continue;
     if (problems && !problems[table.problem[i]]) continue;
@@ -72,7 +74,7 @@ function verdictOf(flags) {
 
 function completionsSection() {
   if (!state.data.runs.some((run) => run.transcripts && run.transcripts.count)) return null;
-  const filter = { from: 0, to: Infinity, min: null, max: null, verdict: 'all', cut: 'all', problem: '', words: '', sort: 'order' };
+  const filter = { from: 0, to: Infinity, min: null, max: null, verdict: 'all', cut: 'all', calls: 'all', problem: '', words: '', sort: 'order' };
   const list = el('div', {}), detail = el('div', { id: 'group' });
   const wide = { ...filter };
   let page = 0, turn = 0;
@@ -108,6 +110,7 @@ function completionsSection() {
     box('Step from', 'from', parsed(0), 5), box('to', 'to', parsed(Infinity), 5), box('Reward from', 'min', parsed(null), 5), box('up to', 'max', parsed(null), 5),
     choose('Answer', 'verdict', [['all', 'all'], ['right', 'right'], ['wrong', 'wrong'], ['elsewhere', 'right, not in form'], ['unknown', 'not judged']]),
     choose('End', 'cut', [['all', 'all'], ['ended', 'ended by itself'], ['cut', 'cut at the limit']]),
+    state.data.runs.some((run) => run.transcripts?.episodes) ? choose('Calls', 'calls', [['all', 'all'], ['some', 'with calls'], ['none', 'without'], ['invalid', 'with one that could not be made'], ['failed', 'with one that failed']]) : null,
     choose('Order', 'sort', [['order', 'as written'], ['-reward', 'reward, highest first'], ['+reward', 'reward, lowest first'], ['-tokens', 'longest first'], ['+advantage', 'advantage, lowest first'], ['-advantage', 'advantage, highest first'], ['-step', 'latest first']]),
     box('Problem', 'problem', (text) => text.trim(), 14), box('Words', 'words', (text) => text.trim(), 14));
   const follow = el('span', {});
@@ -161,7 +164,8 @@ async function rowsOf(table, rows, open) {
   for (const [place, i] of rows.entries()) {
     const group = await groupAt(table, table.group[i]);
     const asked = place === 0 || table.group[rows[place - 1]] !== table.group[i];  // said once for neighbours
-    const text = group.rows[i - table.firstRow[table.group[i]]].t;
+    const { t: text, u: turns } = group.rows[i - table.firstRow[table.group[i]]];
+    const played = turns ? number(turns.filter(sampledTurn).length) + ' turns, ' + number(turns.flatMap((turn) => turn[3]).length) + ' calls · ' : '';
     const excerpt = shortened(text, 140, 70);
     const chosen = (event) => {
       for (const other of event.currentTarget.parentNode.children) other.removeAttribute('aria-current');
@@ -170,7 +174,7 @@ async function rowsOf(table, rows, open) {
     };
     made.push(el('button', { type: 'button', class: 'row', click: chosen },
       el('span', { class: 'facts' }, 'step ' + table.step[i] + ' · ' + group.problem + ' #' + table.sample[i], el('br'),
-        'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ', verdictOf(table.flags[i])),
+        'reward ' + number(table.reward[i]) + ' · advantage ' + number(table.advantage[i]) + ' · ' + number(table.tokens[i]) + ' tokens · ' + played, verdictOf(table.flags[i])),
       el('span', {}, asked && el('span', { class: 'asked', dir: 'auto' }, shortened(questionOf(table, group), 160, 40)), el('span', { class: 'excerpt', dir: 'auto' }, excerpt))));
   }
   return el('div', { class: 'rows' }, made);

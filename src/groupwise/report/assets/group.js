@@ -18,7 +18,7 @@ async function showGroup(place, table, row) {
     el('details', { open: group.prompt.length <= SHORT_PROMPT }, el('summary', {}, 'Prompt'), el('pre', {}, group.prompt)), el('p', {}, 'Expected: ', el('code', {}, group.expected)),
     scoresTable(run, table.components, rows, (i) => showGroup(place, table, i), row),
     howAdvantages(run, rows), times,
-    el('h4', {}, 'Sample ' + chosen.sample), chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
+    el('h4', {}, 'Sample ' + chosen.sample), chosen.u ? turnsOf(chosen, run.advantage) : chosen.n ? tokensOf(chosen, run.advantage) : el('pre', {}, chosen.t),
     againstAnother(rows, chosen));
   place.scrollIntoView({ block: 'nearest' });
   place.querySelector('h3').focus({ preventScroll: true });  // whoever came by keyboard goes on from here
@@ -26,11 +26,12 @@ async function showGroup(place, table, row) {
 
 function scoresTable(run, components, rows, open, row) {
   const weight = (name) => (run.weights[name] === undefined ? 1 : run.weights[name]);
-  const head = ['sample', ...components.map((name) => name + (weight(name) === 1 ? '' : ' × ' + number(weight(name)))), 'reward', 'advantage', '', 'per token', 'tokens', 'answer'];
+  const played = rows.some((one) => one.u);
+  const head = ['sample', ...components.map((name) => name + (weight(name) === 1 ? '' : ' × ' + number(weight(name)))), 'reward', 'advantage', '', 'per token', 'tokens', ...(played ? ['turns', 'calls'] : []), 'answer'];
   const largest = Math.max(1e-9, ...rows.map((one) => Math.abs(one.advantage)).filter((a) => !Number.isNaN(a)));
   return table(head, rows.map((one) => [
     el('button', { type: 'button', disabled: one.i === row, click: () => open(one.i) }, String(one.sample)), ...one.c.map(number), number(one.reward), number(one.advantage),
-    bar(one.advantage / largest), number(perToken(run.advantage, one)), number(one.tokens), verdictOf(one.flags),
+    bar(one.advantage / largest), number(perToken(run.advantage, one)), number(one.tokens), ...(played ? [number((one.u || []).filter(sampledTurn).length), number(callsOf(one).length)] : []), verdictOf(one.flags),
   ]), true);
 }
 
@@ -41,10 +42,24 @@ function bar(share) {
     svg('rect', { x: share < 0 ? 40 - width : 40, y: 1, width, height: 8 }), svg('line', { x1: 40, x2: 40, y1: 0, y2: 10 }));
 }
 
+// Turns of an episode are [role, text, tokens, calls, reward]; a call is [name, arguments, result, failure].
+function sampledTurn(turn) {
+  return turn[0] === 'assistant';
+}
+
+function callsOf(one) {
+  return (one.u || []).flatMap((turn) => turn[3]);
+}
+
+// Tokens that learn: those that the policy sampled.
+function ownTokens(one) {
+  return one.u ? one.u.filter(sampledTurn).reduce((sum, turn) => sum + turn[2], 0) : one.tokens;
+}
+
 // A token's part in the loss: advantage times the weight that the aggregation gives it. token_mean needs the whole batch's count.
 function perToken(rule, one) {
   if (!rule || Number.isNaN(one.advantage)) return NaN;
-  const weights = { sequence_mean: 1 / (one.tokens * rule.completions), fixed: 1 / (rule.completions * rule.max_tokens), sequence_sum: 1 / rule.completions };
+  const weights = { sequence_mean: 1 / (ownTokens(one) * rule.completions), fixed: 1 / (rule.completions * rule.max_tokens), sequence_sum: 1 / rule.completions };
   return weights[rule.aggregation] === undefined ? NaN : one.advantage * weights[rule.aggregation];
 }
 
@@ -72,30 +87,64 @@ function howAdvantages(run, rows) {
 
 // Texts and log-probabilities of a completion's tokens, from their lengths and bytes.
 function tokensIn(one) {
-  const whole = one.t + one.x, logprobs = bytesOf(one.lp);
+  const whole = one.w === undefined ? one.t + one.x : one.w, logprobs = bytesOf(one.lp);
+  const given = (one.u || []).flatMap((turn) => Array(Math.min(turn[2], one.n.length)).fill(!sampledTurn(turn)));
   let at = 0;
   return one.n.map((length, i) => {
     at += length;
-    return { text: whole.slice(at - length, at), logprob: -16 * (logprobs[i] / 255) ** 2, advantage: one.ta ? one.ta[i] : one.advantage };
+    return { given: Boolean(given[i]), text: whole.slice(at - length, at), logprob: -16 * (logprobs[i] / 255) ** 2, advantage: one.ta ? one.ta[i] : one.advantage };
   });
 }
 
 // The completion token by token: colour is what the update does to the token, the note tells probability and advantage.
 function tokensOf(one, rule) {
-  const tokens = tokensIn(one), largest = Math.max(1e-9, ...tokens.map((token) => Math.abs(token.advantage)));
-  const spans = tokens.map((token) => {
+  const tokens = tokensIn(one);
+  return el('div', {}, el('pre', { class: 'tokens' }, tokenSpans(tokens)), aboutTokens(), tokenList(one, tokens, rule));
+}
+
+function aboutTokens() {
+  return el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.');
+}
+
+function tokenList(one, tokens, rule) {
+  return el('details', {}, el('summary', {}, 'Token by token'), lazily(() => tokenTable(one, tokens, rule)));
+}
+
+function tokenSpans(tokens) {
+  const largest = Math.max(1e-9, ...tokens.filter((token) => !token.given).map((token) => Math.abs(token.advantage)));
+  return tokens.map((token) => {
+    if (token.given) return el('span', { class: 'token given', title: 'given, not sampled: it does not learn' }, token.text || '·');
     const p = Math.exp(token.logprob);
     const span = el('span', { class: 'token ' + (token.advantage < 0 ? 'below' : 'above'), title: 'p = ' + number(Number(p.toPrecision(3))) + ', log p = ' + number(Number(token.logprob.toPrecision(3))) + ', advantage ' + number(token.advantage) }, token.text || '·');
     span.style.setProperty('--pull', String(Math.round(60 * Math.abs(token.advantage) / largest * (1 - p) + 6) / 100));
     return span;
   });
-  return el('div', {}, el('pre', { class: 'tokens' }, spans), el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.'),
-    el('details', {}, el('summary', {}, 'Token by token'), lazily(() => tokenTable(one, tokens, rule))));
+}
+
+// An episode turn by turn: who speaks, which tokens learn, what was called and what came back.
+function turnsOf(one, rule) {
+  const tokens = one.n && one.u.reduce((sum, turn) => sum + turn[2], 0) === one.n.length ? tokensIn(one) : null;
+  const spans = tokens && tokenSpans(tokens);  // coloured alike in all turns
+  let at = 0;
+  const blocks = one.u.map((turn) => {
+    const [role, text, count, calls, reward] = turn, from = at;
+    at += count;
+    const about = role + ', ' + number(count) + (count === 1 ? ' token' : ' tokens') + (sampledTurn(turn) ? ': sampled, learns' : ': given, does not learn') + (reward === null ? '' : '; reward ' + number(reward));
+    return el('div', { class: 'turn ' + (sampledTurn(turn) ? 'own' : 'given') }, el('h5', {}, about),
+      el('pre', { class: tokens ? 'tokens' : false }, tokens ? spans.slice(from, at) : text), calls.map(callOf));
+  });
+  return el('div', { class: 'turns' }, blocks, tokens ? [aboutTokens(), tokenList(one, tokens, rule)] : null);
+}
+
+const FAILURES = { invalid: 'could not be made', raised: 'failed in the tool', timed_out: 'took too long' };
+
+function callOf([name, given, result, failure]) {
+  return el('p', { class: 'call' + (failure ? ' error' : '') }, 'called ', el('code', {}, name + '(' + given + ')'), failure ? ', which ' + (FAILURES[failure] || failure) + ': ' : ' and was told ', el('code', {}, shortened(result, 300, 100)));
 }
 
 function tokenTable(one, tokens, rule) {
   const weight = perToken(rule, { ...one, advantage: 1 });
-  return table(['#', 'token', 'p when sampled', 'log p', 'advantage', 'weight in the loss', 'advantage × weight'], tokens.map((token, i) => [
+  return table(['#', 'token', 'p when sampled', 'log p', 'advantage', 'weight in the loss', 'advantage × weight'], tokens.map((token, i) => token.given ? [String(i + 1), el('code', {}, JSON.stringify(token.text)), 'given', '–', '–', '–', '–'] : [
     String(i + 1), el('code', {}, JSON.stringify(token.text)), percent(Math.exp(token.logprob)), number(Number(token.logprob.toPrecision(3))), number(token.advantage), number(weight), number(token.advantage * weight),
   ]), true);
 }

@@ -38,7 +38,8 @@ function heldOutOf(run) {
   const last = run.evaluations.at(-1);
   if (!last) return null;
   const base = run.evaluations.find((row) => row.stage === 'base' && row.mode === last.mode && row !== last);
-  return { last, base };
+  const key = last.success && (!base || base.success) ? 'success' : 'strict';  // what an environment said goes before the answer
+  return { last, base, key };
 }
 
 function gravest(run) {
@@ -51,8 +52,8 @@ function tiles(run) {
   const several = (name) => Boolean(run.curves[name] && run.curves[name].values.length > 1);
   const tile = (name, value, remark) => el('div', { class: 'tile' }, el('dt', {}, name), el('dd', {}, el('b', {}, value), remark ? el('small', {}, remark) : null));
   return el('dl', { class: 'tiles' },
-    held ? tile('Held-out accuracy', (held.base ? percent(held.base.strict[0]) + ' → ' : '') + percent(held.last.strict[0]),
-      'strict, ' + held.last.mode + ', ' + (held.base ? 'base → ' : '') + stageName(held.last.stage) + '; 95% interval ' + interval(held.last.strict).replace(/^\S+ /, '')) : null,
+    held ? tile(held.key === 'success' ? 'Held-out success' : 'Held-out accuracy', (held.base ? percent(held.base[held.key][0]) + ' → ' : '') + percent(held.last[held.key][0]),
+      held.key + ', ' + held.last.mode + ', ' + (held.base ? 'base → ' : '') + stageName(held.last.stage) + '; 95% interval ' + interval(held.last[held.key]).replace(/^\S+ /, '')) : null,
     tile('Reward', firstToLast(run, 'reward/mean'), several('reward/mean') ? 'mean of the first → last tenth of the steps' : null),
     tile('Accuracy in training', firstToLast(run, 'accuracy/strict'), several('accuracy/strict') ? 'strict, first → last tenth of the steps' : 'strict'),
     tile('Steps', number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state + (run.seconds === null ? '' : ', ' + clock(run.seconds) + (run.seconds < 3600 ? ' min' : ' h'))),
@@ -116,11 +117,22 @@ function evaluationsSection() {
     return el('div', {}, el('h3', {}, run.name),
       table(['stage', 'strict', 'lenient', 'format', 'stopped', 'mean tokens', 'problems'], rows, true),
       run.asked.map((line) => el('p', { class: 'note' }, line)),
+      playedTable(run.evaluations),
       pairs.length ? table(['problem by problem', 'fixed', 'broken', 'right both times', 'wrong both times', 'p'], pairs, true) : null,
       pairs.length ? el('p', { class: 'note' }, 'Fixed: wrong before and right after; broken: the other way round. p: how likely so uneven a split of the two would be if both stages were equally good (exact McNemar test).') : null);
   });
   const note = 'Held-out problems, with 95% intervals (Wilson; clustered by problem where it was sampled several times). Strict: the answer stands where the format asks for it; lenient: it is found anywhere; format: exactly the form asked for; stopped: the model ended by itself.';
   return parts.length ? section('evaluation', 'Evaluation', note, parts) : null;
+}
+
+// What went on in episodes, where the run has some.
+function playedTable(evaluations) {
+  const rows = evaluations.filter((row) => row.episodes);
+  if (!rows.length) return null;
+  const share_ = (value) => (value === undefined ? '–' : percent(value));
+  return [table(['episodes', 'success', 'reward', 'turns', 'calls', 'invalid calls', 'failed calls', 'tokens sampled', 'tokens given'], rows.map(({ stage, mode, success, episodes: e }) => [
+    stageName(stage) + ', ' + mode, success ? interval(success) : '–', number(e.reward), number(e.turns), number(e.calls), share_(e.invalid_calls), share_(e.failed_calls), number(e.sampled_tokens), number(e.given_tokens)]), true),
+  el('p', { class: 'note' }, 'Means of an episode. Success: the environment gave more than 0. Invalid and failed: of the calls, those that could not be made and those in which the tool did wrong.')];
 }
 
 function differencesTable(rows, names) {
