@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.cli.options import AsJson, Overrides, Source
+
+if TYPE_CHECKING:
+    from groupwise.config import Config
+    from groupwise.types import Problem, Prompt
 
 __all__ = ["app"]
 
@@ -24,12 +29,13 @@ def inspect(
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show rows, the rendered prompt, token lengths, and answers that could not be read.
+    """Show rows, the rendered prompt (with tools, or what an environment says first), token lengths, and answers that could not be read.
 
     \b
     Examples:
       groupwise data inspect table.csv data.prompt_column=task data.answer_column=result
       groupwise data inspect gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --json
+      groupwise data inspect arithmetic rollout.tools=[calculator]
     """
     from groupwise.cli.show import print_json
     from groupwise.config import load_config
@@ -40,7 +46,8 @@ def inspect(
     named = [f"model.name={model}"] if model else []
     config = load_config(None, [f"data.source={source}", *named, *(overrides or ())])
     fetch_model(config.model)
-    report = inspect_source(config.data, config.prompt, load_tokenizer(config.model), rows)
+    tokenizer = load_tokenizer(config.model)
+    report = inspect_source(config.data, config.prompt, tokenizer, rows, _first_turn(config, tokenizer))
     if as_json:
         print_json(report)
     else:
@@ -73,6 +80,18 @@ def prepare(
         print_json({"folder": str(out), **counts})
         return
     console().print(harmless(f"{out}: {problems.description}"), soft_wrap=True)
+
+
+def _first_turn(config: Config, tokenizer: Any) -> Callable[[Problem, str | None], Prompt] | None:
+    """How the first turn of an episode is rendered; None without tools and environment."""
+    if not config.rollout.has_episodes:
+        return None
+    from groupwise.episodes import open_episodes, render_episode
+    from groupwise.models.load import end_token_ids, generation_config, load_model_config
+
+    ends = end_token_ids(tokenizer, load_model_config(config.model), generation_config(config.model))
+    episodes = open_episodes(config, tokenizer, ends)
+    return lambda problem, system: render_episode(problem, tokenizer, config.prompt, system, episodes)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from groupwise.config.schema import DataConfig, PromptConfig
@@ -13,7 +14,7 @@ from groupwise.data.prompts import render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
 from groupwise.data.sources import find_columns, to_problem
 from groupwise.errors import DataError
-from groupwise.types import Problem
+from groupwise.types import Problem, Prompt
 
 __all__ = ["inspect_source"]
 
@@ -22,8 +23,16 @@ MEASURED = 2_000
 """Prompts that are tokenised for the distribution of lengths, spread evenly over the source."""
 
 
-def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None, rows: int = 3) -> dict[str, Any]:
+Render = Callable[[Problem, str | None], Prompt]
+"""Makes the prompt of a problem under a system prompt."""
+
+
+def inspect_source(
+    data: DataConfig, prompt: PromptConfig, tokenizer: Any | None, rows: int = 3, render_as: Render | None = None
+) -> dict[str, Any]:
     """What a run would make of ``data``, as plain values that JSON can hold.
+
+    ``render_as``: how prompts are made where there is more in them than the row and the system prompt, such as tools.
 
     Keys: ``source``, ``split``, ``rows`` (how many), ``usable``, ``columns`` (``all``, ``prompt``, ``answer``),
     ``answer_style``, ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the
@@ -33,7 +42,8 @@ def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None
     """
     problems, bad, columns, total = _collect(data)
     system, style = resolve_system(prompt, data)
-    examples = [_example(problem, prompt, tokenizer, system, style) for problem in problems[:rows]]
+    make = render_as or (None if tokenizer is None else partial(_render, prompt, tokenizer))
+    examples = [_example(problem, make, system, style) for problem in problems[:rows]]
     return {
         "source": data.source,
         "split": data.split,
@@ -44,7 +54,7 @@ def inspect_source(data: DataConfig, prompt: PromptConfig, tokenizer: Any | None
         "system": system,
         "bad_rows": {"count": len(bad), "first": bad[:BAD_ROWS_SHOWN]},
         "examples": examples,
-        "prompt_tokens": None if tokenizer is None else _lengths(problems, prompt, tokenizer, system),
+        "prompt_tokens": None if make is None else _lengths(problems, make, system),
     }
 
 
@@ -68,9 +78,11 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
     return problems, bad, columns, len(problems) + len(bad)
 
 
-def _example(
-    problem: Problem, prompt: PromptConfig, tokenizer: Any | None, system: str | None, style: AnswerStyle
-) -> dict[str, object]:
+def _render(prompt: PromptConfig, tokenizer: Any, problem: Problem, system: str | None) -> Prompt:
+    return render(problem, tokenizer, prompt, system)
+
+
+def _example(problem: Problem, make: Render | None, system: str | None, style: AnswerStyle) -> dict[str, object]:
     question = problem.question if isinstance(problem.question, str) else [dict(m) for m in problem.question]
     shown: dict[str, object] = {
         "id": problem.id,
@@ -79,18 +91,18 @@ def _example(
         "also": list(problem.also),
         "worked": worked_completion(problem, style),
     }
-    if tokenizer is None:
+    if make is None:
         return shown
-    rendered = render(problem, tokenizer, prompt, system)
+    rendered = make(problem, system)
     return {**shown, "prompt": rendered.text, "prompt_tokens": len(rendered.token_ids)}
 
 
-def _lengths(problems: Sequence[Problem], prompt: PromptConfig, tokenizer: Any, system: str | None) -> dict[str, int] | None:
+def _lengths(problems: Sequence[Problem], make: Render, system: str | None) -> dict[str, int] | None:
     if not problems:
         return None
     count = min(len(problems), MEASURED)
     spread = [problems[i * len(problems) // count] for i in range(count)]
-    lengths = sorted(len(render(p, tokenizer, prompt, system).token_ids) for p in spread)
+    lengths = sorted(len(make(problem, system).token_ids) for problem in spread)
     return {
         "measured": count,
         "min": lengths[0],
