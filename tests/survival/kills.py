@@ -7,7 +7,8 @@
 The same means: weights, masters and moments bit for bit, every number of ``metrics.jsonl`` but times and memory, every line of
 ``completions.jsonl``, and the evaluations. Runs are forked from a process that has everything imported, so that a kill costs a
 second. Every third stop is a SIGTERM instead, which the run may answer; it is counted by itself. Of a run of two processes the
-SIGKILL meets one of them, whichever, or both.
+SIGKILL meets one of them, whichever, or both. Kinds with episodes are killed in the middle of one: the environment ends its own process
+at some turn, drawn by lot.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 
 from groupwise.config.schema import Config
 from tests.survival.forked import begin
+from tests.survival.game import LAST
 from tests.survival.page import stamp, write_section
 from tests.tiny import tiny_config, write_sums, write_tiny_llama
 
@@ -36,6 +38,8 @@ __all__ = ["KINDS", "Tally", "differences", "kill_and_compare", "main"]
 
 STEPS = 8
 MU = {"updates_per_batch": 3, "loss": {"epsilon": 0.01}}
+PLAYED = {"environment": "tests.survival.game:Talk", "max_turns": 4, "max_completion_tokens": 140}
+EARNED = {"functions": [{"function": "environment"}, {"function": "letters"}]}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
     "no checkpoint but when stopped": {"algorithm": MU, "output": {"checkpoint_every": 0}},
@@ -77,6 +81,10 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "data": {"limit": 11, "holdout": 4},
         "algorithm": {"kl": {"beta": 0.1, "reference_updates": 3}},
     },
+    "episodes": {"rollout": PLAYED, "rewards": EARNED},
+    "episodes, a step ahead, mu 3": {"rollout": {**PLAYED, "ahead": 1}, "rewards": EARNED, "algorithm": MU},
+    "episodes, dynamic sampling": {"rollout": {**PLAYED, "refill_rounds": 2, "completions_per_prompt": 2}, "rewards": EARNED},
+    "two processes, episodes": {"rollout": PLAYED, "rewards": EARNED},
     "warm start, evaluations": {
         "warm_start": {"steps": 3, "examples_per_step": 4},
         "algorithm": {"kl": {"beta": 0.1}},
@@ -85,6 +93,10 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """What of a run's state each kind has in it; all else is that of ``tests.tiny``."""
+
+
+TALKATIVE = {"tie_word_embeddings": False, "stop_weight": 60.0, "max_position_embeddings": 512}
+"""A model that ends its turns."""
 
 
 @dataclass
@@ -138,10 +150,12 @@ def numbers_of(folder: Path) -> list[dict[str, Any]]:
 
 def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
     """Kill runs of one kind at least ``kills`` times, resume them until they come through, and compare each."""
-    model, data = write_tiny_llama(place / "model"), write_sums(place / "sums.jsonl")
+    model = write_tiny_llama(place / "model", **(TALKATIVE if "episodes" in kind else {}))
+    data = write_sums(place / "sums.jsonl")
     config, tally, chance = config_of(kind, model, data), Tally(kind), random.Random(f"{kind}/{seed}")
     whole = place / "whole"
     started = time.monotonic()
+    LAST["turn"] = None
     code = begin(config, whole, processes_of(kind)).end(60)
     longest = time.monotonic() - started
     if code != 0:
@@ -163,6 +177,9 @@ def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Ran
     for attempt in range(200):
         number = signal.SIGTERM if (tally.killed + tally.terminated) % 3 == 2 else signal.SIGKILL
         delay_s = chance.uniform(0, longest_s) if attempt < 12 else 10 * longest_s
+        LAST["turn"] = None
+        if "episodes" in tally.kind and number is signal.SIGKILL and attempt < 12:
+            LAST["turn"], delay_s = chance.randint(1, turns_of(folder.parent / "whole")), 10 * longest_s
         code = begin(config, folder, processes_of(tally.kind)).stop_after(delay_s, number, chance)
         if code == 0:
             return
@@ -174,6 +191,12 @@ def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Ran
             tally.losses.append(f"{folder.name} ended with {code}: {told(folder)}")
             return
     tally.losses.append(f"{folder.name} never came to its end")
+
+
+def turns_of(whole: Path) -> int:
+    """Turns of the policy that a run recorded: nearly all that it played."""
+    rows = [json.loads(line) for line in (whole / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    return sum(turn["role"] == "assistant" for row in rows for turn in row["turns"])
 
 
 def told(folder: Path) -> str:

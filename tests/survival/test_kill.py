@@ -25,6 +25,16 @@ def test_a_killed_run_ends_where_the_uninterrupted_one_ends():
     kill(["mu 3, micro-batches", "lora with dropout"], kills=1, seed=1)
 
 
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_an_episode_ends_there_too():
+    kill(["episodes"], kills=3, seed=1)
+
+
+@pytest.mark.soak
+def test_a_hundred_kills_in_mid_episode_lose_nothing():
+    kill(["episodes"], kills=100, seed=3)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_kills_lose_nothing(kind):
