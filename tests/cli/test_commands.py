@@ -55,6 +55,22 @@ def test_help_has_examples_that_keep_their_lines_and_brackets(groupwise, command
     assert any(example.split()[1 : 1 + len(command)] == command for example in examples)
 
 
+def test_data_inspect_renders_the_first_turn_of_an_episode(groupwise, tiny_model, tmp_path):
+    table = tmp_path / "sums.jsonl"
+    table.write_text("".join(json.dumps({"question": f"{a} + 1?", "answer": str(a + 1)}) + "\n" for a in range(5)))
+    look = ["data", "inspect", str(table), "--json", "--model", str(tiny_model), "prompt.system=none"]
+    plain, tools, game = (
+        json.loads(groupwise(*look, *more).stdout)
+        for more in ([], ["rollout.tools=[calculator]"], ["rollout.environment=tests.survival.game:Talk"])
+    )
+    said = "Tools: calculator(expression): Computes an arithmetic expression."
+    assert said in tools["examples"][0]["prompt"]
+    assert said not in plain["examples"][0]["prompt"]
+    assert re.search(r"0 \+ 1\? Say something about \d\.", game["examples"][0]["prompt"])
+    assert tools["prompt_tokens"]["min"] > plain["prompt_tokens"]["max"]
+    assert groupwise(*look[:3], *look[4:], "rollout.tools=[calculator]").stdout.count(said) == 3
+
+
 def test_the_overrides_in_the_examples_are_real(groupwise):
     shown = groupwise("train", "--help").stdout
     assert "rewards.functions=[correctness, my_rewards.py:short]" in shown

@@ -115,6 +115,7 @@ class RewardArguments:
             "finish_reason": [c.finish_reason for _, _, c in chosen],
             "environment_reward": [c.reward for _, _, c in chosen],
             "calls": [[asdict(call) for call in c.calls] for _, _, c in chosen],
+            "turns": [[asdict(turn) for turn in c.turns] for _, _, c in chosen],
             "group_index": [g for g, _, _ in chosen],
         }
         if self.max_completion_tokens is not None:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, cast
 
 from groupwise.data.answers import PLACEHOLDERS, AnswerStyle, Grade, extract_answer, grade
 from groupwise.errors import RewardError, UncheckedAnswerError
+from groupwise.rewards.scores import StepRewards
 from groupwise.types import Message
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "correctness",
     "correctness_and_format",
     "environment",
+    "environment_turns",
     "format",
     "keyword",
     "length",
@@ -330,6 +334,26 @@ def environment(
     return [None] * len(completions) if environment_reward is None else list(environment_reward)
 
 
+def environment_turns(
+    completions: Sequence[CompletionText],
+    turns: Sequence[Sequence[Mapping[str, object]]] | None = None,
+    environment_reward: Sequence[float | None] | None = None,
+    **_: object,
+) -> list[StepRewards | None]:
+    """What the environment gave, turn by turn: each turn's reward at its end, and that of `get_reward()` at the end of the last."""
+    if turns is None or environment_reward is None:
+        return [None] * len(completions)
+    return [None if whole is None else _by_turn(one, whole) for one, whole in zip(turns, environment_reward, strict=True)]
+
+
+def _by_turn(turns: Sequence[Mapping[str, object]], whole: float) -> StepRewards:
+    ends = list(accumulate(cast(int, turn["tokens"]) for turn in turns))
+    own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    rewards = [cast(float, turns[i]["reward"] or 0.0) for i in own]
+    rewards[-1] += whole - math.fsum(rewards)
+    return StepRewards(rewards, [ends[i] for i in own], unit="tokens")
+
+
 def builtin_rewards() -> dict[str, Callable[..., list[float]] | Callable[..., list[float | None]]]:
     """All built-in functions by name; the first sentence of each docstring says what it gives."""
     functions = (
@@ -342,6 +366,7 @@ def builtin_rewards() -> dict[str, Callable[..., list[float]] | Callable[..., li
         xml_count,
         boxed_format,
         environment,
+        environment_turns,
         length,
         overlong,
         keyword,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from groupwise.config.rewards import Isolation, RewardFunctionConfig, RewardModelConfig, Scope
 from groupwise.errors import RewardError
 from groupwise.importing import import_member, in_one_line, looks_like_file, nearest
-from groupwise.rewards.functions import builtin_rewards, environment
+from groupwise.rewards.functions import builtin_rewards, environment, environment_turns
 from groupwise.rewards.processes import refusal
 from groupwise.rewards.scores import Shaper
 
@@ -51,6 +51,7 @@ OFFERED = (
     "finish_reason",
     "calls",
     "environment_reward",
+    "turns",
     "max_completion_tokens",
     "group_index",
 )
@@ -109,7 +110,7 @@ class LoadedReward:
     @property
     def is_environment(self) -> bool:
         """Whether it is what an environment gave, which no completion has that was not played."""
-        return self.function is environment
+        return self.function in (environment, environment_turns)
 
     @property
     def is_model(self) -> bool:
@@ -296,6 +297,7 @@ def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, 
         "finish_reason": ["stop"],
         "calls": [[]],
         "environment_reward": [None],
+        "turns": [[]],
         "max_completion_tokens": [limit],
         "group_index": [0],
     }
