@@ -412,3 +412,17 @@ def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
     assert item(divided, "learning", "gathered weights") > 0
     beside = found("rollout.ahead=1")
     assert item(beside, "learning", "samplers' weights") == 0, "its weights are the copy"
+
+
+def test_a_plan_says_what_it_counts_of_episodes():
+    """A tool's description makes a guessed prompt longer, and one that was given is what it is."""
+    tools, module = ["rollout.tools=[calculator]"], ["rollout.engine=transformers"]
+    alone, played, by_module = (
+        make_plan(load_config("quickstart", more), HARDWARE["rtx-4090"]) for more in ([], tools, [*tools, *module])
+    )
+    assert played.setup.prompt > alone.setup.prompt
+    assert item(played.phases, "sampling", "KV cache") > item(alone.phases, "sampling", "KV cache")
+    assert make_plan(load_config("quickstart", tools), HARDWARE["rtx-4090"], prompt_tokens=90).setup.prompt == 90
+    assert "keys and values are kept from turn to turn" in " ".join(played.assumptions)
+    assert "computed anew in each of up to 4 turns" in " ".join(by_module.assumptions)
+    assert "episodes" not in " ".join(alone.assumptions)

@@ -78,6 +78,13 @@ class Plan:
             f"({self.hardware.source}) at {self.hardware.arithmetic_share:.0%} of its arithmetic and "
             f"{self.hardware.bandwidth_share:.0%} of its bandwidth",
         ]
+        if setup.config.rollout.has_episodes:
+            again = f"its tokens are computed anew in each of up to {setup.config.rollout.max_turns} turns, which the time does not count"
+            found.append(
+                f"episodes: the {setup.completion} tokens are those of all turns, what tools or an environment give included; "
+                f"{'keys and values are kept from turn to turn' if setup.by_builtin else again}; the prompt, with its tools, is computed "
+                "once for a group; the time of tools and environments is not counted"
+            )
         if any(entry.model for entry in setup.config.rewards.functions):
             unknown = unknown_judges(setup.config)
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""

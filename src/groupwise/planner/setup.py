@@ -55,6 +55,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 _TYPICAL_PROMPT = 200
 """Tokens of a prompt where nothing says otherwise: a grade-school word problem with a system prompt has 60 to 250."""
+_TYPICAL_TOOL = 80
+"""Tokens with which a prompt describes a tool: the calculator's JSON schema has 82 in SmolLM2's tokenizer."""
 _FOUR_BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in NF4: 4 bits, an 8-bit scale for 64 of them, and an fp32 scale for 256 scales (arXiv 2305.14314, section 3)."""
 
@@ -126,7 +128,8 @@ class Setup:
 
     @property
     def prompt(self) -> int:
-        return self.prompt_tokens or self.config.data.max_prompt_tokens or _TYPICAL_PROMPT
+        guessed = _TYPICAL_PROMPT + _TYPICAL_TOOL * len(self.config.rollout.tools)
+        return self.prompt_tokens or self.config.data.max_prompt_tokens or guessed
 
     @property
     def completion(self) -> int:
