@@ -29,7 +29,7 @@ def inspect(
     rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show rows, the rendered prompt (with tools, or what an environment says first), token lengths, and answers that could not be read.
+    """Show rows, the rendered prompt (tools included), token lengths, and answers that could not be read.
 
     \b
     Examples:
