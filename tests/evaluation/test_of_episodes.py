@@ -14,6 +14,7 @@ from groupwise.evaluation.records import make_record
 from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.metric_table import describe_metric
 from groupwise.tracking.numbers import evaluation_numbers
+from groupwise.tracking.results import RunResult
 from groupwise.tracking.tables import comparison_lines, judged_tables, legend
 from groupwise.types import Completion, Problem, Prompt, ToolCall, Turn
 
@@ -100,6 +101,16 @@ def test_trackers_get_numbers_that_the_table_explains():
     assert numbers["evaluation/greedy_turns"] == 2.0
     assert numbers["evaluation/greedy_invalid_calls"] == 1 / 5
     assert [name for name in numbers if describe_metric(name) is None] == []
+
+
+def test_the_data_frame_of_a_run_has_them(tmp_path):
+    row = evaluation_of(records(*PLAYED, episode(reward=1.0)), stage="final", mode="greedy", conditions=ASKED).to_summary()
+    frame = RunResult(tmp_path, {"evaluations": [row]}).evaluations
+    assert frame["turns"].tolist() == [2.0]
+    assert frame["given_tokens"].tolist() == [5.0]
+    assert "success" not in frame, "it is not that of all episodes"
+    all_judged = evaluation_of(records(episode(reward=1.0)), stage="final", mode="greedy", conditions=ASKED).to_summary()
+    assert RunResult(tmp_path, {"evaluations": [all_judged]}).evaluations["success"].tolist() == [1.0]
 
 
 def printed(show):

@@ -85,7 +85,8 @@ class RunResult:
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each stage and mode: shares of right answers (``strict``, ``lenient``) with the ends of their 95% intervals."""
+        """A row for each stage and mode: shares of right answers (``strict``, ``lenient``) with the ends of their 95% intervals. Of
+        episodes further ``success`` and what went on in them (``evaluation.figures.of_episodes``)."""
         from pandas import DataFrame
 
         return DataFrame([_flat(row) for row in self._evaluation_rows()])
@@ -125,7 +126,12 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("strict", "lenient"):
         low, high = row[f"{name}_interval"]
         cells |= {name: row[f"{name}_accuracy"], f"{name}_low": low, f"{name}_high": high}
-    return cells | {key: row.get(key) for key in ("format_rate", "stop_rate", "mean_tokens", "seconds")}
+    played = row.get("figures", {})
+    if "success" in played:
+        cells |= dict(zip(("success", "success_low", "success_high"), played["success"], strict=True))
+    return (
+        cells | {key: row.get(key) for key in ("format_rate", "stop_rate", "mean_tokens", "seconds")} | played.get("episodes", {})
+    )
 
 
 @dataclass(frozen=True)
