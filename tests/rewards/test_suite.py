@@ -137,6 +137,7 @@ def test_chat_prompts_arrive_as_messages_with_every_column():
         "finish_reason": ["length", "stop"],
         "calls": [[], []],
         "environment_reward": [None, None],
+        "turns": [[], []],
         "group_index": [0, 0],
     }
 
