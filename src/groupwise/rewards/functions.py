@@ -354,7 +354,7 @@ def _by_turn(turns: Sequence[Mapping[str, object]], whole: float) -> StepRewards
     return StepRewards(rewards, [ends[i] for i in own], unit="tokens")
 
 
-def builtin_rewards() -> dict[str, Callable[..., list[float]] | Callable[..., list[float | None]]]:
+def builtin_rewards() -> dict[str, Callable[..., Sequence[float | StepRewards | None]]]:
     """All built-in functions by name; the first sentence of each docstring says what it gives."""
     functions = (
         correctness,
