@@ -424,5 +424,5 @@ def test_a_plan_says_what_it_counts_of_episodes():
     assert item(played.phases, "sampling", "KV cache") > item(alone.phases, "sampling", "KV cache")
     assert make_plan(load_config("quickstart", tools), HARDWARE["rtx-4090"], prompt_tokens=90).setup.prompt == 90
     assert "keys and values are kept from turn to turn" in " ".join(played.assumptions)
-    assert "computed anew in each of up to 4 turns" in " ".join(by_module.assumptions)
+    assert "computed again in each of up to 4 turns" in " ".join(by_module.assumptions)
     assert "episodes" not in " ".join(alone.assumptions)

@@ -79,7 +79,7 @@ class Plan:
             f"{self.hardware.bandwidth_share:.0%} of its bandwidth",
         ]
         if setup.config.rollout.has_episodes:
-            again = f"its tokens are computed anew in each of up to {setup.config.rollout.max_turns} turns, which the time does not count"
+            again = f"its tokens are computed again in each of up to {setup.config.rollout.max_turns} turns, which the time does not count"
             found.append(
                 f"episodes: the {setup.completion} tokens are those of all turns, what tools or an environment give included; "
                 f"{'keys and values are kept from turn to turn' if setup.by_builtin else again}; the prompt, with its tools, is computed "
