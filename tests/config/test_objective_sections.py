@@ -104,6 +104,37 @@ def test_an_override_goes_into_a_section_that_a_file_left_out_or_wrote(tmp_path)
     assert algorithm.entropy is None
 
 
+@pytest.mark.parametrize(
+    ("written", "overrides", "expected", "left"),
+    [
+        ("loss: {epsilon: 0.1}", ["algorithm.preset=rloo"], {"preset": "rloo"}, "loss.epsilon left out: .* type clip, .* is reinforce"),
+        ("loss: {epsilon: 0.1, aggregation: fixed}", ["algorithm.loss.type=reinforce"],
+         {"loss": {"type": "reinforce", "aggregation": "fixed"}}, "loss.epsilon left out"),
+        ("loss: {epsilon: 0.1}", ["algorithm.loss.type=cispo", "algorithm.loss.epsilon=0.5"],
+         {"loss": {"type": "cispo", "epsilon": 0.5}}, None),
+        ("loss: {type: 'a.py:f', settings: {x: 1}}", ["algorithm.loss={type: 'b.py:g'}"], {"loss": {"type": "b.py:g"}}, None),
+        ("loss: {type: 'a.py:f', settings: {x: 1}}", ["algorithm.loss.type=b.py:g"], {"loss": {"type": "b.py:g"}}, "loss.settings left"),
+        ("loss: {type: 'a.py:f', settings: {x: 1}}", ["algorithm.loss.settings.y=2", "algorithm.loss.type=b.py:g"],
+         {"loss": {"type": "b.py:g", "settings": {"y": 2}}}, None),
+        ("loss: {type: 'a.py:f', settings: {x: 1}}", ["algorithm.loss.settings.y=2"],
+         {"loss": {"type": "a.py:f", "settings": {"x": 1, "y": 2}}}, None),
+        ("loss: {epsilon: 0.1}", ["algorithm.loss={type: clip, epsilon_high: 0.3}"], {"loss": {"epsilon_high": 0.3}}, None),
+        ("loss: {epsilon: 0.1}", {"algorithm": {"loss": {"type": "reinforce"}}}, {"loss": {"type": "reinforce"}}, None),
+        ("advantage: {scale: none}", ["algorithm.advantage.type=maxrl"], {"advantage": {"type": "maxrl"}}, "advantage.scale left out"),
+        ("preset: ppo\n  value: {critic: copy}", ["algorithm.preset=grpo"], {}, "algorithm.value left out"),
+        ("preset: ppo\n  value: {critic: copy}", ["algorithm.preset=dapo", "advantage.type=gae"],
+         {"preset": "dapo", "advantage": {"type": "gae"}, "value": {"critic": "copy"}}, None),
+    ],
+)  # fmt: skip
+def test_a_files_settings_of_another_type_do_not_survive_an_override(tmp_path, caplog, written, overrides, expected, left):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"algorithm:\n  {written}\n")
+    if isinstance(overrides, list):
+        overrides = [one if one.startswith("algorithm.") else f"algorithm.{one}" for one in overrides]
+    assert load_config(path, overrides).algorithm == AlgorithmConfig(**expected)
+    assert re.search(left, caplog.text) if left else not caplog.text
+
+
 def test_a_section_made_in_python_is_taken_whole():
     assert AlgorithmConfig(preset="ppo", kl=KLConfig(beta=0.1)).kl == KLConfig(beta=0.1)
     assert AlgorithmConfig(loss=CispoLoss()).loss == CispoLoss()

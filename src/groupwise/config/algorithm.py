@@ -24,7 +24,7 @@ from groupwise.config.objective import (
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import Section, type_of
 
-__all__ = ["AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName"]
+__all__ = ["COMMON", "AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName", "kind_in"]
 
 PresetName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo", "sapo", "vespo", "gmpo", "dppo", "maxrl", "gdpo"
@@ -235,14 +235,13 @@ def _former_error(name: str, value: Any) -> InitErrorDetails:
 
 def _over_preset(written: Mapping[str, Any]) -> dict[str, Any]:
     """The preset's row with ``written`` laid over it, section by section; and the value's section exactly where a value is learned."""
-    preset = written.get("preset", "grpo")
-    row = PRESETS[preset].values if isinstance(preset, str) and preset in PRESETS else {}
+    row = _row(written)
     merged = {**row, **written}
     for name, under in row.items():
         own = written.get(name)
         if isinstance(own, Mapping) and isinstance(under, Mapping):
             same = own.get("type", under.get("type")) == under.get("type")
-            merged[name] = {**(under if same else {k: under[k] for k in under if k in _COMMON[name]}), **own}
+            merged[name] = {**(under if same else {k: under[k] for k in under if k in COMMON[name]}), **own}
     learned = isinstance(merged.get("advantage"), Mapping) and type_of(merged["advantage"]) == "gae"
     if learned and merged.get("value") is None:
         merged["value"] = row.get("value") or {}
@@ -255,8 +254,19 @@ def _over_preset(written: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-_COMMON: Mapping[str, set[str]] = {"loss": set(LossSection.model_fields) - {"type"}, "advantage": set()}
-"""What a section of another type takes from the preset's."""
+def _row(written: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of the preset that ``written`` names."""
+    preset = written.get("preset", "grpo")
+    return PRESETS[preset].values if isinstance(preset, str) and preset in PRESETS else {}
+
+
+def kind_in(written: Mapping[str, Any], section: str) -> str | None:
+    """The type of the advantage or the loss in settings as they are written: their own, or the preset's."""
+    return type_of(written.get(section)) or type_of(_row(written).get(section))
+
+
+COMMON: Mapping[str, set[str]] = {"loss": set(LossSection.model_fields) - {"type"}, "advantage": set()}
+"""What a section of another type keeps."""
 
 
 def _written(section: Section) -> dict[str, Any]:

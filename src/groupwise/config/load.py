@@ -6,6 +6,7 @@ Every mistake is a ConfigError of one sentence. Nothing here imports torch.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
+from groupwise.config.algorithm import COMMON, kind_in
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
 from groupwise.config.former import in_sections
 from groupwise.config.problems import UNKNOWN, shown, unknown_key
@@ -27,6 +29,8 @@ __all__ = [
     "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
     "plain_yaml", "recipes", "yaml_text",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _OWN_SETTINGS = ("algorithm.advantage.settings.", "algorithm.loss.settings.")
@@ -62,7 +66,9 @@ def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
         source: a recipe's name (`recipes` lists them) or the path of a YAML file.
         overrides: texts ``section.key=value``. The value is read as YAML, except that a setting which holds text takes it as it
             stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so. Or a mapping from
-            such keys (or sections) to values, which are taken as they are.
+            such keys (or sections) to values, which are taken as they are. A section given with a ``type`` replaces the file's; where the
+            type changes in another way (``loss.type=cispo``, ``preset=rloo``), the file's settings of the former type are left out,
+            with a warning.
 
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
@@ -144,11 +150,40 @@ def _in_one_line() -> Iterator[None]:
 
 def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "") -> Config:
     merged = _merge({}, settings)
+    written: dict[str, Any] = {}
     for path, value in _pairs(overrides):
         _set(merged, path, value)
+        if path.split(".")[0] == "algorithm":
+            _set(written, path, value)
+    _leave_former_types(merged.get("algorithm"), settings.get("algorithm") or {}, written.get("algorithm") or {})
     _spell_out_rewards(merged)
     _check_values(merged, "", source)
     return Config.model_validate(merged)
+
+
+def _leave_former_types(merged: Any, file: Any, written: Any) -> None:
+    """Take out of ``merged`` the file's settings of a type that overrides have replaced. ``written``: what the overrides alone say."""
+    if not all(isinstance(one, dict) for one in (merged, file, written)):
+        return
+    for section, common in COMMON.items():
+        before, now = kind_in(file, section), kind_in(merged, section)
+        own, new = merged.get(section, {}), written.get(section) or {}
+        if before == now or not isinstance(own, dict):
+            continue
+        left = [f"algorithm.{section}.{name}" for name in own if name not in common and name != "type" and name not in new]
+        if own:
+            merged[section] = {name: new.get(name, value) for name, value in own.items() if name in (*common, "type", *new)}
+        if section == "advantage" and before == "gae" and "value" in file and "value" not in written:
+            del merged["value"]
+            left.append("algorithm.value")
+        if left:
+            log.warning(
+                "%s left out: the file sets it for type %s, and algorithm.%s.type is %s now",
+                ", ".join(left),
+                before,
+                section,
+                now,
+            )
 
 
 def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
@@ -355,17 +390,22 @@ def _holds_text(path: str) -> bool:
 
 
 def _merge(base: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of ``base`` with ``new`` laid over it, section by section; lists and `arguments` are replaced whole."""
+    """A deep copy of ``base`` with ``new`` laid over it, section by section; lists, and sections that ``new`` gives a type, are replaced
+    whole."""
     merged = dict(base)
     for key, value in new.items():
         if isinstance(value, Mapping):
-            old = merged.get(key)
-            merged[key] = _merge(old if isinstance(old, dict) else {}, value)
+            merged[key] = _merge(_below(merged.get(key), value), value)
         else:
             merged[key] = (
                 [_merge({}, item) if isinstance(item, Mapping) else item for item in value] if isinstance(value, list) else value
             )
     return merged
+
+
+def _below(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of the section ``old`` under ``new``."""
+    return old if isinstance(old, dict) and "type" not in new else {}
 
 
 def _set(settings: dict[str, Any], path: str, value: Any) -> None:
@@ -387,8 +427,7 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
     if isinstance(place, list):
         place[_index(place, leaf, path)] = value
     elif path in sections() and isinstance(value, Mapping):
-        old = place.get(leaf)
-        place[leaf] = _merge(old if isinstance(old, dict) else {}, value)
+        place[leaf] = _merge(_below(place.get(leaf), value), value)
     else:
         place[leaf] = value
 
