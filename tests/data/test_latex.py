@@ -12,8 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from groupwise.data import algebra
+from groupwise.data.answers import grade
 from groupwise.data.latex import latex_equivalent, latex_failures, too_expensive
 from groupwise.errors import UncheckedAnswerError
 
@@ -225,3 +228,67 @@ def test_prose_never_starts_the_worker_and_nothing_is_left_behind() -> None:
     assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
+
+
+OPERATORS = [
+    "=",
+    ">=",
+    "<=",
+    "!=",
+    ":=",
+    "\\=",
+    "==",
+    "=>",
+    "<",
+    ">",
+    "+",
+    "-",
+    "*",
+    "/",
+    "^",
+    "_",
+    "!",
+    "±",
+    "€",
+    "$",
+    "%",
+    ":",
+    "|",
+    "&",
+]
+COMMANDS = [
+    "\\frac",
+    "\\sqrt",
+    "\\text",
+    "\\ge ",
+    "\\ne ",
+    "\\not",
+    "\\pm ",
+    "\\times ",
+    "\\sin ",
+    "\\overline",
+    "\\{",
+    "\\}",
+    "\\boxed{",
+    "\\",
+]
+MATHS = [*OPERATORS, *COMMANDS, *"(){}[]", *",;. '~", "0", "5", "1,234", "2.5", "9" * 400, "x", "X", "km", " and ", "π", "\n"]
+
+
+@settings(max_examples=600, deadline=None)
+@given(*[st.lists(st.sampled_from(MATHS), max_size=12).map("".join)] * 2)
+@example("x >= 5", "5")
+@example("5 >= 4", "5")
+@example("x != 5", "5")
+@example("x := 5", "5")
+@example("5", "x != 5")
+@example("5", "\\=")
+@example("9^{" + "9" * 400 + "}", "x")
+@example("€" * 490 + "5", "x")
+def test_grading_never_raises(answer: str, reference: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algebra, "equivalent", lambda *_: False)  # which has tests of its own, and may say that it does not know
+        for style in ("xml", "boxed", "plain"):
+            for text in (f"<answer>{answer}</answer> \\boxed{{{answer}}}\n#### {answer}", answer):
+                grade(text, reference, style)  # type: ignore[arg-type]
+        latex_equivalent(answer, reference)

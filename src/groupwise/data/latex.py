@@ -62,6 +62,9 @@ REWRITTEN = tuple(
         (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
         (r"^([^0-9A-Za-z~\\]*)~|=\s*~|~\s*=|\\(?:sim|simeq|cong|approxeq|thickapprox|doteq)(?![A-Za-z])", r"\\approx \1"),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\phantom\s?(?=[-+])", " "),
+        (r">\s?=", r"\\ge "),
+        (r"<\s?=", r"\\le "),
+        (r"!\s?=", r"\\ne "),
         (r"^\s*\\(?:therefore|implies)(?![A-Za-z])\s*", ""),
         (r"\^\{\s?([0-9A-Za-z])\s?\}", r"^\1"),
         (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
@@ -133,7 +136,7 @@ def _equal(answer: str, reference: str, timeout_s: float) -> bool:
     times = time_of_day(answer), time_of_day(reference)
     if times != (None, None):
         return times[0] == times[1]
-    if "=" in answer or "=" in reference:
+    if EQUALS.search(answer) or EQUALS.search(reference):
         return _equations_equal(answer, reference, timeout_s)
     ratios = colon_parts(answer), colon_parts(reference)
     if ratios != (None, None):
@@ -360,5 +363,5 @@ def _power(exponent: str) -> float:
         return float("inf")
     product = 1.0
     for number in DIGITS.findall(exponent):
-        product *= max(1.0, float(number[:20]) * 10.0 ** max(0, len(number) - 20))
+        product *= max(1.0, float(number))
     return product

@@ -37,7 +37,7 @@ FRACTION = re.compile(
     r"(?:\{(?P<top>[+-]?[0-9]+)\}\s?(?:\{(?P<bottom>[0-9]+)\}|(?P<digit>[0-9]))|(?P<a>[0-9])\s?(?:(?P<b>[0-9])|\{(?P<c>[0-9]+)\}))"
 )
 REPEATING = re.compile(rf"{SIGN}(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline\s?\{{(?P<repeated>[0-9]+)\}}")
-CURRENCY_BEFORE = re.compile(r"(?P<sign>[+-]?)\s?(?P<currency>[$€£¥₹])\s?(?P<rest>.*)", re.DOTALL)
+CURRENCY_BEFORE = re.compile(r"(?P<sign>[+-]?)\s?(?P<currency>[$€£¥₹])\s?(?P<rest>(?![€£¥₹]).*)", re.DOTALL)
 DASHES = str.maketrans({"−": "-", "–": "-", "﹣": "-", "‐": "-", "‑": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textnormal|textrm|textbf|mathbf|operatorname|rm)\s?"
 TRAILING_TEXT = re.compile(
