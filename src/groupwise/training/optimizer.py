@@ -287,6 +287,8 @@ class MasterAdamW:
             return parameter
         stochastic = self.config.precision == "stochastic"
         master = parameter if stochastic else parameter.detach().to(self.home or parameter.device, torch.float32, copy=True)
+        if parameter.device.type == "cuda" and master.device.type == "cpu":
+            master = master.pin_memory()  # weights are copied from it after every update, and nobody waits for that
 
         # A parameter keeps its hooks, and torch's collector does not look into them: by a strong reference neither would be freed.
         own, place = weakref.ref(self), len(self._hooks)
@@ -357,7 +359,8 @@ class MasterAdamW:
         """Round the masters into the weights, in place."""
         pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
         if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+            # From pinned masters this returns before it is done. They change again after a gradient has come, which comes after it.
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
 
     def clear(self) -> None:
         self._sums.clear()
