@@ -189,11 +189,10 @@ def _with_bundle(bundle: Path, folder: Path) -> dict[str, str]:
     return found
 
 
-def _has_cuda() -> bool:
+def _has_cuda(environment: dict[str, str]) -> bool:
     """Asked in another process: this one shall hold nothing of the GPU."""
-    asked = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    asked = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     return asked.stdout.strip() not in ("", "0")
 
 
@@ -217,9 +216,11 @@ def main(words: Sequence[str] | None = None) -> int:
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if args.bundle:
         environment |= _with_bundle(args.bundle.resolve(), args.output)
-    elif missing := [name for name in ("pydantic", "typer", "datasets", "math_verify") if importlib.util.find_spec(name) is None]:
+    elif missing := [
+        name for name in ("pydantic", "typer", "gguf", "psutil", "math_verify") if importlib.util.find_spec(name) is None
+    ]:
         options.error(f"{', '.join(missing)} are not installed: name the folder that first_light_bundle made with --bundle")
-    device = args.device or ("cuda" if _has_cuda() else "cpu")
+    device = args.device or ("cuda" if _has_cuda(environment) else "cpu")
     if device == "cpu":
         print("In miniature on the CPU: this shows that the checks work, and nothing about a GPU.", flush=True)
     light = Light(args.output, device, MODULES[kind], checks, environment=environment)
