@@ -120,7 +120,7 @@ def whole_pass(model, prompts, partner):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
 def test_what_is_kept_and_extended_is_what_a_pass_over_the_whole_gives(family, builtin, make_prompts):
-    """gemma3 looks back 8 positions in some layers: less than prompts, turns and what is given."""
+    """gemma3 looks back 6 positions in some layers: less than prompts, turns and what is given."""
     prompts = make_prompts(LENGTHS)
     kept = play(builtin(family()), prompts)
     turns = [len(said) for said in kept.said.values()]
@@ -220,6 +220,7 @@ def test_where_memory_runs_out_turns_are_not_answered_again(room, builtin, make_
     found = play(engine, prompts, grace_s=0.0, late=late)
     assert engine.limit.halvings >= 1
     assert found.rows() == enough.rows()
+    assert found.logprobs() == pytest.approx(enough.logprobs(), abs=1e-5)
 
 
 class BySteps(Engine):

@@ -325,7 +325,8 @@ class TrainingConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Null takes the cores that other programs leave free."""
     deterministic: bool = False
-    """The same bits in each run on the same machine, by slower kernels on GPUs and a fixed number of threads on CPUs."""
+    """The same bits in each run on the same machine, by slower kernels on GPUs and a fixed number of threads on CPUs. Tools are awaited,
+    however slow they are."""
 
 
 class EvaluationConfig(Section):
