@@ -1,5 +1,6 @@
 """Losses and advantages of the user's own: by name, by place, in a config, and what is refused before anything is loaded."""
 
+import re
 import textwrap
 
 import pytest
@@ -12,7 +13,7 @@ from groupwise.algorithm.losses import LOSSES
 from groupwise.config.load import load_config
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.config.section import REGISTERED
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TrainingError
 
 MINE = """
     from groupwise.algorithm import AdvantageOutputs, LossOutputs, needs
@@ -28,6 +29,20 @@ MINE = """
 
     def mean_loss(inputs):
         return LossOutputs((-inputs.advantages_T * inputs.logprobs_T).mean())
+
+    @needs("values")
+    def above_the_value(inputs):
+        "The reward less the value of the state before each token, which learns the reward."
+        rewards_T = inputs.rewards_N[inputs.sequence_T]
+        return AdvantageOutputs(advantages_T=rewards_T - inputs.values_T, returns_T=rewards_T)
+
+    class Ranks:
+        def __init__(self, inputs):
+            self.advantages_N = inputs.rewards_N
+
+    @needs("values")
+    def greedy(inputs):
+        return LossOutputs(-inputs.logprobs_T)
 
     def ranks(inputs):
         "The rank of each completion in its group, centred."
@@ -67,7 +82,9 @@ def test_a_loss_by_place_is_weighted_like_ours(mine):
 
 def test_a_loss_that_averages_by_itself_is_refused(mine):
     objective = Objective.from_config(AlgorithmConfig(loss={"type": f"{mine}:mean_loss"}, kl=None))
-    with pytest.raises(ValueError, match=r"shape \(\), but it must return one number for each of the 3 tokens.*aggregation"):
+    with pytest.raises(
+        TrainingError, match=r"shape \(\) as loss_T, but it must return one number for each of the 3 tokens.*aggregation"
+    ):
         policy_loss(objective, **given())
 
 
@@ -124,6 +141,75 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(mine, loss, sentence):
     loss = {**loss, "type": loss["type"].replace("{mine}", str(mine))}
     with pytest.raises(ConfigError, match=sentence):
         Objective.from_config(AlgorithmConfig(loss=loss, kl=None))
+
+
+def test_an_advantage_asks_for_values_and_the_config_says_how_they_are_learned(mine):
+    own = {"type": f"{mine}:above_the_value"}
+    objective = Objective.from_config(AlgorithmConfig(advantage=own, value={"critic": "copy"}))
+    assert objective.needs_values
+    assert AlgorithmConfig(advantage=own, value={}).needs_values
+    with pytest.raises(ConfigError, match=r"which needs values, but algorithm\.value is null.*write algorithm\.value=\{\}"):
+        Objective.from_config(AlgorithmConfig(advantage=own))
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.value is set, but '.*:ranks' does not ask for values: leave algorithm\.value out"
+    ):
+        Objective.from_config(AlgorithmConfig(advantage={"type": f"{mine}:ranks"}, value={}))
+    assert AlgorithmConfig(preset="ppo", advantage=own, value={}).value.clip == 0.2, "the preset's"
+    assert AlgorithmConfig(preset="ppo", advantage={"type": f"{mine}:ranks"}).value is None
+
+
+def test_reading_a_config_runs_none_of_its_code(tmp_path):
+    AlgorithmConfig(advantage={"type": f"{tmp_path}/none.py:f"}, loss={"type": f"{tmp_path}/none.py:f"}, value={})
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (torch.zeros(3), "the advantage returned a Tensor, but it must return AdvantageOutputs: return AdvantageOutputs"),
+        (AdvantageOutputs(torch.zeros(3)), "a tensor of shape (3,) as advantages_N, but it must return one number for each of the 2 comp"),
+        (AdvantageOutputs([1.0, 2.0]), "the advantage returned a list as advantages_N"),
+        (AdvantageOutputs(advantages_T=torch.zeros(1)), "shape (1,) as advantages_T"),
+        (AdvantageOutputs(), "neither advantages_N nor advantages_T"),
+    ],
+)  # fmt: skip
+def test_what_an_advantage_may_not_return(found, sentence):
+    with pytest.raises(TrainingError, match=re.escape(sentence)):
+        Objective(advantage=lambda inputs: found).advantages(inputs_of([[1.0, 0.0]]))
+
+
+def test_an_advantage_with_values_returns_what_they_should_have_been():
+    @needs("values")
+    def forgetful(inputs):
+        return AdvantageOutputs(inputs.rewards_N)
+
+    with pytest.raises(TrainingError, match="needs values, but returned no returns_T"):
+        Objective(advantage=forgetful).advantages(inputs_of([[1.0, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (torch.zeros(3), "the loss returned a Tensor, but it must return LossOutputs: return LossOutputs(loss_T)"),
+        (LossOutputs(None), "the loss returned a NoneType as loss_T"),
+        (
+            LossOutputs(torch.zeros(3), ratio_T=torch.ones(2)),
+            "shape (2,) as ratio_T, but it must return one number for each of the 3",
+        ),
+    ],
+)
+def test_what_a_loss_may_not_return(found, sentence):
+    with pytest.raises(TrainingError, match=re.escape(sentence)):
+        policy_loss(Objective(loss=lambda inputs: found, kl=None), **given())
+
+
+def test_a_class_is_no_function(mine):
+    with pytest.raises(ConfigError, match="which is a class: name a function"):
+        Objective.from_config(AlgorithmConfig(advantage={"type": f"{mine}:Ranks"}))
+
+
+def test_a_loss_cannot_ask_for_values(mine):
+    with pytest.raises(ConfigError, match=r"needs values, but a function of algorithm\.loss may need entropy or reference"):
+        Objective.from_config(AlgorithmConfig(loss={"type": f"{mine}:greedy"}))
 
 
 def test_a_need_that_there_is_not():

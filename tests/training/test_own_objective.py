@@ -42,3 +42,21 @@ def test_what_is_wrong_is_said_before_any_weights_are_read(small_config, letters
     config = small_config(algorithm={"loss": {"type": f"{folder / 'my_loss.py'}:loss", "settings": {"epsilom": 0.2}}})
     with pytest.raises(ConfigError, match=r"did you mean 'epsilon'"):
         prepare(config, letters)
+
+
+def test_a_run_learns_values_for_an_advantage_of_ones_own(small_config, letters, quiet, folder):
+    path = folder / "with_values.py"
+    path.write_text(
+        "from groupwise.algorithm import AdvantageOutputs, needs\n"
+        "@needs('values')\n"
+        "def surprise(inputs):\n"
+        "    rewards_T = inputs.rewards_N[inputs.sequence_T]\n"
+        "    return AdvantageOutputs(advantages_T=rewards_T - inputs.values_T, returns_T=rewards_T)\n",
+        encoding="utf-8",
+    )
+    algorithm = {"advantage": {"type": f"{path}:surprise"}, "value": {"learning_rate": 0.01}, "kl": None}
+    config = small_config(algorithm=algorithm, training={"steps": 8})
+    result = train(config, rewards=letters, console=quiet, run_folder=folder / "run")
+    rows = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows[0]["advantage"] == pytest.approx(rows[0]["reward"]), "values begin at 0"
+    assert abs(rows[-1]["advantage"] - rows[-1]["reward"]) > 1e-3, "and learn"

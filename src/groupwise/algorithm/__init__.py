@@ -5,6 +5,7 @@ flattened and ragged: there is no padding anywhere.
 """
 
 from groupwise.algorithm.advantages import (
+    Advantage,
     AdvantageInputs,
     AdvantageOutputs,
     FunctionScores,
@@ -17,7 +18,7 @@ from groupwise.algorithm.advantages import (
 from groupwise.algorithm.aggregate import BatchCounts, lengths_of, token_weights
 from groupwise.algorithm.correction import sampler_correction
 from groupwise.algorithm.kl import AdaptiveKL, kl_in_reward, kl_penalty, kl_per_token
-from groupwise.algorithm.losses import LossInputs, LossOutputs
+from groupwise.algorithm.losses import Loss, LossInputs, LossOutputs
 from groupwise.algorithm.objective import KL, Objective, policy_loss
 from groupwise.algorithm.registry import needs, register_advantage, register_loss
 from groupwise.algorithm.values import explained_variance, gae, value_advantages, value_loss
@@ -25,10 +26,12 @@ from groupwise.algorithm.values import explained_variance, gae, value_advantages
 __all__ = [
     "KL",
     "AdaptiveKL",
+    "Advantage",
     "AdvantageInputs",
     "AdvantageOutputs",
     "BatchCounts",
     "FunctionScores",
+    "Loss",
     "LossInputs",
     "LossOutputs",
     "Objective",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -110,8 +111,11 @@ class AdvantageOutputs:
         return segment_sum(self.advantages_T, inputs.sequence_T, len(inputs.lengths_N)) / inputs.lengths_N.clamp(min=1)
 
 
-Advantage = Callable[..., AdvantageOutputs]
-"""``advantage(inputs, **settings)``. An attribute ``needs`` (a set of "values") asks for a critic."""
+class Advantage(Protocol):
+    """A function of the step's rewards, its settings bound or at their defaults. An attribute ``needs`` (a set of "values", see
+    ``groupwise.algorithm.needs``) asks for a critic."""
+
+    def __call__(self, inputs: AdvantageInputs, /) -> AdvantageOutputs: ...
 
 
 def mean(numbers: Sequence[float]) -> float:
@@ -388,7 +392,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "maxrl": maxrl_advantage,
     "gdpo": gdpo_advantage,
 }
-"""By ``algorithm.advantage.type``; ``groupwise.register_advantage`` adds to it."""
+"""By ``algorithm.advantage.type``; ``groupwise.algorithm.register_advantage`` adds to it."""
 
 
 def _with_steps(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +64,12 @@ class LossOutputs:
     """Further numbers, logged as ``loss/<name>``."""
 
 
-Loss = Callable[..., LossOutputs]
-"""``loss(inputs, **settings)``. An attribute ``needs`` (a set of "reference", "entropy") asks for inputs that cost a pass."""
+class Loss(Protocol):
+    """A function of some completions' tokens, its settings bound or at their defaults. An attribute ``needs`` (a set of "reference",
+    "entropy", see ``groupwise.algorithm.needs``) asks for inputs that cost a pass."""
+
+    def __call__(self, inputs: LossInputs, /) -> LossOutputs: ...
+
 
 # Ratios: how much likelier the policy has made what was sampled.
 
@@ -276,4 +281,4 @@ LOSSES: dict[str, Loss] = {
     "gmpo": gmpo_loss,
     "dppo": dppo_loss,
 }
-"""By ``algorithm.loss.type``; ``groupwise.register_loss`` adds to it."""
+"""By ``algorithm.loss.type``; ``groupwise.algorithm.register_loss`` adds to it."""

@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.advantages import AdvantageInputs, AdvantageOutputs, group_advantage
+from groupwise.algorithm.advantages import Advantage, AdvantageInputs, AdvantageOutputs, group_advantage
 from groupwise.algorithm.aggregate import BatchCounts, at_least_fp32, segment_mean, token_weights
 from groupwise.algorithm.correction import off_policy_mask
 from groupwise.algorithm.kl import k3, kl_per_token
-from groupwise.algorithm.losses import Loss, LossInputs, clip_loss, sequence_importance, token_ratio
+from groupwise.algorithm.losses import Loss, LossInputs, LossOutputs, clip_loss, sequence_importance, token_ratio
 from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.config.schema import AlgorithmConfig
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Max, Mean, Metric, Min, Sum
 
 __all__ = ["KL", "Objective", "policy_loss"]
@@ -41,7 +42,7 @@ class KL:
 class Objective:
     """One method of the GRPO family as functions; see ``AlgorithmConfig`` for the settings they come from. The default is GRPO's."""
 
-    advantage: Any = group_advantage
+    advantage: Advantage = group_advantage
     """An ``Advantage``, its settings bound: called with ``AdvantageInputs`` alone."""
     loss: Loss = clip_loss
     """A ``Loss``, its settings bound: called with ``LossInputs`` alone."""
@@ -52,15 +53,26 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
-        """Raises ConfigError for a function of the user's that cannot be loaded."""
+        """Raises ConfigError for a function of the user's that cannot be loaded, or whose needs the config does not meet."""
         kl, loss, advantage = config.kl, config.loss, config.advantage
         importance = getattr(loss, "ratio", "token")
-        return cls(
+        made = cls(
             advantage=find_advantage(advantage.type, _keywords(advantage)),
             loss=find_loss(loss.type, _keywords(loss)),
             aggregation=loss.aggregation,
             kl=None if kl is None else KL(kl.beta, kl.estimator, kl.placement, importance if kl.importance_weighted else None),
         )
+        if made.needs_values and config.value is None:
+            raise ConfigError(
+                f"algorithm.advantage.type is {advantage.type!r}, which needs values, but algorithm.value is null, so no value is learned: "
+                "write algorithm.value={} for the defaults"
+            )
+        if config.value is not None and not made.needs_values:
+            raise ConfigError(
+                f"algorithm.value is set, but {advantage.type!r} does not ask for values: leave algorithm.value out, or declare "
+                "@groupwise.algorithm.needs('values') over the function"
+            )
+        return made
 
     @property
     def beta(self) -> float:
@@ -100,17 +112,22 @@ class Objective:
         return self.needs_values or self.kl_in_reward or self.kl_in_token_reward
 
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
-        """Advantages of all groups of the batch, before anything is left out. Checks the shapes of what a user's function returns."""
-        found: AdvantageOutputs = self.advantage(inputs)
-        for name, like in (
-            ("advantages_N", inputs.rewards_N),
-            ("advantages_T", inputs.sequence_T),
-            ("returns_T", inputs.sequence_T),
-        ):
-            numbers = getattr(found, name)
-            assert numbers is None or numbers.shape == like.shape, (
-                f"{name} has shape {tuple(numbers.shape)}, not {tuple(like.shape)}"
+        """Advantages of all groups of the batch, before anything is left out. Raises TrainingError for what a user's function may not
+        return."""
+        found = self.advantage(inputs)
+        _check_type(found, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")
+        completions, tokens = len(inputs.rewards_N), len(inputs.sequence_T)
+        for name, count, each in (
+            ("advantages_N", completions, "completions"), ("advantages_T", tokens, "tokens"), ("returns_T", tokens, "tokens"),
+        ):  # fmt: skip
+            _check_numbers(getattr(found, name), "advantage", name, count, each)
+        if found.advantages_N is None and found.advantages_T is None:
+            raise TrainingError(
+                "the advantage returned neither advantages_N nor advantages_T, but there must be one: give a number for each completion, "
+                "or for each token"
             )
+        if self.needs_values and found.returns_T is None:
+            raise TrainingError("the advantage needs values, but returned no returns_T, from which they are learned: return them")
         return found
 
     def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -152,8 +169,8 @@ def policy_loss(
     ``reference_logprobs_T`` is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given
     anyway, it is logged. ``factor_T`` multiplies the loss of the tokens, not the KL: ``correction.sampler_correction``, or a mask of
     tokens. ``completions`` is N, by default counted from the others. Half-precision logprobs are computed in fp32. The gradient flows
-    into ``logprobs_T``, and into ``entropy_T`` where the loss reads it. Raises ``ValueError`` for a missing reference, or a loss that
-    does not return one number per token.
+    into ``logprobs_T``, and into ``entropy_T`` where the loss reads it. Raises ``ValueError`` for a missing reference, ``TrainingError``
+    for a loss that does not return one number per token.
     """
     beta = objective.beta if beta is None else beta
     kl_weight = beta if objective.kl_in_loss else 0.0
@@ -195,11 +212,10 @@ def _surrogate(
     """The objective's loss of each token, times ``factor_T`` and without what is too far off-policy; the ratio; which tokens the loss
     clipped, all ``[T]``; and the loss function's own metrics."""
     found, about = objective.loss(inputs), (inputs.sequence_T, inputs.completions)
-    if found.loss_T.shape != inputs.logprobs_T.shape:
-        raise ValueError(
-            f"the loss returned a tensor of shape {tuple(found.loss_T.shape)}, but it must return one number for each of the "
-            f"{len(inputs.logprobs_T)} tokens: leave sums and means to algorithm.loss.aggregation"
-        )
+    _check_type(found, LossOutputs, "loss", "LossOutputs(loss_T)")
+    remedy = "leave sums and means to algorithm.loss.aggregation"
+    for name in ("loss_T", "ratio_T", "clipped_T"):
+        _check_numbers(getattr(found, name), "loss", name, len(inputs.logprobs_T), "tokens", remedy)
     ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T, *about) if found.ratio_T is None else found.ratio_T
     clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
     loss_T = found.loss_T
@@ -211,6 +227,24 @@ def _surrogate(
     if factor_T is not None:
         loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
     return loss_T, ratio_T, clipped_T, {f"loss/{name}": number for name, number in found.metrics.items()}
+
+
+def _check_type(found: object, wanted: type, what: str, remedy: str) -> None:
+    if not isinstance(found, wanted):
+        raise TrainingError(
+            f"the {what} returned a {type(found).__name__}, but it must return {wanted.__name__}: return {remedy}"
+        )
+
+
+def _check_numbers(
+    numbers: object, what: str, name: str, count: int, each: str, remedy: str = "return them in the order of the inputs"
+) -> None:
+    """Refuse what is not one number for each of ``count``; None is right for all but ``loss_T``: left out."""
+    if (numbers is not None or name == "loss_T") and (not isinstance(numbers, Tensor) or numbers.shape != (count,)):
+        got = f"a tensor of shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
+        raise TrainingError(
+            f"the {what} returned {got} as {name}, but it must return one number for each of the {count} {each}: {remedy}"
+        )
 
 
 @torch.no_grad()

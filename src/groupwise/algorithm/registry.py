@@ -16,7 +16,9 @@ from groupwise.importing import import_member, nearest
 __all__ = ["find_advantage", "find_loss", "needs", "needs_of", "register_advantage", "register_loss"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_NEEDS = ("reference", "entropy")
+Outputs = TypeVar("Outputs")
+_NEEDS = {"loss": {"reference", "entropy"}, "advantage": {"values"}}
+"""What each may ask for."""
 
 
 def register_loss(name: str) -> Callable[[Function], Function]:
@@ -35,9 +37,12 @@ def register_advantage(name: str) -> Callable[[Function], Function]:
 
 
 def needs(*what: str) -> Callable[[Function], Function]:
-    """Declare what a loss reads that would otherwise not be computed: "reference" (a copy of the weights), "entropy"."""
-    if unknown := set(what) - set(_NEEDS):
-        raise ConfigError(f"needs names {', '.join(sorted(unknown))}, but a loss may need {' or '.join(_NEEDS)}")
+    """Declare what a function reads that would otherwise not be computed: a loss "reference" (a copy of the weights) or "entropy", an
+    advantage "values" (a critic, which learns from its ``returns_T``)."""
+    if unknown := set(what).difference(*_NEEDS.values()):
+        raise ConfigError(
+            f"needs names {', '.join(sorted(unknown))}, but a loss may need reference or entropy, and an advantage values: name these"
+        )
 
     def declare(function: Function) -> Function:
         function.needs = frozenset(what)  # type: ignore[attr-defined]
@@ -46,7 +51,7 @@ def needs(*what: str) -> Callable[[Function], Function]:
     return declare
 
 
-def needs_of(function: Any) -> frozenset[str]:
+def needs_of(function: object) -> frozenset[str]:
     """What a function declared, also through ``functools.partial``."""
     while isinstance(function, partial):
         function = function.func
@@ -75,8 +80,13 @@ def _register(table: dict[str, Any], what: str, name: str) -> Callable[[Function
     return declare
 
 
-def _find(table: dict[str, Any], name: str, settings: Mapping[str, Any], what: str) -> Any:
+def _find(table: Mapping[str, Callable[..., Outputs]], name: str, settings: Mapping[str, Any], what: str) -> partial[Outputs]:
     function = table[name] if name in table else _imported(table, name, what)
+    if unknown := needs_of(function) - _NEEDS[what]:
+        may = " or ".join(sorted(_NEEDS[what]))
+        raise ConfigError(
+            f"{name!r} needs {', '.join(sorted(unknown))}, but a function of algorithm.{what} may need {may}: name these"
+        )
     parameters = inspect.signature(function).parameters.values()
     taken = [p.name for p in list(parameters)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -92,13 +102,14 @@ def _find(table: dict[str, Any], name: str, settings: Mapping[str, Any], what: s
     return partial(function, **settings)
 
 
-def _imported(table: dict[str, Any], name: str, what: str) -> Any:
+def _imported(table: Mapping[str, object], name: str, what: str) -> Callable[..., Any]:
     if ":" not in name:
         raise ConfigError(
             f"algorithm.{what}.type is {name!r}{nearest(name, table)}, but known are {', '.join(table)}: name one of them, or your own "
             f"as path/to/file.py:function"
         )
     function, _ = import_member(name, what, ConfigError)
-    if not callable(function):
-        raise ConfigError(f"algorithm.{what}.type is {name!r}, which is a {type(function).__name__}: name a function")
-    return function
+    if not callable(function) or isinstance(function, type):
+        kind = "class" if isinstance(function, type) else type(function).__name__
+        raise ConfigError(f"algorithm.{what}.type is {name!r}, which is a {kind}: name a function")
+    return function  # type: ignore[no-any-return]

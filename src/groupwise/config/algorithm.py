@@ -13,9 +13,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from groupwise.config.former import FORMER, former_key
 from groupwise.config.objective import (
+    ADVANTAGE_TYPES,
     AdvantageConfig,
     ClipLoss,
-    GaeAdvantage,
     GroupAdvantage,
     LossConfig,
     LossSection,
@@ -150,7 +150,8 @@ class AlgorithmConfig(Section):
     entropy: EntropyConfig | None = None
     """A bonus for entropy, or a loss on the tokens of most entropy alone."""
     value: ValueConfig | None = None
-    """The learned value: there exactly when `advantage.type` is `gae`."""
+    """The learned value: there exactly when `advantage.type` is `gae`. For an advantage of your own that needs values, write it:
+    `{}` takes the defaults."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -225,7 +226,7 @@ class AlgorithmConfig(Section):
     @property
     def needs_values(self) -> bool:
         """Whether a value is learned."""
-        return isinstance(self.advantage, GaeAdvantage)
+        return self.value is not None
 
 
 def _former_error(name: str, value: Any) -> InitErrorDetails:
@@ -234,7 +235,9 @@ def _former_error(name: str, value: Any) -> InitErrorDetails:
 
 
 def _over_preset(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's row with ``written`` laid over it, section by section; and the value's section exactly where a value is learned."""
+    """The preset's row with ``written`` laid over it, section by section; and the value's section exactly where a value is learned: with
+    ``gae``, and with a function of the user's where it is written. To ask the function it would have to be imported, and reading a
+    config (a run's, of somebody else) runs no code."""
     row = _row(written)
     merged = {**row, **written}
     for name, under in row.items():
@@ -242,12 +245,16 @@ def _over_preset(written: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(own, Mapping) and isinstance(under, Mapping):
             same = own.get("type", under.get("type")) == under.get("type")
             merged[name] = {**(under if same else {k: under[k] for k in under if k in COMMON[name]}), **own}
-    learned = isinstance(merged.get("advantage"), Mapping) and type_of(merged["advantage"]) == "gae"
-    if learned and merged.get("value") is None:
+    kind = type_of(merged.get("advantage"))
+    learned = kind == "gae"
+    if kind not in ADVANTAGE_TYPES and written.get("value") is not None:
+        pass
+    elif learned and merged.get("value") is None:
         merged["value"] = row.get("value") or {}
     elif not learned and written.get("value") is not None:
         raise ValueError(
-            "algorithm.value is set, but a value is learned only with algorithm.advantage.type=gae: leave it out, or set that type"
+            "algorithm.value is set, but a value is learned only with algorithm.advantage.type=gae, or a function of your own: leave it "
+            "out, or set that type"
         )
     elif not learned:
         merged["value"] = None

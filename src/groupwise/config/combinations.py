@@ -270,5 +270,6 @@ def _against_zero(config: Config) -> list[tuple[str | bool, str]]:
         (config.model.dtype == "float16" and "model.dtype=float16", "use bfloat16"),
         (config.model.lora is None and precision != "masters" and f"optimizer.precision={precision}",
          "DeepSpeed steps on fp32 masters, divided among the processes: use masters, or training.sharding=none"),
-        (config.algorithm.needs_values and "algorithm.advantage.type=gae", "use training.sharding=fsdp2 or none"),
+        (config.algorithm.needs_values and f"algorithm.advantage.type={config.algorithm.advantage.type}",
+         "use training.sharding=fsdp2 or none"),
     ]  # fmt: skip

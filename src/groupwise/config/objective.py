@@ -12,6 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.importing import import_member
 
 __all__ = [
+    "ADVANTAGE_TYPES",
     "AdvantageConfig",
     "AdvantageSection",
     "Aggregation",
@@ -138,7 +139,7 @@ AdvantageConfig = Annotated[
 
 
 class ValueConfig(Section):
-    """The learned value of `algorithm.advantage.type: gae`, and who learns it."""
+    """The learned value of `algorithm.advantage.type: gae`, or of a function of your own that needs values, and who learns it."""
 
     critic: str = Field(default="shared", min_length=1)
     """Whose states the value's head reads. `shared`: the policy's. `copy`: those of a second model, which starts as the policy;

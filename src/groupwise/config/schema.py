@@ -423,8 +423,8 @@ class Config(Section):
             )
         if self.model.dtype == "float16" and self.algorithm.needs_values:
             raise ValueError(
-                "model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is gae, which learns a value, whose loss is "
-                "not: use bfloat16"
+                f"model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is {self.algorithm.advantage.type}, with a "
+                "learned value, whose loss is not: use bfloat16"
             )
         return self
 
