@@ -8,7 +8,9 @@ are compared here, by rules that say "unequal" where they are in doubt, and only
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from fractions import Fraction
 
 from groupwise.data import algebra
 from groupwise.data.quantities import (
@@ -66,7 +68,7 @@ REWRITTEN = tuple(
         (r"<\s?=", r"\\le "),
         (r"!\s?=", r"\\ne "),
         (r"^\s*\\(?:therefore|implies)(?![A-Za-z])\s*", ""),
-        (r"\^\{\s?([0-9A-Za-z])\s?\}", r"^\1"),
+        (r"\^\{\s?([0-9A-Za-z]|\\circ)\s?\}", r"^\1"),
         (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
         (r"\(([0-9A-F]+)\)_", r"\1_"),
         (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),
@@ -76,17 +78,37 @@ REWRITTEN = tuple(
 UNREADABLE = re.compile(
     # Parts of an expression that math-verify drops or misreads: percentages within, repeated decimals, dots, bases, 1e5.
     r"[%$]|\\(?:overline|bar|dot|hat|vec|widehat|overrightarrow|ldots|dots|cdots)(?![A-Za-z])|\.\.|[0-9][0-9A-F]*\s*_|[0-9][eE][+-]?[0-9]|"
-    r"\\text\s?\{|[^\x00-\x7f]|[0-9]\s*\^\s*\{?\s*(?:st|nd|rd|th)(?![a-z])"
+    r"\\text\s?\{|[^\x00-\x7f]|[0-9]\s*\^\s*\{?\s*(?:st|nd|rd|th)(?![a-z])|"
+    # Derivatives, transposes and adjoints; remainders, what is not printed, negations; degrees within; products that may not commute.
+    r"'|\\(?:prime|[bp]?mod|[hv]?phantom|not|neg|lnot|cancel|sout)(?![A-Za-z])|\^\s*\{?\s*(?:T|\*|\\(?:circ|top|ast|dag|dagger))(?![A-Za-z])|"
+    r"\^\s*\{\s*\(\s*(?:[0-9]+|[a-z])\s*\)\s*\}|(?<![\\A-Za-z])[A-Za-z]\s*\\times\s*[A-Za-z](?![A-Za-z])"
 )
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 NAME = re.compile(
-    r"(?:\\(?:angle|triangle|measuredangle|overline|text)\s?)?\{?(?:m\\angle\s?)?(?:\\?[A-Za-z]+|[A-Za-z][A-Za-z ]*)\}?"
-    r"(?:_\{?\w+\}?)?'?(?:\^\{-1\})?(?:\([\w, ]+\))?"
+    r"(?:(?:m\s?)?\\(?:angle|measuredangle|triangle)\s?)?"
+    r"(?:[A-Za-z]|(?P<points>[A-Z]{2,4})|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega))"
+    r"(?:_(?:\w|\{\w+\}))?(?:\([\w, ]+\))?"
 )
+"""A letter or points, with an index and arguments. Nothing with a prime, a power or a bar: those make another thing of it."""
+DERIVED = re.compile(r"'+|\^\{-1\}")
+WORDS = re.compile(r"\\text\s?\{\s*([A-Za-z ]+)\}|([A-Za-z][A-Za-z ]+)")
+NAMING_WORDS = frozenset(
+    re.findall(
+        "[a-z]+",
+        "the a my our so final answer result solution value number amount total sum overall cost costs price profit revenue income area "
+        "perimeter circumference volume length width height depth radius diameter distance speed time age weight mass angle slope average "
+        "mean median probability remaining left altogether money",
+    )
+)
+"""Words that may stand before an equals sign, because whatever they name is what follows it."""
 COMMANDS = re.compile(r"\\[A-Za-z]+")
 THOUSANDS = re.compile("[0-9],[0-9]{3}(?![0-9])")
 DIGITS = re.compile("[0-9]+")
+JOINED = re.compile(r"[0-9]+(?:-[0-9]+)+|[0-9]+(?: ?[-/] ?[0-9]+){2}")
+"""A date, a telephone number, a score, a range; as a difference or a quotient one could not tell it."""
+ELEMENT_OF = re.compile(r"^[A-Za-z]\s?\\in(?![A-Za-z])\s*")
+SEVERAL_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
 def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIMEOUT_S) -> bool:
@@ -103,6 +125,8 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIM
         answer, reference = ROUGHLY.sub("", answer), ROUGHLY.sub("", reference)
     if "\\approx" in answer or "\\approx" in reference:
         return _same_text(answer, reference) and answer != ""
+    if JOINED.fullmatch(answer) or JOINED.fullmatch(reference):
+        return _same_text(answer, reference)
     return _equal(answer, reference, timeout_s)
 
 
@@ -125,7 +149,9 @@ def _normal(text: str) -> str:
 
 
 def _same_text(left: str, right: str) -> bool:
-    """White space aside where it separates nothing."""
+    """White space aside where it separates nothing: behind a comma it makes a list of what would be a number of thousands."""
+    if len(_list(left)) != len(_list(right)):
+        return False
     left, right = (re.sub(r"\s+(?![0-9A-Za-z])|(?<![0-9A-Za-z])\s+", "", text) for text in (left, right))
     return left == right
 
@@ -176,11 +202,12 @@ def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
         return _lists_equal(left, right, timeout_s)
     said, asked = _sides(answer), _sides(reference)
     if len(said) == len(asked) == 2 and not (said[0] == "" or asked[0] == ""):
-        if _is_name(said[0]) and _is_name(asked[0]):
-            return _same_text(said[0], asked[0]) and _equal(said[1], asked[1], timeout_s)
-        letters = all(re.search("[A-Za-z]", COMMANDS.sub("", text)) for text in (answer, reference))
-        return letters and _ask(answer, reference, timeout_s)
-    if len(asked) == 2 and _is_name(asked[0]) and len(said) == 1:
+        same = _same_text(said[0], asked[0])
+        if (_is_name(said[0]) and _is_name(asked[0])) or (same and DERIVED.search(said[0])):
+            return same and _equal(said[1], asked[1], timeout_s)
+        unknowns, expected = (set(re.findall("[A-Za-z]", COMMANDS.sub("", text))) for text in (answer, reference))
+        return unknowns == expected != set() and _ask(answer, reference, timeout_s)
+    if len(asked) == 2 and _is_name(DERIVED.sub("", asked[0])) and len(said) == 1:
         return _equal(said[0], asked[1], timeout_s)
     if len(asked) > 1:
         return False
@@ -222,7 +249,16 @@ def _sides(text: str) -> list[str]:
 
 
 def _is_name(text: str) -> bool:
-    return NAME.fullmatch(text) is not None
+    """A symbol, or words that leave the value what it is, with the plural of what is counted: ``number of eggs left``."""
+    if symbol := NAME.fullmatch(text):
+        points = symbol["points"] or ""
+        return not changes_the_value(points) and points.lower() not in FUNCTION_WORDS
+    written = WORDS.fullmatch(text)
+    words = (written[1] or written[2]).lower().split() if written else []
+    counted = [word for word in words if word not in NAMING_WORDS and word != "of"]
+    if len(counted) == len(words) or any(word.removesuffix("s") in FUNCTION_WORDS or changes_the_value(word) for word in counted):
+        return False
+    return all(len(word) > 3 and word.endswith("s") and word not in ("squares", "cubes", "times") for word in counted)
 
 
 def _list(text: str) -> list[str]:
@@ -244,7 +280,12 @@ def _ask(answer: str, reference: str, timeout_s: float) -> bool:
         return False
     if _misread(answer) or _misread(reference) or not _same_brackets(answer, reference):
         return False
-    if too_expensive(answer) or too_expensive(reference) or not _same_letters(answer, reference):
+    if (
+        not _same_members(answer, reference)
+        or too_expensive(answer)
+        or too_expensive(reference)
+        or not _same_letters(answer, reference)
+    ):
         return False
     return algebra.equivalent(answer, reference, timeout_s)
 
@@ -281,7 +322,7 @@ def _same_brackets(answer: str, reference: str) -> bool:
 def _brackets(text: str) -> str:
     """What encloses a list: ``()``, ``[)``, ``list`` for a set; "" for what is no list."""
     text = text.strip()
-    if len(_list(text)) > 1 or text.startswith("\\{"):
+    if len(_list(text)) > 1 or text.startswith("\\{") or (text[:1] + text[-1:] == "{}" and len(_list(text[1:-1])) > 1):
         return "list"
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]" or len(_list(text[1:-1])) < 2:
         return ""
@@ -291,6 +332,31 @@ def _brackets(text: str) -> str:
         if depth == 0:
             return ""
     return text[0] + text[-1]
+
+
+def _same_members(answer: str, reference: str) -> bool:
+    """Whether there are as many members on both sides, each as often: math-verify compares lists as sets, which those in braces are."""
+    left, right = (ELEMENT_OF.sub("", text) for text in (answer, reference))
+    if left[:1] in "\\{" and right[:1] in "\\{" and left[-1:] == right[-1:] == "}" and "," in left and "," in right:
+        return True
+    members, expected = _members(left), _members(right)
+    signs = [len(SEVERAL_SIGNS.findall(member)) for member in (*members, *expected)]
+    if max(signs) > 1:
+        return True
+    if len(members) + sum(signs[: len(members)]) != len(expected) + sum(signs[len(members) :]):
+        return False
+    counts, wanted = Counter(map(_as_written, members)), Counter(map(_as_written, expected))
+    return counts == wanted or max(counts.values()) == max(wanted.values()) == 1
+
+
+def _members(text: str) -> list[str]:
+    inner = re.fullmatch(r"\\?\{((?:(?!\\[{}]).)*)\\?\}", text)
+    return _list(inner[1]) if inner else _list(text)
+
+
+def _as_written(member: str) -> Fraction | str:
+    quantity = read_quantity(member)
+    return member.replace(" ", "") if quantity is None else Fraction(quantity.value)
 
 
 def too_expensive(text: str) -> bool:

@@ -49,6 +49,8 @@ TRAILING_WORDS = re.compile(
 )
 PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
 DEGREES = re.compile(r"\s?(?:\^\s?\\circ|\^\{\s?\\circ\s?\}|°)(?![A-Za-z])")
+TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])")
+"""Degrees behind one of these belong to its argument."""
 SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
 COMMAND_BEFORE = re.compile(r"\\[A-Za-z]*$")
 WORD = re.compile(r"[A-Za-z]+")
@@ -123,6 +125,8 @@ MEASURES = _table(
     """
 )
 """Every spelling of a unit of measure, and the one that stands for it."""
+OTHERWISE_IN_CAPITALS = frozenset({"m", "g", "s", "h", "l", "mm", "mg", "ml", "gm", "gms"})
+"""Spellings that mean another unit, or a million, in capitals: ``Mg`` is a tonne."""
 PLURALS = _table(
     """
     person persons people | child children | man men | woman women | mouse mice | goose geese | tooth teeth | loaf loaves | leaf leaves
@@ -191,7 +195,7 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
         return text[:-1].rstrip(), _CURRENCIES[text[-1]], 1, False
     if percent := PERCENT.fullmatch(text):
         return percent["body"], "percent" if "%" not in percent["body"] else "", 1, False
-    if degrees := DEGREES.search(text):
+    if (degrees := DEGREES.search(text)) and not TRIGONOMETRIC.search(text[: degrees.start()]):
         if scale := SCALE.fullmatch(text[degrees.end() :]):
             return text[: degrees.start()], {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
         return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
@@ -241,6 +245,10 @@ def _counted(words: list[str], body: str) -> bool:
 
 def _unit_of(text: str, power: str | None) -> str | None:
     """The unit in its normal form; ``""`` where a word changes the value; ``None`` where there are no words."""
+    if any(
+        word.lower() in OTHERWISE_IN_CAPITALS and not word.islower() and word not in ("L", "mL") for word in WORD.findall(text)
+    ):
+        return ""
     text = text.lower().replace("/", " per ")
     words = WORD.findall(text)
     if not words:
