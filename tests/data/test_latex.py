@@ -107,15 +107,38 @@ def test_what_is_not_answered_is_asked_again_and_then_raises_and_is_counted(
     assert latex_equivalent("x + 11", "11 + x", timeout_s=2.0)
 
 
-def test_once_the_budget_of_a_step_is_spent_nothing_waits_long(stuck: FakeWorker) -> None:
+def test_once_the_budget_of_a_step_is_spent_nothing_is_asked(stuck: FakeWorker) -> None:
     algebra._CHECKER.left_s = 0.0
-    with pytest.raises(UncheckedAnswerError):
-        latex_equivalent("x + 10", "11 - x", timeout_s=2.0)
-    assert stuck.asked == [algebra.HURRIED_S]
+    for _ in range(2):
+        with pytest.raises(UncheckedAnswerError, match="other questions took the 30 seconds"):
+            latex_equivalent("x + 10", "11 - x", timeout_s=2.0)
+    assert stuck.asked == []
+    assert latex_failures() == {"spent": 2}
     algebra.renew_budget()
+    with pytest.raises(UncheckedAnswerError, match="no answer in time"):
+        latex_equivalent("x + 10", "11 - x", timeout_s=2.0)
+    assert stuck.asked == [2.0, 6.0], "it was not remembered"
+
+
+def test_the_second_question_takes_no_more_than_is_left(stuck: FakeWorker) -> None:
+    algebra._CHECKER.left_s = 4.0
     with pytest.raises(UncheckedAnswerError):
         latex_equivalent("x + 10", "12 - x", timeout_s=2.0)
-    assert stuck.asked == [algebra.HURRIED_S, 2.0, 6.0]
+    assert stuck.asked == [2.0, pytest.approx(4.0, abs=0.5)]
+
+
+def test_starting_the_worker_of_a_question_without_an_answer_counts(stuck: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def start(_: algebra._Checker) -> FakeWorker:
+        now[0] += 20.0
+        return stuck
+
+    monkeypatch.setattr(algebra._Checker, "_taken", start)
+    monkeypatch.setattr(algebra, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with pytest.raises(UncheckedAnswerError):
+        algebra.equivalent("x + 10", "b", 2.0)
+    assert algebra._CHECKER.left_s == algebra.BUDGET_S - 40.0
 
 
 def test_time_without_an_answer_is_taken_from_the_budget(stuck: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +186,11 @@ BOMBS = [
     "9^(9^(9^9))",
     "9^9^9^9",
     "{{9^9}^{999}}^{999}",
+    "(x+y+z+w)^{2000}",
+    "(x+y+z+w)^(60)",
+    "((x+y)^{50}+1)^{50}",
+    "(x+y+z)^{40}(a+b+c)^{40}",
+    "{(x+y+z)^{99}}",
 ]
 
 
@@ -177,7 +205,8 @@ def test_a_bomb_is_unequal_without_being_computed(bomb: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     "text",
     ["(x^2+5x+2)(x^2 + 5x + 9)", "(x-1)^3(x+1)^3", "2^{27} - 2^{11}", "11z^{17}(5+11z^{17})", "e^{x^2}", "10!", r"\binom{10}{3}",
-     "((x+1)^2+1)^2", "2^{2014}", r"45^\circ", "(-9x^2+x+2)(9x^2+x+2)", "x^{2n}", "2^{-3}", "5! + 4!"],
+     "((x+1)^2+1)^2", "2^{2014}", r"45^\circ", "(-9x^2+x+2)(9x^2+x+2)", "x^{2n}", "2^{-3}", "5! + 4!",
+     "(2+3+4+5)^{2000}", "(-x)^{3000}", "(x+1)^{100}", "(x+y+z)^{10}", "(x+1)(x+2)(x+3)(x+4)(x+5)(x+6)^2", r"(\frac{1}{2})^{2000}"],
 )  # fmt: skip
 def test_what_people_write_is_no_bomb(text: str) -> None:
     assert not too_expensive(text)

@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 BUDGET_S = 30.0
-"""Seconds that questions without an answer may take between two calls of ``renew_budget``, hence of a step."""
-HURRIED_S = 1.0
-"""What one question may take once the budget is spent; it is not asked again then."""
+"""Seconds that questions without an answer, and the workers that they cost, may take between two calls of ``renew_budget``. Once they are
+spent no question is asked, so that a step or a problem ends whatever is written in it."""
 START_LIMIT_S = 60.0
 """Importing sympy takes seconds on a busy machine."""
 STARTS_ALLOWED = 3
@@ -43,30 +42,32 @@ WORKERS = 2
 """Most workers at a time: one slow question does not hold up other threads. A second is started only where two ask at once."""
 CACHED_VERDICTS = 20_000
 
-Failure = Literal["timeout", "crash", "unavailable"]
+Failure = Literal["timeout", "crash", "unavailable", "spent"]
 REASONS: Mapping[Failure, str] = {
     "timeout": "it found no answer in time",
     "crash": "its process ended, or ran out of memory",
     "unavailable": "its process does not start; is the package math-verify installed?",
+    "spent": f"other questions took the {BUDGET_S:.0f} seconds that there are for those without an answer",
 }
 
 
 def equivalent(answer: str, reference: str, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether math-verify finds ``answer`` equal to ``reference``, both LaTeX without dollar signs. Safe on any thread.
 
-    A question that is not answered within ``timeout_s`` seconds is asked again with three times as many. Raises UncheckedAnswerError
-    where that gave no verdict either; a time-out is remembered, so that the same question raises at once, and a crash is not.
+    A question that is not answered within ``timeout_s`` seconds is asked again with three times as many, or what is left of the budget.
+    Raises UncheckedAnswerError where that gave no verdict either, or the budget is spent; a time-out is remembered, so that the same
+    question raises at once, and the rest is not.
     """
     return _CHECKER.equivalent(answer, reference, timeout_s)
 
 
 def failures() -> Mapping[str, int]:
-    """How many questions had no verdict since this process began: ``timeout``, ``crash``, ``unavailable``."""
+    """How many questions had no verdict since this process began: ``timeout``, ``crash``, ``unavailable``, ``spent``."""
     return dict(_CHECKER.failures)
 
 
 def renew_budget() -> None:
-    """A new step begins: questions without an answer may take ``BUDGET_S`` seconds again."""
+    """A new step begins, or a new problem of an evaluation: questions without an answer may take ``BUDGET_S`` seconds again."""
     _CHECKER.left_s = BUDGET_S
 
 
@@ -168,17 +169,19 @@ class _Checker:
         raise UncheckedAnswerError(message)
 
     def _asked(self, answer: str, reference: str, timeout_s: float) -> bool | Failure:
-        verdict = self._ask_once(answer, reference, timeout_s if self.left_s > 0 else min(timeout_s, HURRIED_S))
+        if self.left_s <= 0:
+            return "spent"
+        verdict = self._ask_once(answer, reference, timeout_s)
         if isinstance(verdict, bool) or verdict == "unavailable" or self.left_s <= 0:
             return verdict
-        return self._ask_once(answer, reference, 3 * timeout_s)
+        return self._ask_once(answer, reference, min(3 * timeout_s, self.left_s))
 
     def _ask_once(self, answer: str, reference: str, timeout_s: float) -> bool | Failure:
         with self._places:
+            started = time.monotonic()
             worker = self._taken()
             if worker is None:
                 return "unavailable"
-            started = time.monotonic()
             failure: Failure = "crash"
             try:
                 verdict = worker.ask(answer, reference, timeout_s)

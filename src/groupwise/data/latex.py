@@ -34,6 +34,8 @@ LONGEST_EXPRESSION = 500
 """Characters; a longer text is prose or noise, and never worth a computer algebra system's time."""
 LARGEST_EXPONENT = 5000
 """Largest exponent of a number, powers of powers multiplied; and the largest number whose factorial, binomial and so on is computed."""
+MOST_TERMS = 500
+"""Terms that products and powers of sums may have once multiplied out; a thousand take math-verify six seconds."""
 DEEPEST = 40
 """Brackets within brackets."""
 
@@ -131,7 +133,7 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIM
 
 
 def latex_failures() -> Mapping[str, int]:
-    """How often math-verify gave no verdict since this process began: ``timeout``, ``crash``, ``unavailable``."""
+    """How often math-verify gave no verdict since this process began: ``timeout``, ``crash``, ``unavailable``, ``spent``."""
     return algebra.failures()
 
 
@@ -361,7 +363,7 @@ def _as_written(member: str) -> Fraction | str:
 
 def too_expensive(text: str) -> bool:
     r"""Whether computing ``text`` could take long or fill the memory: powers of powers and factorials of factorials of numbers, large
-    exponents, sums and products with large bounds. It never takes long itself."""
+    exponents, powers of long sums, sums and products with large bounds. It never takes long itself."""
     if re.search(r"!\s*[)}\]\s]*!", text) or re.search(r"\\(?:uparrow|Uparrow|prod|sum|int|iint|lim|Gamma)(?![A-Za-z])", text):
         return True
     grows = "!" in text or re.search(r"\\[dt]?binom|\\choose", text)
@@ -369,7 +371,48 @@ def too_expensive(text: str) -> bool:
         return True
     if not grows and "^" not in text:
         return False
-    return _height(text) > LARGEST_EXPONENT
+    return _height(text) > LARGEST_EXPONENT or _terms(text) > MOST_TERMS
+
+
+def _terms(text: str) -> float:
+    """At most how many terms there are once all products and powers of sums are multiplied out. Sums of numbers count as one."""
+    levels: list[tuple[float, float, bool]] = []
+    done, product, letters, place = 0.0, 1.0, False, 0
+    while place < len(text):
+        sign = text[place]
+        if sign in "({[":
+            levels.append((done, product, letters))
+            done, product, letters = 0.0, 1.0, False
+        elif sign in ")}]" and levels:
+            group, lettered = (done + product if letters else 1.0), letters
+            done, product, letters = levels.pop()
+            letters = letters or lettered
+            exponent, power = re.compile(r"\s*\^").match(text, place + 1), 1.0
+            if exponent and group > 1:
+                inside, end = _exponent(text, exponent.end())
+                power, place = _power(inside), end - 1
+            product *= _powers_terms(group, power)
+        elif sign in "+-" and text[max(0, place - 3) : place].rstrip()[-1:] not in ("", *"({[+-*/^"):
+            done, product = done + product, 1.0
+        elif sign.isalpha():
+            letters = True
+        if product > MOST_TERMS:
+            return float("inf")
+        place += 1
+    return done + product
+
+
+def _powers_terms(terms: float, power: float) -> float:
+    """C(terms - 1 + power, power): the terms of a power of a sum."""
+    if power > LARGEST_EXPONENT and terms > 1:
+        return float("inf")
+    small, large = sorted((terms - 1, power))
+    count = 1.0
+    for k in range(1, int(small) + 1):
+        count *= (large + k) / k
+        if count > 2 * MOST_TERMS:
+            return float("inf")
+    return count
 
 
 def _height(text: str) -> float:

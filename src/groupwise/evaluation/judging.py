@@ -220,14 +220,13 @@ def evaluate(
     sampled = engine.sample(prompts, samples, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=on_progress)
     assert len(sampled) == len(prompts), f"the engine answered {len(sampled)} of {len(prompts)} prompts"
     assert all(len(group) == samples for group in sampled), f"the engine did not sample {samples} of each"
-    renew_budget()
-    records = [
-        make_record(prompt, completion, style, index)
-        for prompt, group in zip(prompts, sampled, strict=True)
-        for index, completion in enumerate(group)
-    ]
-    if further:
-        records = [{**r, **further_verdicts(r["response"], references_of(r), style)} for r in records]
+    records = []
+    for prompt, group in zip(prompts, sampled, strict=True):
+        renew_budget()  # for each problem: what some answers cost must not leave the other problems' unchecked
+        judged = [make_record(prompt, completion, style, index) for index, completion in enumerate(group)]
+        if further:
+            judged = [{**r, **further_verdicts(r["response"], references_of(r), style)} for r in judged]
+        records += judged
     sampling = {
         "temperature": 0.0 if settings.greedy else settings.temperature,
         "max_tokens": settings.max_tokens,
