@@ -51,11 +51,27 @@ NUMBER_IN_TEXT = re.compile(
     rf"(?:\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}|{UNSIGNED}(?:/[0-9]+(?!\.?[0-9]|/))?))"
 )
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-WORD_BEHIND = re.compile(r"(?:[ ~]|\\[ ,])?([A-Za-z]+|%|:[0-9]{2})")
+CLOSED = re.compile(r"(?:\*\*|__|[$`)\]}\"'”’]|[ ~]?\\[)\]]|[ ~][)\]}])*")
+"""What may close behind a number: emphasis, mathematics, brackets, quotation marks."""
+WORD_BEHIND = re.compile(
+    r"(?P<space>(?:[ ~]|\\[ ,;])*)\(?(?:\\(?:text|mbox|mathrm|textbf)\s?\{\s*)?(?P<word>[ap]\.\s?m|[A-Za-z]+|\\?%|:[0-9]{2}|[€£¥₹])"
+)
+ENDED = re.compile(r"\s*$|\s*\n|[ ~]?(?:</?\w|\\\\|\\end)|[.,;:?](?![0-9])|[ ~]+[(\"'“‘|#✓✅—]|\|")
+"""What ends a number where no word follows; a sign of arithmetic does not."""
+OPENED = re.compile(r"(?:\*\*|__|[$`\"'“‘ (\[]|(?<!\\)\{|\\(?:boxed|text|mathbf|mathrm|textbf)(?=\s?\{)|\\[(\[,;])$")
+TAG = re.compile(r"</?\w[^<>]*>\s*$")
+TAKEN_BACK = re.compile(
+    # A sign or an operator, also spaced; a function or an index; a word that negates.
+    r"(?:[-+/^×·÷±√~≈≠<]|(?<!\*)\*|[0-9A-Za-z)]\*\*|(?<!_)_|(?<![=-])>|[<>!]=)\s?$|[0-9]:$|[\w)]\($|\}\{$|"
+    r"\\(?!boxed|text|math|quad|qquad|to$|implies|therefore|Rightarrow|rightarrow)[A-Za-z]+$|"
+    r"(?:^|[^A-Za-z])(?:minus|negative|neg|plus|times|over|not|never|isn't|sqrt)(?:\s?=)?$",
+    re.IGNORECASE,
+)
+"""What before a number makes another one of it."""
 RUNNING_ON = frozenset(
     re.findall(
         "[a-z]+",
-        "and or plus minus times over under above below more less fewer than of to out off from by into before after in per "
+        "and or under above below more less fewer than of to out off from by into before after in per "
         "today tomorrow yesterday tonight now then since until so only exactly precisely yes true right correct instead last may "
         "daily weekly monthly yearly annually hourly",
     )
@@ -150,11 +166,14 @@ def extract_last_number(text: str) -> str | None:
     return None if last is None else last[0]
 
 
-def _last_number(text: str) -> tuple[str, str] | None:
-    """The last number, and the text behind it."""
+def _last_number(text: str) -> tuple[str, str, str] | None:
+    """The last number, and the text before and behind it."""
     text = text.translate(DASHES)
     last = deque(NUMBER_IN_TEXT.finditer(text), maxlen=1)
-    return (last[0]["number"], text[last[0].end() : last[0].end() + 40]) if last else None
+    if not last:
+        return None
+    begin, end = last[0].span()
+    return last[0]["number"], text[max(0, begin - 40) : begin], text[end : end + 40]
 
 
 def extract_final_formula(text: str) -> str | None:
@@ -228,18 +247,44 @@ def _right_somewhere(text: str, references: Sequence[str], style: AnswerStyle, f
     return _any_equal([extract_answer(text, other) for other in PLACES if other != style], references, failures)
 
 
-def _last_number_is(number: str, behind: str, reference: str) -> bool:
-    """A word behind the number takes part where it changes the value, or where it is another unit than the reference's."""
+def _last_number_is(number: str, before: str, behind: str, reference: str) -> bool:
+    """What stands before and behind the number takes part where it changes the value or may do so, and where it is a unit."""
+    before = before.rpartition("\n")[2]
+    if before[-1:] in ("€", "£", "¥", "₹"):
+        before, number = before[:-1], before[-1] + number
+    if _taken_back(before):
+        return False
     if "$" in number and behind.startswith("$"):
-        number, behind = number.replace("\\$", "").replace("$", ""), behind[1:]
+        number = number.replace("\\$", "").replace("$", "")
+    behind = behind[_end(CLOSED, behind) :]
     word = WORD_BEHIND.match(behind)
     if word is None:
-        return not behind.startswith(("_", "^", "²", "³")) and numeric_equal(number, reference)
-    if word[1].startswith(":") or (word[1].lower() not in RUNNING_ON and changes_the_value(word[1])):
+        return ENDED.match(behind) is not None and numeric_equal(number, reference)
+    unit, lower = word["word"].removeprefix("\\"), word["word"].lower()
+    if (lower in MEASURES and lower not in RUNNING_ON) or unit[0] in "%€£¥₹":
+        measured, expected = read_quantity(f"{number}{' ' if word['space'] else ''}{unit}"), read_quantity(reference)
+        return measured is not None and expected is not None and quantities_equal(measured, expected)
+    if not word["space"] or not unit.isalpha() or (len(unit) == 1 and unit not in "aI"):
         return False
-    measured = read_quantity(f"{number} {word[1]}") if word[1].lower() in MEASURES and word[1] not in RUNNING_ON else None
-    expected = read_quantity(reference)
-    return numeric_equal(number, reference) if measured is None else expected is not None and quantities_equal(measured, expected)
+    return (lower in RUNNING_ON or not changes_the_value(lower)) and numeric_equal(number, reference)
+
+
+def _taken_back(before: str) -> bool:
+    """Whether the text before a number ends in what makes another number of it, whatever opens between the two."""
+    while True:
+        if TAG.search(before):
+            return False
+        if TAKEN_BACK.search(before):
+            return True
+        opened = OPENED.search(before)
+        if opened is None:
+            return False
+        before = before[: opened.start()]
+
+
+def _end(pattern: re.Pattern[str], text: str) -> int:
+    match = pattern.match(text)
+    return match.end() if match else 0
 
 
 def _any_equal(answers: Sequence[str | None], references: Sequence[str], failures: list[str]) -> bool | None:
