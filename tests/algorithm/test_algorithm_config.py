@@ -136,7 +136,7 @@ def test_an_explicit_default_wins_over_the_preset():
 
 def test_a_resolved_config_reads_back_the_same():
     for name in PRESETS:
-        config = Config(algorithm={"preset": name, "advantage": {"epsilon": 0.11}})
+        config = Config(algorithm={"preset": name, "loss": {"aggregation": "fixed"}})
         again = Config.model_validate(config.model_dump())
         assert parts(Objective.from_config(again.algorithm)) == parts(Objective.from_config(config.algorithm))
 
@@ -239,9 +239,11 @@ def advantages_as_trained(objective, rewards, values, old_logprobs_T, reference_
 
 def test_objective_takes_every_setting():
     loss = {"type": "clip", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}
-    objective = Objective.from_config(AlgorithmConfig(preset="rloo", loss=loss, advantage={"epsilon": 1e-6}))
+    objective = Objective.from_config(
+        AlgorithmConfig(preset="rloo", loss=loss, advantage={"scale": "batch_std", "epsilon": 1e-6})
+    )
     assert parts(objective) == {
-        "advantage": ("group", {"baseline": "leave_one_out", "scale": "none", "epsilon": 1e-6}),
+        "advantage": ("group", {"baseline": "leave_one_out", "scale": "batch_std", "epsilon": 1e-6}),
         "loss": ("clip", {"ratio": "token", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}),
         "aggregation": "sequence_sum",
         "kl": KL(0.03, "k1", "reward"),

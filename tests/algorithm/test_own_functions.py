@@ -10,6 +10,7 @@ from nested import inputs_of
 from groupwise.algorithm import AdvantageOutputs, LossOutputs, Objective, needs, policy_loss, register_advantage, register_loss
 from groupwise.algorithm.advantages import ADVANTAGES
 from groupwise.algorithm.losses import LOSSES
+from groupwise.config.formula import formula
 from groupwise.config.load import load_config
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.config.section import REGISTERED
@@ -26,6 +27,11 @@ MINE = """
     @needs("entropy")
     def curious(inputs, *, weight):
         return LossOutputs(-inputs.advantages_T * inputs.logprobs_T - weight * inputs.entropy_T)
+
+    def annotated(inputs, *, power: float = 1.0, sides: tuple[int, int] = (0, 0)) -> LossOutputs:
+        return LossOutputs(-power * inputs.advantages_T * inputs.logprobs_T)
+
+    annotated.formula = "-power A log pi(o_it)"
 
     def mean_loss(inputs):
         return LossOutputs((-inputs.advantages_T * inputs.logprobs_T).mean())
@@ -133,6 +139,11 @@ def test_by_registered_name(monkeypatch):
             {"type": "{mine}:loss", "settings": {"powr": 2}},
             r"has 'powr', but .* takes no such keyword \(did you mean 'power'\?\)",
         ),
+        (
+            {"type": "{mine}:annotated", "settings": {"power": "abc"}},
+            r"loss\.settings\.power is 'abc', but .*valid number.*: correct it",
+        ),
+        ({"type": "{mine}:annotated", "settings": {"sides": [1, None]}}, r"loss\.settings\.sides is \[1, None\], but .*integer"),
         ({"type": "{mine}:curious"}, r"settings lacks weight"),
         ({"type": "{mine}:MINE"}, r"there is no function 'MINE'"),
     ],
@@ -210,6 +221,15 @@ def test_a_class_is_no_function(mine):
 def test_a_loss_cannot_ask_for_values(mine):
     with pytest.raises(ConfigError, match=r"needs values, but a function of algorithm\.loss may need entropy or reference"):
         Objective.from_config(AlgorithmConfig(loss={"type": f"{mine}:greedy"}))
+
+
+def test_a_function_has_a_line_in_the_formula(mine, monkeypatch):
+    monkeypatch.setitem(REGISTERED, "advantage", {})
+    monkeypatch.setattr("groupwise.algorithm.registry.ADVANTAGES", {**ADVANTAGES})
+    register_advantage("raw", formula="r_i")(lambda inputs: AdvantageOutputs(inputs.rewards_N))
+    lines = formula(AlgorithmConfig(loss={"type": f"{mine}:annotated"}, advantage={"type": "raw"}, kl=None))
+    assert lines[:2] == ["A     = r_i", "L_it  = -power A log pi(o_it)"]
+    assert formula(AlgorithmConfig(loss={"type": f"{mine}:loss"}, kl=None))[1] == f"L_it  = {mine}:loss"
 
 
 def test_a_need_that_there_is_not():

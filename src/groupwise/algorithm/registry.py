@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
 from groupwise.algorithm.advantages import ADVANTAGES, Advantage
 from groupwise.algorithm.losses import LOSSES, Loss
 from groupwise.config.section import REGISTERED
@@ -21,19 +24,20 @@ _NEEDS = {"loss": {"reference", "entropy"}, "advantage": {"values"}}
 """What each may ask for."""
 
 
-def register_loss(name: str) -> Callable[[Function], Function]:
-    """Let ``algorithm.loss.type`` name a function ``loss(inputs: LossInputs, **settings) -> LossOutputs``.
+def register_loss(name: str, *, formula: str = "") -> Callable[[Function], Function]:
+    """Let ``algorithm.loss.type`` name a function ``loss(inputs: LossInputs, **settings) -> LossOutputs``. ``formula``: what it minimises
+    of a token, in letters, as `groupwise.config.formula` shows it; a function named by its place has it as an attribute.
 
     >>> @register_loss("reinforce_squared")
     ... def loss(inputs, *, power=2.0):
     ...     return LossOutputs(-inputs.advantages_T * inputs.logprobs_T.exp() ** power)
     """
-    return _register(LOSSES, "loss", name)
+    return _register(LOSSES, "loss", name, formula)
 
 
-def register_advantage(name: str) -> Callable[[Function], Function]:
+def register_advantage(name: str, *, formula: str = "") -> Callable[[Function], Function]:
     """Let ``algorithm.advantage.type`` name a function ``advantage(inputs: AdvantageInputs, **settings) -> AdvantageOutputs``."""
-    return _register(ADVANTAGES, "advantage", name)
+    return _register(ADVANTAGES, "advantage", name, formula)
 
 
 def needs(*what: str) -> Callable[[Function], Function]:
@@ -71,8 +75,10 @@ def find_advantage(name: str, settings: Mapping[str, Any]) -> Advantage:
     return _find(ADVANTAGES, name, settings, "advantage")
 
 
-def _register(table: dict[str, Any], what: str, name: str) -> Callable[[Function], Function]:
+def _register(table: dict[str, Any], what: str, name: str, formula: str) -> Callable[[Function], Function]:
     def declare(function: Function) -> Function:
+        if formula:
+            function.formula = formula  # type: ignore[attr-defined]
         table[name] = function
         REGISTERED[what][name] = function
         return function
@@ -87,7 +93,7 @@ def _find(table: Mapping[str, Callable[..., Outputs]], name: str, settings: Mapp
         raise ConfigError(
             f"{name!r} needs {', '.join(sorted(unknown))}, but a function of algorithm.{what} may need {may}: name these"
         )
-    parameters = inspect.signature(function).parameters.values()
+    parameters = _signature(function).parameters.values()
     taken = [p.name for p in list(parameters)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key in settings:
@@ -99,7 +105,30 @@ def _find(table: Mapping[str, Callable[..., Outputs]], name: str, settings: Mapp
     missing = [p.name for p in list(parameters)[1:] if p.name in taken and p.default is p.empty and p.name not in settings]
     if missing:
         raise ConfigError(f"algorithm.{what}.settings lacks {', '.join(missing)}, which {name!r} cannot do without: set it")
-    return partial(function, **settings)
+    given = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+    return partial(function, **{
+        key: _checked(f"algorithm.{what}.settings.{key}", value, given[key]) if key in given else value for key, value in settings.items()
+    })  # fmt: skip
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except Exception:  # an annotation that names what is not there when the code runs
+        return inspect.signature(function)
+
+
+def _checked(place: str, value: object, annotation: Any) -> Any:
+    """``value`` as ``annotation`` has it, such as a whole number as a float; as it is where pydantic does not know the annotation."""
+    if isinstance(annotation, str):
+        return value
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except PydanticUserError:
+        return value
+    except ValidationError as failure:
+        rule = failure.errors()[0]["msg"]
+        raise ConfigError(f"{place} is {value!r}, but the function's annotation asks otherwise ({rule}): correct it") from failure
 
 
 def _imported(table: Mapping[str, object], name: str, what: str) -> Callable[..., Any]:

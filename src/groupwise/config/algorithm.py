@@ -74,6 +74,16 @@ class KLConfig(Section):
                 f"algorithm.kl.importance_weighted is true, but placement is {self.placement}, where no ratio multiplies the KL: set "
                 "placement to loss, or leave importance_weighted out"
             )
+        if self.placement != "loss" and not self.skip_zero_variance:
+            raise ValueError(
+                f"algorithm.kl.skip_zero_variance is false, but placement is {self.placement}, where no pass has a KL: set placement to "
+                "loss, or leave skip_zero_variance out"
+            )
+        if self.reference_every == 1 and self.reference_updates > 1:
+            raise ValueError(
+                f"algorithm.kl.reference_updates is {self.reference_updates}, but with reference_every 1 the reference is renewed at every "
+                "step anyway: leave either out"
+            )
         if self.target is None and self.gain != 0.1:
             raise ValueError(
                 f"algorithm.kl.gain is {self.gain:g}, but without algorithm.kl.target beta stays as it is: set target, or leave gain out"

@@ -68,18 +68,21 @@ def in_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
         "correction": None,
         "entropy": None,
     }
-    sections["advantage"] |= _taken(old, advantage_epsilon="epsilon")
+    if old.get("scale") == "batch_std" if learned else old.get("scale") != "none":
+        sections["advantage"] |= _taken(old, advantage_epsilon="epsilon")
     if kind != "reinforce":
         sections["loss"] |= _taken(old, ratio_level="ratio", epsilon="epsilon", epsilon_high="epsilon_high")
         sections["loss"] |= {"dual_clip": cap} if kind == "clip" else {}
     if old.get("beta", 0.04):
         sections["kl"] = _taken(
             old, beta="beta", kl_estimator="estimator", kl_placement="placement", kl_target="target",
-            skip_zero_variance="skip_zero_variance", reference_updates="reference_updates", reference_every="reference_every",
-            reference_mixing="reference_mixing",
+            reference_every="reference_every", reference_mixing="reference_mixing",
         )  # fmt: skip
+        in_loss = old.get("kl_placement", "loss") == "loss"
+        sections["kl"] |= _taken(old, skip_zero_variance="skip_zero_variance") if in_loss else {}
+        sections["kl"] |= _taken(old, reference_updates="reference_updates") if old.get("reference_every") != 1 else {}
         sections["kl"] |= _taken(old, kl_gain="gain") if old.get("kl_target") else {}
-        sections["kl"] |= _taken(old, kl_correction="importance_weighted") if old.get("kl_placement", "loss") == "loss" else {}
+        sections["kl"] |= _taken(old, kl_correction="importance_weighted") if in_loss else {}
     if old.get("sampler_correction", "none") != "none":
         words = {"sampler_correction": "level", "sampler_correction_mode": "mode", "sampler_correction_cap": "cap"}
         sections["correction"] = _taken(old, **words)

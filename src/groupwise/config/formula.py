@@ -16,6 +16,8 @@ from groupwise.config.objective import (
     GroupAdvantage,
     LossSection,
     MaxrlAdvantage,
+    OwnAdvantage,
+    OwnLoss,
     ReinforceLoss,
     SapoLoss,
     VespoLoss,
@@ -135,7 +137,7 @@ def _advantages(algorithm: AlgorithmConfig) -> list[str]:
             f"A_i   = (S_i - mean(S of the batch)) / (std(S of the batch) + {advantage.epsilon:g})",
         ]
     if not isinstance(advantage, GroupAdvantage):
-        return [f"A     = {advantage.type}"]
+        return [f"A     = {advantage.formula if isinstance(advantage, OwnAdvantage) else advantage.type}"]
     reward, index = ("r_it", "it") if per_token else ("r_i", "i")
     over = "token returns" if per_token else "rewards"
     baseline = {
@@ -190,6 +192,8 @@ def _surrogate(loss: LossSection) -> str:
         return f"-exp(1/|o_i| sum_t x_it) A, with x_it the smaller of log w and {held} where A > 0, else the larger"
     if isinstance(loss, DppoLoss):
         return f"-m w A, with m = 0 where w A would grow and {loss.divergence}(pi, pi_old) > {loss.limit:g}, else 1"
+    if isinstance(loss, OwnLoss):
+        return loss.formula
     if not isinstance(loss, ClipLoss | CispoLoss):
         return loss.type
     held = f"clip(w, {max(0.0, 1 - loss.epsilon):g}, {1 + loss.high:g})"

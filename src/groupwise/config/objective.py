@@ -59,6 +59,10 @@ class GroupAdvantage(AdvantageSection):
     @model_validator(mode="after")
     def check_scale(self) -> GroupAdvantage:
         """A scale may be 0 only where the difference that it divides is 0 too: otherwise advantages are 1 / epsilon."""
+        if self.scale == "none" and self.epsilon != 1e-4:
+            raise ValueError(
+                f"algorithm.advantage.epsilon is {self.epsilon:g}, but scale is none, so nothing is divided: leave epsilon out or set scale"
+            )
         if self.scale == "group_std" and self.baseline not in ("group_mean", "leave_one_out"):
             raise ValueError(
                 f"algorithm.advantage.scale is 'group_std' with baseline '{self.baseline}', but a group whose completions all scored "
@@ -86,6 +90,15 @@ class GaeAdvantage(AdvantageSection):
     """Normalise the advantages of all tokens of the batch."""
     epsilon: float = Field(default=1e-4, gt=0)
     """Added to the divisor."""
+
+    @model_validator(mode="after")
+    def check_epsilon(self) -> GaeAdvantage:
+        if not self.whiten and self.epsilon != 1e-4:
+            raise ValueError(
+                f"algorithm.advantage.epsilon is {self.epsilon:g}, but whiten is false, so nothing is divided: leave epsilon out, or set "
+                "whiten to true"
+            )
+        return self
 
 
 class MaxrlAdvantage(AdvantageSection):
@@ -118,6 +131,15 @@ class OwnAdvantage(AdvantageSection):
     @classmethod
     def check_name(cls, given: Any) -> Any:
         return check_own("advantage", given, ADVANTAGE_TYPES)
+
+    @property
+    def formula(self) -> str:
+        """The function's own words for it. Imports it; raises ConfigError where that fails."""
+        return getattr(_own_function("advantage", self.type), "formula", self.type)
+
+
+def _own_function(what: str, name: str) -> object:
+    return REGISTERED[what].get(name) or import_member(name, what, ConfigError)[0]
 
 
 ADVANTAGE_TYPES: dict[str, type[AdvantageSection]] = {
@@ -306,8 +328,12 @@ class OwnLoss(LossSection):
     def needs_reference(self) -> bool:
         """Whether the function declares that it reads a reference (`groupwise.algorithm.needs`). Imports it; raises ConfigError where that
         fails."""
-        function = REGISTERED["loss"].get(self.type) or import_member(self.type, "loss", ConfigError)[0]
-        return "reference" in getattr(function, "needs", ())
+        return "reference" in getattr(_own_function("loss", self.type), "needs", ())
+
+    @property
+    def formula(self) -> str:
+        """The function's own words for it. Imports it as ``needs_reference`` does."""
+        return getattr(_own_function("loss", self.type), "formula", self.type)
 
 
 LOSS_TYPES: dict[str, type[LossSection]] = {

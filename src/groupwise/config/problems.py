@@ -67,6 +67,8 @@ def unknown_key(path: str, kind: str | None = None) -> str:
     parent, _, leaf = path.rpartition(".")
     if parent in ("", "algorithm") and leaf in FORMER and path not in field_paths():
         return former_key(leaf)
+    if parent.startswith("algorithm.") and leaf in FORMER and not any(known.endswith(f".{leaf}") for known in field_paths()):
+        return f"{path} is not a setting: write {FORMER[leaf]}"
     if kind is not None and (path in field_paths() or kind not in _built_in(parent)):
         return _of_another_type(path, kind)
     near, remark = suggest(path), REMARKS.get(leaf)
