@@ -68,7 +68,7 @@ REWRITTEN = tuple(
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\phantom\s?(?=[-+])", " "),
         (r">\s?=", r"\\ge "),
         (r"<\s?=", r"\\le "),
-        (r"!\s?=", r"\\ne "),
+        (r"!=", r"\\ne "),
         (r"^\s*\\(?:therefore|implies)(?![A-Za-z])\s*", ""),
         (r"\^\{\s?([0-9A-Za-z]|\\circ)\s?\}", r"^\1"),
         (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
@@ -90,7 +90,7 @@ EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 NAME = re.compile(
     r"(?:(?:m\s?)?\\(?:angle|measuredangle|triangle)\s?)?"
     r"(?:[A-Za-z]|(?P<points>[A-Z]{2,4})|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega))"
-    r"(?:_(?:\w|\{\w+\}))?(?:\([\w, ]+\))?"
+    r"(?:_(?:\w|\{(?:[0-9]+|[A-Za-z][0-9]?)\}))?(?:\([\w, ]+\))?"
 )
 """A letter or points, with an index and arguments. Nothing with a prime, a power or a bar: those make another thing of it."""
 DERIVED = re.compile(r"'+|\^\{-1\}")
