@@ -307,7 +307,8 @@ def test_a_fraction_between_dollars_in_running_text_is_a_number():
     ["5k", "$5k", "5!", "5i", "5π", "5⁴", "5²", "5e3", "5/x", "5 - x", "5 + x", "5x", "5 x", "5 \\pi", "5\\times 2x", "5^x", "3:5",
      "5 p.m.", "5 pm", "5 (thousand)", "**5** thousand", "5 \\text{ thousand}", "$5$ thousand", "5 thousand", "5 times x", "5 over x",
      "5 MM", "5th", "minus 5", "minus $5", "negative 5", "**minus** 5", "is - $5", "- 5", "10 - 5", "x > 5", "\\sqrt{5}", "\\sqrt 5",
-     "\\pm 5", "x^5", "x^{5}", "x_5", "f(5)", "\\frac{x}{5}", "not 5", "≈ 5", "~5", "√5", "x/5"],
+     "\\pm 5", "x^5", "x^{5}", "x_5", "f(5)", "\\frac{x}{5}", "not 5", "≈ 5", "~5", "√5", "x/5",
+     "5/sin x"],
 )  # fmt: skip
 def test_a_number_that_is_a_part_of_another_is_not_right_leniently(text: str) -> None:
     for said in (text, f"The answer is {text}", f"So it is {text}."):
@@ -319,7 +320,8 @@ def test_a_number_that_is_a_part_of_another_is_not_right_leniently(text: str) ->
     ["5", "$5", "$5$", "$5$.", "**5**", "**5**.", "`5`", "(5)", "\\(5\\)", "\\[ 5 \\]", "\\[5\\]", "\"5\"", "5 apples", "5 a day",
      "5.", "5, I think", "5 of them", "**Answer:** 5", "**Answer**: $5", "Answer: 5", "x = 5", "x=5", "2+3=5", "2 + 3 = 5", "5%",
      "5\\%", "5 km", "€5", "£5", "5€", "5</answer>", "<b>5</b>", "\\boxed{5}", "\\text{total} = 5", "\\implies 5", "5 (see above)",
-     "#### 5", "=> 5", "5\n- so", "5 \\text{ apples}", "a total of 5 eggs", "5 dollars today", "\\mathbf{5}", "\\$5", "$\\boxed{5}$"],
+     "#### 5", "=> 5", "5\n- so", "5 \\text{ apples}", "a total of 5 eggs", "5 dollars today", "\\mathbf{5}", "\\$5", "$\\boxed{5}$",
+     "5 times.", "5 times a day", "$5/month"],
 )  # fmt: skip
 def test_a_number_in_common_dress_is_right_leniently(text: str) -> None:
     for said in (text, f"The answer is {text}"):

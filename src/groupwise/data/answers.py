@@ -56,7 +56,10 @@ CLOSED = re.compile(r"(?:\*\*|__|[$`)\]}\"'”’]|[ ~]?\\[)\]]|[ ~][)\]}])*")
 WORD_BEHIND = re.compile(
     r"(?P<space>(?:[ ~]|\\[ ,;])*)\(?(?:\\(?:text|mbox|mathrm|textbf)\s?\{\s*)?(?P<word>[ap]\.\s?m|[A-Za-z]+|\\?%|:[0-9]{2}|[€£¥₹])"
 )
-ENDED = re.compile(r"\s*$|\s*\n|[ ~]?(?:</?\w|\\\\|\\end)|[.,;:?](?![0-9])|[ ~]+[(\"'“‘|#✓✅—]|\|")
+ENDED = re.compile(
+    r"\s*$|\s*\n|[ ~]?(?:</?\w|\\\\|\\end)|[ ~]times(?:[.,;]|\s*$| an? | in | on )|/(?!arc|sin|cos|tan|log|exp|sqrt)[A-Za-z]{3,}|"
+    r"[.,;:?](?![0-9])|[ ~]+[(\"'“‘|#✓✅—]|\|"
+)
 """What ends a number where no word follows; a sign of arithmetic does not."""
 OPENED = re.compile(r"(?:\*\*|__|[$`\"'“‘ (\[]|(?<!\\)\{|\\(?:boxed|text|mathbf|mathrm|textbf)(?=\s?\{)|\\[(\[,;])$")
 TAG = re.compile(r"</?\w[^<>]*>\s*$")
@@ -258,7 +261,7 @@ def _last_number_is(number: str, before: str, behind: str, reference: str) -> bo
         number = number.replace("\\$", "").replace("$", "")
     behind = behind[_end(CLOSED, behind) :]
     word = WORD_BEHIND.match(behind)
-    if word is None:
+    if word is None or word["word"] == "times":
         return ENDED.match(behind) is not None and numeric_equal(number, reference)
     unit, lower = word["word"].removeprefix("\\"), word["word"].lower()
     if (lower in MEASURES and lower not in RUNNING_ON) or unit[0] in "%€£¥₹":
