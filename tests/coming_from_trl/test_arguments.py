@@ -9,9 +9,12 @@ import pytest
 from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
+from groupwise.algorithm.losses import LOSSES, dppo_loss, gmpo_loss, reinforce_loss
+from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
 from groupwise.trl.arguments import ARGUMENTS, render_table
+from groupwise.trl.parts import objective
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from-trl.md"
 REFUSED = [row for row in ARGUMENTS.values() if row.fate == "refused"]
@@ -280,3 +283,19 @@ def test_gspo_token_has_gspo_s_gradient():
         gradients.append(logprobs_T.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().min() > 0.1
+
+
+def test_a_loss_that_trl_lacks_goes_by_its_name(monkeypatch):
+    monkeypatch.setitem(REGISTERED, "loss", {"mine": reinforce_loss})
+    monkeypatch.setattr("groupwise.algorithm.registry.LOSSES", {**LOSSES, "mine": reinforce_loss})
+    for name, function, aggregation in (
+        ("gmpo", gmpo_loss, "sequence_mean"),
+        ("dppo", dppo_loss, "token_mean"),
+        ("mine", reinforce_loss, "token_mean"),
+    ):
+        made = objective(GRPOConfig(loss_type=name))
+        assert (made.loss.func, made.aggregation) == (function, aggregation)
+    with pytest.raises(ConfigError, match="no ratio for a second update"):
+        GRPOConfig(loss_type="reinforce", num_iterations=2)
+    with pytest.raises(ConfigError, match="loss_type='meins' is not honoured"):
+        GRPOConfig(loss_type="meins")

@@ -222,7 +222,7 @@ multi_objective_aggregation str: 'sum_then_normalize', 'normalize_then_sum' = 's
     `normalize_then_sum`.
 scale_rewards str: 'group', 'batch', 'none', True, False = 'group' | h | True or `group`, `batch`, False or `none`.
 loss_type str: 'grpo', 'dapo', 'dr_grpo', 'bnpo', 'cispo', 'luspo', 'sapo', 'vespo' = 'dapo' | n | `grpo`, `dapo`, `dr_grpo`,
-    `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`, or your own: `my_loss.py:loss`.
+    `bnpo`, `cispo`, `luspo`, `sapo`, `vespo`; beyond TRL `gmpo`, `dppo`, `reinforce`, a registered name, or `my_loss.py:loss`.
 mask_truncated_completions bool = False | h | Completions cut at `max_completion_length` are left out of the loss.
 sync_ref_model bool = False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha float = 0.6 | h | Share of the policy in the new reference.

@@ -11,11 +11,15 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from groupwise.config.section import REGISTERED
 from groupwise.distributed.open import world_size
 from groupwise.errors import ConfigError
 from groupwise.trl.arguments import ARGUMENTS, REMOVED, RULES, Argument
 
-__all__ = ["ArgumentError", "GRPOConfig"]
+__all__ = ["MORE_LOSSES", "ArgumentError", "GRPOConfig"]
+
+MORE_LOSSES = {"gmpo": "sequence_mean", "dppo": "token_mean", "reinforce": "token_mean"}
+"""groupwise's own losses that TRL lacks, with their papers' settings, and how each is averaged; reinforce as the user's own are."""
 
 _MODEL_INIT = (
     "dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map", "quantization_config",
@@ -188,8 +192,8 @@ def _problem_of(name: str, value: Any) -> str | None:
     if row.fate == "refused":
         honoured = off or value == row.default
         return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
-    if name == "loss_type" and isinstance(value, str) and ":" in value:
-        return None  # a function of the user's
+    if name == "loss_type" and isinstance(value, str) and (":" in value or value in (*MORE_LOSSES, *REGISTERED["loss"])):
+        return None  # a function of the user's, or a loss that TRL lacks
     if row.values:
         if not isinstance(value, list | dict) and value in row.values:
             return None
@@ -262,6 +266,8 @@ def _contradictions(args: Any) -> Iterator[str]:
         yield "vllm_structured_outputs_regex is not honoured by groupwise.trl: leave it out, and reward what matches the pattern"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":
         yield "importance_sampling_level is for ratios, and loss_type='vespo' weighs whole completions by itself: leave it at 'token'"
+    if args.loss_type == "reinforce" and args.num_iterations > 1:
+        yield f"num_iterations is {args.num_iterations}, but loss_type='reinforce' has no ratio for a second update: set it to 1"
     if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
         yield (
             f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "

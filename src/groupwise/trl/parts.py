@@ -51,7 +51,7 @@ from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import quantised_layers, settle
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
-from groupwise.trl.config import ArgumentError, GRPOConfig
+from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
 
 __all__ = [
@@ -119,7 +119,10 @@ def objective(args: GRPOConfig) -> Objective:
         "sapo": ("sequence_mean", sapo),
         "vespo": ("token_mean", vespo),
     }
-    aggregation, loss = losses.get(args.loss_type) or ("token_mean", find_loss(args.loss_type, {}))
+    aggregation, loss = losses.get(args.loss_type) or (
+        MORE_LOSSES.get(args.loss_type, "token_mean"),
+        find_loss(args.loss_type, {}),
+    )
     scale = {"group": "group_std", "batch": "batch_std", "none": "none"}[str(args.scale_rewards)]
     by_function = args.multi_objective_aggregation == "normalize_then_sum"
     advantage = gdpo_advantage if by_function else partial(group_advantage, scale=scale)

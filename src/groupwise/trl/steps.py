@@ -212,7 +212,7 @@ class EntropyControl:
         """What TRL logs with an entropy bonus: the loss without it, and the coefficient after the optimiser step."""
         if not self.has_bonus:
             return {}
-        by_token = self.args.loss_type in ("dapo", "cispo", "vespo") or ":" in self.args.loss_type
+        by_token = self.args.loss_type not in ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
         shared_out = sweeps if by_token else 1
         loss = found["policy/loss"].value if "policy/loss" in found else 0.0
         return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
