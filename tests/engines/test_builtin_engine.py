@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -246,6 +249,24 @@ def test_nothing_is_lost_when_all_rows_end_with_their_first_token(max_rows, make
 
 def test_no_prompts_no_completions(make_engine):
     assert make_engine().sample([], 4, SAMPLED, seed=0, scope="s") == []
+
+
+def test_a_call_leaves_no_circle_that_would_keep_its_cache_while_learning(make_engine, make_prompts, monkeypatch):
+    made = []
+
+    class Noted(cache_module.Cache):
+        def __init__(self, **shape):
+            super().__init__(**shape)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(engine_module, "Cache", Noted)
+    engine, prompts = make_engine(), make_prompts([6, 9])
+    gc.disable()
+    try:
+        engine.sample(prompts, 2, SAMPLED, seed=3, scope="s")
+        assert [cache() for cache in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_progress_counts_completions_and_tokens(make_engine, make_prompts):

@@ -11,6 +11,7 @@ further memory. Where others could take that place they give it up, and what the
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -246,7 +247,13 @@ class _Batch:
         self.groups: list[_Pending] = []
         self.rows: list[_Row] = []
         self.sampled_tokens = call.tokens
-        self.patience = Patience(call.turns.grace_s, lambda: call.look(len(call.ended), self.sampled_tokens))
+        alive = weakref.ref(self)  # a circle would keep the cache until Python looks for circles, through all of learning
+
+        def look() -> None:
+            batch = alive()
+            call.look(len(call.ended), batch.sampled_tokens if batch else call.tokens)
+
+        self.patience = Patience(call.turns.grace_s, look)
         longest = max(len(owners[i].prompt.token_ids) for i in wanted)
         self.decoder.reserve_positions(longest + settings.max_tokens)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
