@@ -67,7 +67,7 @@ RULES: Mapping[str, Callable[[float], bool]] = {
 # may be set on ``trainer.args`` until then.
 _TABLE = """
 output_dir str? = None | h* | Folder of checkpoints and of `save_model()`; without it `trainer_output`.
-per_device_train_batch_size int: above 0 = 8 | n | Completions of a process in one sweep; several may be computed at once or in parts.
+per_device_train_batch_size int: above 0 = 8 | n | Completions of a process in one micro-step; several may be computed at once or in parts.
 num_train_epochs float = 3.0 | h* | Passes over the data set.
 max_steps int = -1 | n* | Optimiser steps; wins over `num_train_epochs`. A stream (`IterableDataset`) needs it.
 learning_rate float: 0 or more = 1e-06 | h* | Peak rate of AdamW; 0 trains nothing.
@@ -84,7 +84,7 @@ adam_beta1 float: 0 or more and below 1 = 0.9; adam_beta2 float: 0 or more and b
     and of their squares.
 adam_epsilon float: above 0 = 1e-08 | h | AdamW's denominator term.
 optim_target_modules names? = None | x | Remove it: it belongs to GaLore and APOLLO, which are not here.
-gradient_accumulation_steps int: above 0 = 1 | h | Sweeps of `per_device_train_batch_size` completions a process in one optimiser
+gradient_accumulation_steps int: above 0 = 1 | h | Micro-steps of `per_device_train_batch_size` completions a process in one optimiser
     step.
 average_tokens_across_devices bool = True | - | Losses are always divided by counts over all processes.
 max_grad_norm float: 0 or more = 1.0 | h | Global norm to which gradients are scaled down; 0 switches it off.
@@ -184,7 +184,7 @@ ds3_gather_for_generation bool = True | - | With ZeRO-3 the weights are whole wh
 shuffle_dataset bool? = True | h | Prompts in an order drawn from the seed, epoch by epoch; a stream by its buffer.
 pad_to_multiple_of number? = 'auto' | - | Nothing is padded.
 generation_batch_size int?: 1 or more = None | h | Completions sampled at a time.
-steps_per_generation int?: 1 or more = None | h | Sweeps into which these are divided; by default `gradient_accumulation_steps`.
+steps_per_generation int?: 1 or more = None | h | Micro-steps into which these are divided; by default `gradient_accumulation_steps`.
 temperature float: above 0 = 1.0 | h | Of sampling and of the log-probabilities that are trained.
 top_p float: above 0 and at most 1 = 1.0 | h | Nucleus sampling.
 top_k int = 0 | h | Sample among the k likeliest tokens; 0 and below is off.
@@ -227,8 +227,8 @@ mask_truncated_completions bool = False | h | Completions cut at `max_completion
 sync_ref_model bool = False | h | The reference moves towards the policy now and then; not with an adapter, in TRL neither.
 ref_model_mixup_alpha float = 0.6 | h | Share of the policy in the new reference.
 ref_model_sync_steps int: above 0 = 512 | h | Optimiser steps between two such moves.
-top_entropy_quantile float: 0 to 1 = 1.0 | h | Only this share of a sweep's tokens, those of highest entropy, is in the policy's loss.
-entropy_coef float: 0 or more = 0.0 | h | Weight of the mean entropy of a sweep's tokens, taken off the loss.
+top_entropy_quantile float: 0 to 1 = 1.0 | h | Only this share of a micro-step's tokens, those of highest entropy, is in the policy's loss.
+entropy_coef float: 0 or more = 0.0 | h | Weight of the mean entropy of a micro-step's tokens, taken off the loss.
 use_adaptive_entropy bool = False | h | `entropy_coef` goes up or down after each optimiser step, and acts at `entropy_target` or
     below.
 entropy_coef_min float = 0.0; entropy_coef_max float = 1.0 | h | Ends of the adaptive coefficient.

@@ -288,19 +288,19 @@ def _contradictions(args: Any) -> Iterator[str]:
 def _derive_generation(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
     accumulation of gradients. Both count over all processes, as in TRL."""
-    sweep, size, steps = args.per_device_train_batch_size * args.world_size, *(given[name] for name in _FOLLOW)
-    if size is not None and steps is not None and size != sweep * steps:
+    micro_step, size, steps = args.per_device_train_batch_size * args.world_size, *(given[name] for name in _FOLLOW)
+    if size is not None and steps is not None and size != micro_step * steps:
         yield (
             f"generation_batch_size is {size} and steps_per_generation {steps}, but they say the same thing in two ways: set only one"
         )
-    elif size is not None and size % sweep:
+    elif size is not None and size % micro_step:
         yield (
-            f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size{_times_processes(args)} ({sweep}): "
+            f"generation_batch_size is {size}, which is no multiple of per_device_train_batch_size{_times_processes(args)} ({micro_step}): "
             "change either"
         )
     else:
-        size = sweep * (args.gradient_accumulation_steps if steps is None else steps) if size is None else size
-        args.__dict__ |= {"generation_batch_size": size, "steps_per_generation": size // sweep}
+        size = micro_step * (args.gradient_accumulation_steps if steps is None else steps) if size is None else size
+        args.__dict__ |= {"generation_batch_size": size, "steps_per_generation": size // micro_step}
         if size % args.num_generations:
             yield (
                 f"the generation batch has {size} completions (per_device_train_batch_size{_times_processes(args)} x "

@@ -118,8 +118,8 @@ class PromptSet:
             return list(dataset)
         if args.max_steps <= 0:
             raise UnfitDataError("the training data set is a stream, which has no length: set max_steps")
-        sweeps = args.max_steps * args.gradient_accumulation_steps
-        generations = math.ceil(sweeps / (args.steps_per_generation * args.num_iterations))
+        micro_steps = args.max_steps * args.gradient_accumulation_steps
+        generations = math.ceil(micro_steps / (args.steps_per_generation * args.num_iterations))
         args.dataloader_num_workers = 0  # as TRL sets it, for who looks
         seed = args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None
         return Stream(dataset, generations * (args.generation_batch_size // args.num_generations), seed)
@@ -221,7 +221,7 @@ class Generation:
     """Weighted sums; NaN where no function applies."""
     advantages: list[float]
     parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
-    """By the sweeps that they are made of."""
+    """By the micro-steps that they are made of."""
 
     @property
     def sampled(self) -> list[Completion]:

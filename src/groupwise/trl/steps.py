@@ -1,7 +1,7 @@
 """Which completions go into which optimiser step, as TRL counts, which of their tokens count, and what is logged of them.
 
-A generation is dealt into sweeps of ``per_device_train_batch_size`` completions a process, and ``gradient_accumulation_steps`` sweeps make
-an optimiser step.
+A generation is dealt into micro-steps of ``per_device_train_batch_size`` completions a process, and ``gradient_accumulation_steps`` of
+them make an optimiser step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,27 @@ from groupwise.metrics import Max, Mean, Metric
 from groupwise.training.learner import Learner
 from groupwise.training.window import Window
 
-__all__ = ["EntropyControl", "Part", "Schedule", "Stretch", "deal", "epoch_order", "sweep_numbers", "unit_counts", "whole_loss"]
+__all__ = [
+    "EntropyControl",
+    "Part",
+    "Schedule",
+    "Stretch",
+    "deal",
+    "epoch_order",
+    "micro_step_numbers",
+    "unit_counts",
+    "whole_loss",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Sweeps of one optimiser step that belong to one pass over one generation."""
+    """Micro-steps of one optimiser step that belong to one pass over one generation."""
 
     generation: int
     """Counted within the epoch."""
-    sweeps: tuple[int, ...]
-    """Which of the generation's sweeps, 0 to ``steps_per_generation`` - 1."""
+    micro_steps: tuple[int, ...]
+    """Which of the generation's micro-steps, 0 to ``steps_per_generation`` - 1."""
     first_pass: bool
 
 
@@ -65,27 +75,27 @@ class Schedule:
         return self.prompts // self.prompts_per_generation
 
     @property
-    def sweeps(self) -> int:
-        """Sweeps in an epoch."""
+    def micro_steps(self) -> int:
+        """Micro-steps in an epoch."""
         return self.generations * self.steps_per_generation * self.num_iterations
 
     @property
     def updates(self) -> int:
-        """Optimiser steps in an epoch; the last may have fewer sweeps than the others."""
-        return math.ceil(self.sweeps / self.accumulation)
+        """Optimiser steps in an epoch; the last may have fewer micro-steps than the others."""
+        return math.ceil(self.micro_steps / self.accumulation)
 
     @property
     def off_policy(self) -> bool:
-        """Whether the weights move between a generation and some of its sweeps."""
+        """Whether the weights move between a generation and some of its micro-steps."""
         return self.accumulation % (self.steps_per_generation * self.num_iterations) != 0
 
     def total_updates(self, max_steps: int, epochs: float) -> int:
         return max_steps if max_steps > 0 else math.ceil(epochs * self.updates)
 
     def step(self, update: int) -> list[Stretch]:
-        """The sweeps of the epoch's optimiser step ``update``, in order."""
+        """The micro-steps of the epoch's optimiser step ``update``, in order."""
         first = update * self.accumulation
-        indices = range(first, min(first + self.accumulation, self.sweeps))
+        indices = range(first, min(first + self.accumulation, self.micro_steps))
         return [
             Stretch(
                 number // self.num_iterations,
@@ -95,13 +105,13 @@ class Schedule:
             for number, members in groupby(indices, key=lambda i: i // self.steps_per_generation)  # passes over generations
         ]
 
-    def sweeps_of(self, generation: int) -> set[tuple[int, ...]]:
-        """Every different stretch of sweeps in which ``generation`` is learnt from."""
+    def micro_steps_of(self, generation: int) -> set[tuple[int, ...]]:
+        """Every different stretch of micro-steps in which ``generation`` is learnt from."""
         per_generation = self.steps_per_generation * self.num_iterations
         first = generation * per_generation // self.accumulation
         last = ((generation + 1) * per_generation - 1) // self.accumulation
         stretches = [s for update in range(first, last + 1) for s in self.step(update)]
-        return {s.sweeps for s in stretches if s.generation == generation}
+        return {s.micro_steps for s in stretches if s.generation == generation}
 
 
 def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]:
@@ -117,42 +127,42 @@ def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]
     return torch.randperm(prompts, generator=generator).tolist()
 
 
-def deal(completions: int, sweeps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
-    """The generation's completions, dealt into ``sweeps`` x ``units`` equal parts, at random where there are several sweeps.
+def deal(completions: int, micro_steps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
+    """The generation's completions, dealt into ``micro_steps`` x ``units`` equal parts, at random where there are several micro-steps.
 
-    A sweep's ``units``, one for each process of the run, follow each other. Which completions a sweep has does not depend on how many
-    units it has: processes divide the work alone.
+    A micro-step's ``units``, one for each process of the run, follow each other. Which completions a micro-step has does not depend on how
+    many units it has: processes divide the work alone.
     """
     order = list(range(completions))
-    if sweeps > 1:
+    if micro_steps > 1:
         random.Random(f"{seed}/{generation}").shuffle(order)
-    ends = [completions * part // (sweeps * units) for part in range(sweeps * units + 1)]
+    ends = [completions * part // (micro_steps * units) for part in range(micro_steps * units + 1)]
     return [order[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def unit_counts(
-    loss_type: str, *, unit: Sequence[int], sweep: int, lengths: Sequence[int], sweeps: int, units: int, max_tokens: int
+    loss_type: str, *, unit: Sequence[int], micro_step: int, lengths: Sequence[int], micro_steps: int, units: int, max_tokens: int
 ) -> BatchCounts:
-    """What the token losses of one unit are divided by, before the division by the number of sweeps in the optimiser step.
+    """What the token losses of one unit are divided by, before the division by the number of micro-steps in the optimiser step.
 
-    ``unit``: a process's completions of a sweep, which has ``sweep`` of them in ``units`` such parts. ``lengths`` are the tokens that
-    count of each completion of the generation: 0 where a truncated one is masked. ``dapo`` and its like divide by the generation's
-    tokens, shared out evenly over its ``sweeps``; ``bnpo`` by the unit's own, and averages units.
+    ``unit``: a process's completions of a micro-step, which has ``micro_step`` of them in ``units`` such parts. ``lengths`` are the tokens
+    that count of each completion of the generation: 0 where a truncated one is masked. ``dapo`` and its like divide by the generation's
+    tokens, shared out evenly over its ``micro_steps``; ``bnpo`` by the unit's own, and averages units.
     """
-    tokens = max(1, sum(lengths[i] for i in unit)) * units if loss_type == "bnpo" else max(1, sum(lengths)) / sweeps
-    return BatchCounts(completions=sweep, tokens=tokens, max_tokens=max_tokens)
+    tokens = max(1, sum(lengths[i] for i in unit)) * units if loss_type == "bnpo" else max(1, sum(lengths)) / micro_steps
+    return BatchCounts(completions=micro_step, tokens=tokens, max_tokens=max_tokens)
 
 
 @dataclass
 class Part:
-    """Some sweeps of a generation that are learnt from together."""
+    """Some micro-steps of a generation that are learnt from together."""
 
     window: Window
     """This process's completions of them that have something to teach."""
     unit_N: Tensor
-    """Which of the sweeps' units each of them belongs to, on the CPU."""
+    """Which of the micro-steps' units each of them belongs to, on the CPU."""
     units: int
-    units_per_sweep: int
+    units_per_micro_step: int
     skipped_tokens: int
     """Tokens that count of completions without an advantage, which are not computed; of all processes."""
 
@@ -172,7 +182,7 @@ class EntropyControl:
 
     @property
     def acts(self) -> bool:
-        """Whether every token matters, with an advantage or without, and every sweep by itself."""
+        """Whether every token matters, with an advantage or without, and every micro-step by itself."""
         return self.has_bonus or self.args.top_entropy_quantile < 1
 
     @property
@@ -185,8 +195,8 @@ class EntropyControl:
     def prepare(self, learner: Learner, part: Part) -> None:
         """For all processes at once, before the passes: which tokens count by the policy as it is now, and their weights in the bonus.
 
-        The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939), of each sweep by itself; the bonus is the mean over a unit's tokens
-        that count, whatever the loss type is, and the mean of those over the units of a sweep.
+        The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939), of each micro-step by itself; the bonus is the mean over a unit's
+        tokens that count, whatever the loss type is, and the mean of those over the units of a micro-step.
         """
         learner.entropy_bonus = self.applied
         if not self.acts:
@@ -196,8 +206,8 @@ class EntropyControl:
         counts_T = torch.ones_like(batch.weights_T)
         if self.args.top_entropy_quantile < 1:
             entropies_T = learner.entropies(part.window)
-            for sweep in range(part.units // part.units_per_sweep):
-                chosen_T = unit_T // part.units_per_sweep == sweep
+            for micro_step in range(part.units // part.units_per_micro_step):
+                chosen_T = unit_T // part.units_per_micro_step == micro_step
                 everywhere = torch.cat(world.all_gather_object(entropies_T[chosen_T].float().cpu()))
                 if len(everywhere):
                     threshold = float(torch.quantile(everywhere, 1 - self.args.top_entropy_quantile))
@@ -206,14 +216,14 @@ class EntropyControl:
         if self.has_bonus:
             own_U = torch.zeros(part.units).index_add_(0, unit_T.cpu(), counts_T.cpu())
             tokens_U = world.assemble(own_U, torch.arange(part.units), part.units).clamp(min=1)
-            batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_sweep)).to(counts_T)[unit_T]
+            batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_micro_step)).to(counts_T)[unit_T]
 
-    def numbers(self, found: Mapping[str, Metric], sweeps: int, *, evaluating: bool = False) -> dict[str, float]:
+    def numbers(self, found: Mapping[str, Metric], micro_steps: int, *, evaluating: bool = False) -> dict[str, float]:
         """What TRL logs with an entropy bonus: the loss without it, and the coefficient after the optimiser step."""
         if not self.has_bonus:
             return {}
         by_token = self.args.loss_type not in ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", "gmpo")
-        shared_out = sweeps if by_token else 1
+        shared_out = micro_steps if by_token else 1
         loss = found["policy/loss"].value if "policy/loss" in found else 0.0
         return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
 
@@ -235,8 +245,8 @@ class EntropyControl:
         self.coef, self.last_entropy = float(values["entropy_coef"]), float(values["last_world_entropy"])
 
 
-def sweep_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: str) -> dict[str, float]:
-    """Entropy, KL and clipping of one optimiser step's sweeps, as means over its tokens.
+def micro_step_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: str) -> dict[str, float]:
+    """Entropy, KL and clipping of one optimiser step's micro-steps, as means over its tokens.
 
     ``skipped_tokens`` are those of completions without an advantage, which were not computed: none of them is clipped.
     """

@@ -45,7 +45,7 @@ from groupwise.trl.parts import (
     to_config,
 )
 from groupwise.trl.rewards import RewardFunctions
-from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, sweep_numbers, unit_counts, whole_loss
+from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, micro_step_numbers, unit_counts, whole_loss
 from groupwise.types import Prompt
 
 __all__ = ["GRPOTrainer"]
@@ -261,14 +261,14 @@ class GRPOTrainer(Outputs):
         self._log_evaluate_save()
 
     def _step(self, epoch: int, update: int) -> None:
-        """One optimiser step: its sweeps, each scaled by their number, then AdamW."""
+        """One optimiser step: its micro-steps, each scaled by their number, then AdamW."""
         started = time.perf_counter()
         self.control = self._event("on_step_begin")
         stretches = self.schedule.step(update)
-        sweeps = sum(len(s.sweeps) for s in stretches)
-        parts = [(self._generation_of(epoch, s.generation).parts[s.sweeps], s.first_pass) for s in stretches]
-        found = self._accumulate(parts, 1 / sweeps)
-        for _ in range(sweeps - 1):
+        micro_steps = sum(len(s.micro_steps) for s in stretches)
+        parts = [(self._generation_of(epoch, s.generation).parts[s.micro_steps], s.first_pass) for s in stretches]
+        found = self._accumulate(parts, 1 / micro_steps)
+        for _ in range(micro_steps - 1):
             self.control = self._event("on_substep_end")
         self.control = self._event("on_pre_optimizer_step")
         rate = float(self.lr_scheduler.get_last_lr()[0])
@@ -281,7 +281,7 @@ class GRPOTrainer(Outputs):
         self._count_loss(found, stepped)
         self.entropy.step(found)
         skipped = sum(part.skipped_tokens for part, _ in parts)
-        numbers = sweep_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, sweeps)
+        numbers = micro_step_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, micro_steps)
         for name, number in numbers.items():
             self._numbers[name].append(number)
         self._numbers["step_time"].append(time.perf_counter() - started)
@@ -296,7 +296,7 @@ class GRPOTrainer(Outputs):
         self._log_evaluate_save()
 
     def _accumulate(self, parts: Sequence[tuple[Part, bool]], scale: float) -> dict[str, Metric]:
-        """Forward and backward of ``parts``, each with whether its sweeps are the first ones; numbers are of all processes."""
+        """Forward and backward of ``parts``, each with whether its micro-steps are the first ones; numbers are of all processes."""
         for part, _ in parts:
             self.entropy.prepare(self.learner, part)
         found = self.learner.accumulate([BatchPass(part.window, first, scale) for part, first in parts])
@@ -346,16 +346,16 @@ class GRPOTrainer(Outputs):
         return generation
 
     def _prepare(self, generation: Generation, index: int, number: int) -> None:
-        """Pack every stretch of sweeps in which the generation will be learnt from."""
-        sweeps, units = self.schedule.steps_per_generation, self.world.size
-        dealt = deal(len(generation.sampled), sweeps, self.args.seed, number, units)
-        for chosen in self.schedule.sweeps_of(index):
-            own = [unit for sweep in chosen for unit in dealt[sweep * units : (sweep + 1) * units]]
-            generation.parts[chosen] = self._part(generation, own, sweeps, self.schedule.off_policy)
+        """Pack every stretch of micro-steps in which the generation will be learnt from."""
+        micro_steps, units = self.schedule.steps_per_generation, self.world.size
+        dealt = deal(len(generation.sampled), micro_steps, self.args.seed, number, units)
+        for chosen in self.schedule.micro_steps_of(index):
+            own = [unit for micro_step in chosen for unit in dealt[micro_step * units : (micro_step + 1) * units]]
+            generation.parts[chosen] = self._part(generation, own, micro_steps, self.schedule.off_policy)
 
-    def _part(self, generation: Generation, dealt: list[list[int]], sweeps: int, off_policy: bool) -> Part:
-        """The window of some sweeps, of which ``dealt`` has the units; the generation has ``sweeps``. What has no advantage and no other
-        effect is left out."""
+    def _part(self, generation: Generation, dealt: list[list[int]], micro_steps: int, off_policy: bool) -> Part:
+        """The window of some micro-steps, of which ``dealt`` has the units; the generation has ``micro_steps``. What has no advantage and
+        no other effect is left out."""
         args, members, sampled, units = self.args, generation.members, generation.sampled, self.world.size
         lengths = [0 if args.mask_truncated_completions and was_cut(c) else c.sampled_tokens for c in sampled]
         all_count = args.beta > 0 or self.entropy.acts
@@ -366,7 +366,7 @@ class GRPOTrainer(Outputs):
             first = index // units * units
             whole = sum(map(len, dealt[first : first + units]))
             counts = unit_counts(
-                args.loss_type, unit=unit, sweep=whole, lengths=lengths, sweeps=sweeps, units=units,
+                args.loss_type, unit=unit, micro_step=whole, lengths=lengths, micro_steps=micro_steps, units=units,
                 max_tokens=args.max_completion_length,
             )  # fmt: skip
             tokens_N = torch.tensor([sampled[i].sampled_tokens for i in unit])
@@ -486,7 +486,7 @@ class GRPOTrainer(Outputs):
         part = self._part(generation, deal(len(generation.sampled), 1, 0, 0, self.world.size), 1, False)
         found = self._accumulate([(part, True)], 1.0)
         of_entropy = self.entropy.numbers(found, 1, evaluating=True)
-        for name, number in (sweep_numbers(found, part.skipped_tokens, self.args.loss_type) | of_entropy).items():
+        for name, number in (micro_step_numbers(found, part.skipped_tokens, self.args.loss_type) | of_entropy).items():
             numbers[name].append(number)
         return whole_loss(found)
 
