@@ -172,7 +172,7 @@ memory.release_freed_memory()
 with peaks.phase("small"):
     pass
 found = peaks.by_name()
-print(json.dumps([found["large"], found["small"], peaks.highest, [name for name, _ in peaks.found]]))
+print(json.dumps([found["large"], found["small"], peaks.highest, [name for name, _ in peaks.measured]]))
 """
 
 

@@ -126,8 +126,8 @@ class Batch:
     @property
     def factor_T(self) -> Tensor | None:
         """What multiplies each token's surrogate."""
-        found = [x for x in (self.correction_T, self.mask_T) if x is not None]
-        return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
+        factors = [x for x in (self.correction_T, self.mask_T) if x is not None]
+        return None if not factors else factors[0] if len(factors) == 1 else factors[0] * factors[1]
 
     @property
     def members(self) -> list[Member]:

@@ -259,7 +259,7 @@ class PeakByPhase:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
-        self.found: list[tuple[str, int]] = []
+        self.measured: list[tuple[str, int]] = []
         """Name and peak of each phase in turn; empty where peaks cannot be reset."""
         self.highest = 0
         """The peak of everything so far, between phases included."""
@@ -271,7 +271,7 @@ class PeakByPhase:
         yield
         peak = self.note()
         if counted:
-            self.found.append((name, peak))
+            self.measured.append((name, peak))
 
     def note(self) -> int:
         peak = peak_memory_bytes(self.device_type)
@@ -279,4 +279,4 @@ class PeakByPhase:
         return peak
 
     def by_name(self) -> dict[str, int]:
-        return {name: max(peak for one, peak in self.found if one == name) for name, _ in self.found}
+        return {name: max(peak for one, peak in self.measured if one == name) for name, _ in self.measured}

@@ -291,13 +291,15 @@ def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: R
         return torch.full_like(steps.rewards_S, mean(everything))
     if baseline == "none":
         return torch.zeros_like(steps.rewards_S)
-    found = {}
+    baselines = {}
     for n in set(steps.sequence_S.tolist()):
         own = steps.sequence_S == n
         same = group_S == group_S[own][0]
         others = steps.rewards_S[same & ~own].tolist()
-        found[n] = mean(others or steps.rewards_S[same].tolist())  # without others there is nothing to compare with but its own
-    return torch.tensor([found[n] for n in steps.sequence_S.tolist()], dtype=torch.float64)
+        baselines[n] = mean(
+            others or steps.rewards_S[same].tolist()
+        )  # without others there is nothing to compare with but its own
+    return torch.tensor([baselines[n] for n in steps.sequence_S.tolist()], dtype=torch.float64)
 
 
 # Advantages by name; keywords are the fields of their settings sections (``config.algorithm``).
@@ -329,15 +331,15 @@ def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> Advant
     """
     groups = inputs.by_group(inputs.rewards_N)
     check_finite(groups)
-    found = []
+    advantages = []
     for group in groups:
         if min(group) < 0:
             raise RewardError(
                 f"advantage maxrl got a reward of {min(group):g}, but it divides by the group's mean reward: use rewards of 0 and above"
             )
         centre = mean(group)
-        found.append([(r - centre) / (centre + epsilon) for r in group])
-    return _with_steps(inputs, AdvantageOutputs(_flat(found)), "group_mean", "group_std", epsilon)
+        advantages.append([(r - centre) / (centre + epsilon) for r in group])
+    return _with_steps(inputs, AdvantageOutputs(_flat(advantages)), "group_mean", "group_std", epsilon)
 
 
 def gdpo_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> AdvantageOutputs:

@@ -114,21 +114,21 @@ class Objective:
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages of all groups of the batch, before anything is left out. Raises TrainingError for what a user's function may not
         return."""
-        found = self.advantage(inputs)
-        _check_type(found, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")
+        outputs = self.advantage(inputs)
+        _check_type(outputs, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")
         completions, tokens = len(inputs.rewards_N), len(inputs.sequence_T)
         for name, count, each in (
             ("advantages_N", completions, "completions"), ("advantages_T", tokens, "tokens"), ("returns_T", tokens, "tokens"),
         ):  # fmt: skip
-            _check_numbers(getattr(found, name), "advantage", name, count, each)
-        if found.advantages_N is None and found.advantages_T is None:
+            _check_numbers(getattr(outputs, name), "advantage", name, count, each)
+        if outputs.advantages_N is None and outputs.advantages_T is None:
             raise TrainingError(
                 "the advantage returned neither advantages_N nor advantages_T, but there must be one: give a number for each completion, "
                 "or for each token"
             )
-        if self.needs_values and found.returns_T is None:
+        if self.needs_values and outputs.returns_T is None:
             raise TrainingError("the advantage needs values, but returned no returns_T, from which they are learned: return them")
-        return found
+        return outputs
 
     def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
         """``token_weights`` with this objective's aggregation."""
@@ -211,14 +211,14 @@ def _surrogate(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Metric]]:
     """The objective's loss of each token, times ``factor_T`` and without what is too far off-policy; the ratio; which tokens the loss
     clipped, all ``[T]``; and the loss function's own metrics."""
-    found, about = objective.loss(inputs), (inputs.sequence_T, inputs.completions)
-    _check_type(found, LossOutputs, "loss", "LossOutputs(loss_T)")
+    outputs, about = objective.loss(inputs), (inputs.sequence_T, inputs.completions)
+    _check_type(outputs, LossOutputs, "loss", "LossOutputs(loss_T)")
     remedy = "leave sums and means to algorithm.loss.aggregation"
     for name in ("loss_T", "ratio_T", "clipped_T"):
-        _check_numbers(getattr(found, name), "loss", name, len(inputs.logprobs_T), "tokens", remedy)
-    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T, *about) if found.ratio_T is None else found.ratio_T
-    clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if found.clipped_T is None else found.clipped_T
-    loss_T = found.loss_T
+        _check_numbers(getattr(outputs, name), "loss", name, len(inputs.logprobs_T), "tokens", remedy)
+    ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T, *about) if outputs.ratio_T is None else outputs.ratio_T
+    clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if outputs.clipped_T is None else outputs.clipped_T
+    loss_T = outputs.loss_T
     if objective.off_policy_limit is not None:
         kept_T = off_policy_mask(
             inputs.logprobs_T, inputs.old_logprobs_T, inputs.advantages_T, *about, objective.off_policy_limit
@@ -226,13 +226,13 @@ def _surrogate(
         loss_T = loss_T * kept_T.to(loss_T.dtype)
     if factor_T is not None:
         loss_T = loss_T * factor_T.detach().to(loss_T.dtype)
-    return loss_T, ratio_T, clipped_T, {f"loss/{name}": number for name, number in found.metrics.items()}
+    return loss_T, ratio_T, clipped_T, {f"loss/{name}": number for name, number in outputs.metrics.items()}
 
 
-def _check_type(found: object, wanted: type, what: str, remedy: str) -> None:
-    if not isinstance(found, wanted):
+def _check_type(outputs: object, wanted: type, what: str, remedy: str) -> None:
+    if not isinstance(outputs, wanted):
         raise TrainingError(
-            f"the {what} returned a {type(found).__name__}, but it must return {wanted.__name__}: return {remedy}"
+            f"the {what} returned a {type(outputs).__name__}, but it must return {wanted.__name__}: return {remedy}"
         )
 
 

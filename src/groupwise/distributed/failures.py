@@ -108,8 +108,8 @@ class Board:
             return None
         try:
             body = self.seal.opened(bytes.fromhex(self.store.get(_KEY).decode()), _KEY)
-            found = {} if body is None else json.loads(body)
-            rank, message, code = found["rank"], found["message"], found["exit_code"]
+            record = {} if body is None else json.loads(body)
+            rank, message, code = record["rank"], record["message"], record["exit_code"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         if type(rank) is not int or not 0 <= rank < self.size or type(message) is not str:

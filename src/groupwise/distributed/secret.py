@@ -69,9 +69,9 @@ def received(timeout_s: float) -> tuple[str, int]:
     with _own_folder() as folder:
         while time.monotonic() < end:
             with _explained(), contextlib.suppress(FileNotFoundError):
-                found = _read(os.open(_name(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder))
-                if found["began"] == _began(found["writer"]):
-                    return found["secret"], found["port"]
+                record = _read(os.open(_name(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder))
+                if record["began"] == _began(record["writer"]):
+                    return record["secret"], record["port"]
             time.sleep(_LOOK_EVERY_S)
     raise ConfigError(
         f"the first process handed out no secret in {timeout_s:.0f} s in {_place()}: look for what ended it, or `export {SECRET}=` a text "
@@ -112,8 +112,8 @@ def _place() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "launches"
 
 
-def _is_private(found: os.stat_result) -> bool:
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _name() -> str:

@@ -155,15 +155,15 @@ class Sharding(Protocol):
 
 def sharding_of_launcher(environment: Mapping[str, str] | None = None) -> str | None:
     """What ``accelerate launch``'s configuration asks for, or None. Raises ConfigError for what groupwise cannot do."""
-    found = os.environ if environment is None else environment
-    if (precision := found.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", ""):
+    variables = os.environ if environment is None else environment
+    if (precision := variables.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", ""):
         raise ConfigError(
             f"the configuration of accelerate launch sets mixed_precision to {precision}, which groupwise does not take from there: set it "
             "to no (or add --mixed_precision no), and set model.dtype instead"
         )
-    if found.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
-        return _fsdp(found)
-    return zero_of_launcher(found)
+    if variables.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        return _fsdp(variables)
+    return zero_of_launcher(variables)
 
 
 def _fsdp(environment: Mapping[str, str]) -> str:

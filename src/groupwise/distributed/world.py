@@ -78,7 +78,7 @@ class World:
         assert self._seal is not None
         self._gathered += 1
         what = [f"value {self._gathered} of process {rank}" for rank in range(self.size)]
-        found = []
+        objects = []
         for rank, message in enumerate(self._gather_bytes(self._seal.closed(pickle.dumps(value), what[self.rank]))):
             body = self._seal.opened(message, what[rank])
             if body is None:
@@ -87,8 +87,8 @@ class World:
                     "GROUPWISE_SECRET is not the same for all processes",
                     1,
                 )
-            found.append(pickle.loads(body))
-        return found
+            objects.append(pickle.loads(body))
+        return objects
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         """Every process's bytes. Torch's own collective for objects unpickles what it gets before it can be checked."""
@@ -141,8 +141,8 @@ class World:
         there = torch.tensor([g is not None for g in gradients], dtype=torch.int32)
         self._all_reduce(there, self._control)
         wanted = [i for i, holders in enumerate(there.tolist()) if holders]
-        found = [(i, gradients[i]) for i in wanted]
-        for bucket in _buckets([make_zero(i) if gradient is None else gradient for i, gradient in found]):
+        pairs = [(i, gradients[i]) for i in wanted]
+        for bucket in _buckets([make_zero(i) if gradient is None else gradient for i, gradient in pairs]):
             self._sum(bucket)
 
     def assemble(self, own: Tensor, places: Tensor, size: int) -> Tensor:

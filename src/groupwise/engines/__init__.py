@@ -28,14 +28,14 @@ def check_engine(rollout: RolloutConfig) -> None:
 
 
 def _your_engine(spec: str) -> type[Engine]:
-    found, place = import_member(spec, "engine", ConfigError)
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    engine, place = import_member(spec, "engine", ConfigError)
+    if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise ConfigError(
             f"rollout.engine names {spec}, which is no engine: derive a class from groupwise.engines.Engine and name that"
         )
-    if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"the engine {found.__name__} of {place} does not define {' and '.join(missing)}: every engine must")
-    return found
+    if missing := sorted(engine.__abstractmethods__):
+        raise ConfigError(f"the engine {engine.__name__} of {place} does not define {' and '.join(missing)}: every engine must")
+    return engine
 
 
 def make_engine(

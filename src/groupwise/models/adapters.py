@@ -103,9 +103,9 @@ def load_adapter(model: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     peft = _peft()
-    found = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-    if found.unexpected_keys:
-        raise ModelError(f"the adapter in {folder} has {found.unexpected_keys[0]}, which this one lacks: use the same settings")
+    loaded = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if loaded.unexpected_keys:
+        raise ModelError(f"the adapter in {folder} has {loaded.unexpected_keys[0]}, which this one lacks: use the same settings")
 
 
 def load_trained(policy: Any, folder: Path) -> Any:
@@ -252,8 +252,8 @@ class ReferenceWithoutAdapter:
         return []
 
     def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> PackedTokens:
-        found: PackedTokens = self.scorer.prepare(groups)
-        return found
+        packed: PackedTokens = self.scorer.prepare(groups)
+        return packed
 
     @torch.no_grad()
     def logprobs(self, batch: PackedTokens, temperature: float = 1.0) -> Tensor:

@@ -106,13 +106,13 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
 
     All indices go to ``device`` at once, and nothing has to be asked of it, neither here nor in the layers.
     """
-    found: list[_Cut] = []
+    cuts: list[_Cut] = []
     prompts = [s for s in spans if s.prompt is None]
-    found += _cut([s.start for s in prompts], [s.length for s in prompts], None, window)
+    cuts += _cut([s.start for s in prompts], [s.length for s in prompts], None, window)
     for prompt in prompts:
         own = [s for s in spans if s.prompt == (prompt.start, prompt.length)]
-        found += _cut([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length), window)
-    rows = [cut.rows() for cut in found]
+        cuts += _cut([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length), window)
+    rows = [cut.rows() for cut in cuts]
     count = sum(s.length for s in spans)
     places = torch.zeros(count + 1, dtype=torch.long)  # padding's go to the last
     if rows:
@@ -122,7 +122,7 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
     places, of_queries, of_keys = indices[0], indices[1 : 1 + len(rows)], indices[1 + len(rows) :]
     masks: dict[tuple[int | None, ...], Tensor] = {}
     blocks = []
-    for cut, query_rows, key_rows in zip(found, of_queries, of_keys, strict=True):
+    for cut, query_rows, key_rows in zip(cuts, of_queries, of_keys, strict=True):
         prefix = cut.prefix[1] if cut.prefix else 0
         shape = (cut.end - cut.offset, prefix + cut.end - cut.first, prefix + cut.offset - cut.first, cut.window)
         if shape not in masks:

@@ -306,7 +306,7 @@ def attend(
 
 
 def _attend_shared(
-    part: SharedBlock, query: Tensor, key: Tensor, value: Tensor, out: Tensor, found: Statistics, kv_heads: int
+    part: SharedBlock, query: Tensor, key: Tensor, value: Tensor, out: Tensor, statistics: Statistics, kv_heads: int
 ) -> None:
     """Add the prompt's share to rows whose own share is there, and divide by the sum over both."""
     rows, prompt = slice(part.first, part.first + part.count), slice(part.prompt, part.prompt + part.keys)
@@ -317,15 +317,15 @@ def _attend_shared(
     total = _from_shared(sums.contiguous(), part.count)
     seen = _from_shared(torch.bmm(weights, v), part.count)
     largest = _from_shared(largest, part.count)
-    top = torch.maximum(found.top[rows], largest)
-    own_factor, factor = ((x.float() - top.float()).exp_() for x in (found.top[rows], largest))
-    found.top[rows] = top
-    both = found.total[rows].mul_(own_factor).addcmul_(total, factor)
+    top = torch.maximum(statistics.top[rows], largest)
+    own_factor, factor = ((x.float() - top.float()).exp_() for x in (statistics.top[rows], largest))
+    statistics.top[rows] = top
+    both = statistics.total[rows].mul_(own_factor).addcmul_(total, factor)
     out[rows] = (out[rows] * (own_factor / both).to(out.dtype)).addcmul_(seen, (factor / both).to(out.dtype))
 
 
 def attend_backward(
-    grad_out: Tensor, rotated: Tensor, out: Tensor, found: Statistics, plan: BlockedPlan, heads: int, kv_heads: int,
+    grad_out: Tensor, rotated: Tensor, out: Tensor, statistics: Statistics, plan: BlockedPlan, heads: int, kv_heads: int,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Gradient of ``rotated``, ``[R + 1, H + 2K, E]``; ``grad_out`` and ``out`` are ``[R + 1, H, E]``, the last row of ``grad_out`` 0.
@@ -335,17 +335,17 @@ def attend_backward(
     """
     unit = heads // kv_heads
     query, key, value = _parts(rotated, heads, kv_heads, scale)
-    delta, grad_out = _delta(grad_out, out, found.total)
+    delta, grad_out = _delta(grad_out, out, statistics.total)
     grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for own in plan.own:
-        q, g, d, t = (_own_rows(x, own.query_rows, own.sequences, kv_heads) for x in (query, grad_out, delta, found.top))
+        q, g, d, t = (_own_rows(x, own.query_rows, own.sequences, kv_heads) for x in (query, grad_out, delta, statistics.top))
         k, v = (_own_rows(x, own.key_rows, own.sequences, kv_heads) for x in (key, value))
         weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, _lines(own, unit))
         _add_own(grad_value, own.key_rows, torch.bmm(weights.transpose(1, 2), g), own, kv_heads)
         _add_own(grad_key, own.key_rows, torch.bmm(grad_scores.transpose(1, 2), q), own, kv_heads)
         _put_own(grad_query, own.query_rows, torch.bmm(grad_scores, k), own, kv_heads)
     for part in plan.shared:
-        q, g, d, t = (_shared_rows(x, part.first, part.count, kv_heads) for x in (query, grad_out, delta, found.top))
+        q, g, d, t = (_shared_rows(x, part.first, part.count, kv_heads) for x in (query, grad_out, delta, statistics.top))
         prompt = slice(part.prompt, part.prompt + part.keys)
         k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
         weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, _lines(part, unit))

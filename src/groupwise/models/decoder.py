@@ -53,13 +53,13 @@ def layer_sources(layer: nn.Module, family: Family) -> dict[str, list[nn.Paramet
 
     An adapter's are not among them, but those that it is beside.
     """
-    found: dict[str, list[nn.Parameter] | None] = dict.fromkeys(Layer.__slots__)
+    parameters: dict[str, list[nn.Parameter] | None] = dict.fromkeys(Layer.__slots__)
     for name, places in family.tensors.items():
         modules: list[Any] = [layer.get_submodule(place) for place in places]
-        found[name] = [module.weight for module in modules]
+        parameters[name] = [module.weight for module in modules]
         if getattr(modules[0], "bias", None) is not None:
-            found[f"{name}_bias"] = [module.bias for module in modules]
-    return found
+            parameters[f"{name}_bias"] = [module.bias for module in modules]
+    return parameters
 
 
 def _rotary(trunk: Any, window: int | None, family: Family) -> Any:
@@ -191,8 +191,10 @@ class Decoder:
         raise AttributeError(name)
 
     def _adopt(self, layer: Any, trainable: bool) -> Layer:
-        found = {name: sources and self._fuse(sources, trainable) for name, sources in layer_sources(layer, self.family).items()}
-        return Layer(**found)  # type: ignore[arg-type]
+        tensors = {
+            name: sources and self._fuse(sources, trainable) for name, sources in layer_sources(layer, self.family).items()
+        }
+        return Layer(**tensors)  # type: ignore[arg-type]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every tensor once, under a stable name; fused ones by their fused name."""
@@ -268,8 +270,8 @@ class Decoder:
 
     def _score(self, packed: Packed, temperature: float, entropy: bool, keep_hidden: bool) -> tuple[Tensor | None, ...]:
         states = self._states(packed)
-        found = score_tokens(states, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
-        return found.logprobs_T, found.entropy_T, found.hidden_T
+        scored = score_tokens(states, self.head, packed.targets_T, temperature, entropy=entropy, keep_hidden=keep_hidden)
+        return scored.logprobs_T, scored.entropy_T, scored.hidden_T
 
 
 def why_not_lean(model: Any) -> str | None:
@@ -323,16 +325,18 @@ class MergedDecoder(Decoder, KeepsAdapter):
             self.module.lm_head.weight = model.embed_tokens.weight  # one tensor, and not two that share their numbers
         ends = {"embedding": model.embed_tokens.weight, "final_norm": model.norm.weight}
         ends |= {} if tied else {"head": self.module.lm_head.weight}
-        found = {name: self._moved(name, [weight]) for name, weight in ends.items()}
-        blocks, merged_layers = Blocks(found["embedding"], layers, found["final_norm"], found.get("head")), self.layers
+        moved = {name: self._moved(name, [weight]) for name, weight in ends.items()}
+        blocks, merged_layers = Blocks(moved["embedding"], layers, moved["final_norm"], moved.get("head")), self.layers
         self._settle(blocks)
         self.layers = merged_layers
         return blocks
 
     def _fused_layer(self, place: str, layer: Any) -> Layer:
         """A layer's frozen tensors; the module's own hold nothing from then on, so that only one layer is there twice."""
-        found = {n: sources and self._moved(f"{place}.{n}", sources) for n, sources in layer_sources(layer, self.family).items()}
-        return Layer(**found)  # type: ignore[arg-type]
+        tensors = {
+            n: sources and self._moved(f"{place}.{n}", sources) for n, sources in layer_sources(layer, self.family).items()
+        }
+        return Layer(**tensors)  # type: ignore[arg-type]
 
     def _moved(self, name: str, sources: list[nn.Parameter]) -> nn.Parameter:
         weights = sources[0].data if len(sources) == 1 else torch.cat([source.data for source in sources])

@@ -166,7 +166,7 @@ def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, 
     rotated = qkv.new_empty(rows + 1, *qkv.shape[1:])
     rotate_heads(qkv, plan.cos, plan.sin, rotated[:rows], turned)
     rotated[rows] = 0
-    attended, found = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale)
+    attended, statistics = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale)
     nothing = x.new_empty(0)
     attention_added = feed_forward_added = nothing
     middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias)
@@ -179,7 +179,9 @@ def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, 
         feed_forward_added, out = out, normalise(out, layer.feed_forward_norm, *norm)[0]
     out = out.add_(middle)
     kept = raw if layer.q_norm is not None else nothing
-    return out, Kept(kept, rotated, attended, found.top, found.total, middle, gate_up, attention_added, feed_forward_added)
+    return out, Kept(
+        kept, rotated, attended, statistics.top, statistics.total, middle, gate_up, attention_added, feed_forward_added
+    )
 
 
 class _BlockedLayer(Function):
@@ -207,10 +209,10 @@ class _BlockedLayer(Function):
 
 def _product_gradients(needed: dict[str, bool], grad: Tensor, read: Tensor, name: str, bias: str | None) -> dict[str, Tensor]:
     """Gradients of a projection's weight and bias, where asked for, from its output's gradient and its input."""
-    found = {name: grad.t() @ read} if needed[name] else {}
+    gradients = {name: grad.t() @ read} if needed[name] else {}
     if bias and needed[bias]:
-        found[bias] = grad.sum(0, dtype=torch.float32).to(grad.dtype)
-    return found
+        gradients[bias] = grad.sum(0, dtype=torch.float32).to(grad.dtype)
+    return gradients
 
 
 def blocked_backward(
@@ -254,9 +256,9 @@ def _attention_backward(grad: Tensor, kept: Kept, plan: AttentionPlan, shape: Sh
     rows, turned = len(grad), shape.heads + shape.kv_heads
     grad_out = torch.zeros_like(kept.attended)
     grad_out[:rows] = grad.view(rows, shape.heads, shape.head_width)
-    found = Statistics(kept.top, kept.total)
+    statistics = Statistics(kept.top, kept.total)
     grad_rotated = attend_backward(
-        grad_out, kept.rotated, kept.attended, found, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale
+        grad_out, kept.rotated, kept.attended, statistics, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale
     )[:rows]
     grad_qkv = torch.empty_like(grad_rotated)
     rotate_heads(grad_rotated, plan.cos, plan.sin, grad_qkv, turned, inverse=True)

@@ -169,11 +169,11 @@ def end_token_ids(tokenizer: Any, hf_config: Any, generation_config: Any = None)
     """
     text_config = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     holders = (tokenizer, hf_config, text_config, generation_config)
-    found: set[int] = set()
+    ids: set[int] = set()
     for eos in (getattr(holder, "eos_token_id", None) for holder in holders):
-        found.update([eos] if isinstance(eos, int) else eos or ())
+        ids.update([eos] if isinstance(eos, int) else eos or ())
     turn_end = _turn_end_id(tokenizer)
-    return tuple(sorted(found if turn_end is None else found | {turn_end}))
+    return tuple(sorted(ids if turn_end is None else ids | {turn_end}))
 
 
 def context_length(hf_config: Any, tokenizer: Any = None) -> int:
@@ -264,11 +264,11 @@ def _write_whole(model: Any, folder: Path) -> None:
 
 def _untied(model: Any) -> list[str]:
     """Names of the model's weights; of those that are one tensor, the first."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         key = id(tensor) if tensor.is_meta else (tensor.device, tensor.data_ptr(), tensor.shape)
-        found.setdefault(key, name)
-    return list(found.values())
+        names.setdefault(key, name)
+    return list(names.values())
 
 
 def _source(config: ModelConfig) -> str:

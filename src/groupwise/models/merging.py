@@ -132,12 +132,12 @@ class Projection:
 
     def factors(self) -> list[Factor]:
         """The factors of the adapters that are active now."""
-        found, start = [], 0
+        factors, start = [], 0
         for layer, height in zip(self.layers, self.heights, strict=True):
             rows = slice(start, start + height)
-            found += [Factor(rows, layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in _active(layer)]
+            factors += [Factor(rows, layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in _active(layer)]
             start += height
-        return found
+        return factors
 
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
@@ -158,10 +158,10 @@ class MergedLayer:
     feed_forward_norm: Tensor | None
 
     def __init__(self, layer: nn.Module, family: Family, dtype: torch.dtype) -> None:
-        found = {name: [layer.get_submodule(place) for place in places] for name, places in family.tensors.items()}
-        self.projections = {name: Projection(name, found[name], dtype) for name in _PROJECTIONS}
+        modules = {name: [layer.get_submodule(place) for place in places] for name, places in family.tensors.items()}
+        self.projections = {name: Projection(name, modules[name], dtype) for name in _PROJECTIONS}
         for name in _KEPT:  # norms, and biases
-            norm: Any = found[name][0] if name in found else None
+            norm: Any = modules[name][0] if name in modules else None
             setattr(self, name, None if norm is None else norm.weight.detach())
         self.qkv_bias, self.output_bias = self.projections["qkv"].bias, self.projections["output"].bias
         self.block: Block | None = None
@@ -272,11 +272,11 @@ class _MergedBlockedLayer(Function):
         x, *saved = ctx.saved_tensors
         dense = layer.dense()
         kept = Kept(*saved) if saved else blocked_forward(dense, x, plan, shape)[1]
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
         def collect(grad: Tensor, read: Tensor, name: str, bias: str | None) -> dict[str, Tensor]:
-            found.update({id(f): f.gradients(grad, read) for projection, f in named if projection == name})
+            gradients.update({id(f): f.gradients(grad, read) for projection, f in named if projection == name})
             return {}
 
         grad_x = blocked_backward(grad, x, kept, dense, plan, shape, collect)[0]
-        return grad_x, None, None, None, None, None, *(g for _, factor in named for g in found[id(factor)])
+        return grad_x, None, None, None, None, None, *(g for _, factor in named for g in gradients[id(factor)])

@@ -71,8 +71,8 @@ class Packed:
     def to(self, device: torch.device) -> Packed:
         if device.type == "cpu":
             return self
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in found.items() if isinstance(v, Tensor)}
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in columns.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 

@@ -67,14 +67,14 @@ def label_index(hf_config: Any, label: str | int | None, name: str) -> int:
             "or name a model with one output"
         )
     if isinstance(label, str):
-        found = [index for index, word in names.items() if word.lower() == label.strip().lower()]
-        if not found and label.strip().isdigit():
-            found = [int(label)]
+        matches = [index for index, word in names.items() if word.lower() == label.strip().lower()]
+        if not matches and label.strip().isdigit():
+            matches = [int(label)]
     else:
-        found = [label]
-    if not found or not 0 <= found[0] < count:
+        matches = [label]
+    if not matches or not 0 <= matches[0] < count:
         raise ModelError(f"the reward model {name!r} has no label {label!r}: its labels are {listed}")
-    return found[0]
+    return matches[0]
 
 
 def load_classifier_tokenizer(config: RewardModelConfig) -> Any:
@@ -251,11 +251,11 @@ class RewardModel:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Numbers of the calls since the last time this was asked for."""
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         if self._tokens:
-            found = {"reward_model/truncated": Mean.of(self._long), "reward_model/tokens_mean": Mean.of(self._tokens)}
+            metrics = {"reward_model/truncated": Mean.of(self._long), "reward_model/tokens_mean": Mean.of(self._tokens)}
         self._long, self._tokens = [], []
-        return found
+        return metrics
 
     def count_tokens(self, prompt: Any, completion: Any) -> int:
         """Length of prompt and completion together as they are tokenised, before anything is cut."""

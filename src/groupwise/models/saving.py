@@ -63,9 +63,9 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor | Made], metadata: Ma
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            found = tensors[name]
-            made = found.make() if isinstance(found, Made) else found
-            assert (made.shape, made.dtype) == (found.shape, found.dtype), name
+            given = tensors[name]
+            made = given.make() if isinstance(given, Made) else given
+            assert (made.shape, made.dtype) == (given.shape, given.dtype), name
             if made.numel():
                 stream.write(made.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del made

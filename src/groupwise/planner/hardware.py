@@ -96,10 +96,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i" or float(match[1]) == 0:
         raise ConfigError(f"the memory size {text!r} is not understood: write a number with a unit, such as 24GiB or 80GB")
-    found = int(float(match[1]) * _UNITS[match[2]])
-    if not match[2] and found < _MIB:
-        raise ConfigError(f"the memory size {text!r} is {found} bytes as it stands: write {match[1]}GiB if that is what is meant")
-    return found
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if not match[2] and size < _MIB:
+        raise ConfigError(f"the memory size {text!r} is {size} bytes as it stands: write {match[1]}GiB if that is what is meant")
+    return size
 
 
 def alike(memory_bytes: int) -> list[Hardware]:

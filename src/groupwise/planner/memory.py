@@ -160,12 +160,12 @@ def phases(setup: Setup) -> list[Phase]:
         written = [*_checkpoint(setup), *(passing["sampling"] if setup.config.output.checkpoint_in_background else ())]
         passing["checkpoint"] = [*written, *beside]
     passing["final model"] = _final_model(setup)
-    found = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
-    found = [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in found]
+    during = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
+    during = [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in during]
     before = [_phase("loading", _loading(setup))]
     if setup.config.warm_start.steps:
         before.append(_warm_start(setup))
-    return [*before, *found]
+    return [*before, *during]
 
 
 _LOADED = {"process", "weights", "adapter", "reward models", "vLLM"}
@@ -269,8 +269,8 @@ def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:
     return [item for item in sampling if item.name not in gathered]
 
 
-def peak_phase(found: Sequence[Phase]) -> Phase:
-    return max(found, key=lambda phase: phase.bytes)
+def peak_phase(candidates: Sequence[Phase]) -> Phase:
+    return max(candidates, key=lambda phase: phase.bytes)
 
 
 def peak_bytes(setup: Setup) -> int:

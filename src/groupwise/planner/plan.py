@@ -71,7 +71,7 @@ class Plan:
         """What the figures rest on beside the settings."""
         setup = self.setup
         given = setup.prompt_tokens or setup.config.data.max_prompt_tokens
-        found = [
+        notes = [
             f"prompts of {setup.prompt} tokens ({'given' if given else 'a guess: --prompt-tokens'})",
             f"memory: every completion reaches {setup.completion} tokens",
             f"time: completions of {setup.mean_completion} tokens, every group learnt from, {self.hardware.name} "
@@ -80,7 +80,7 @@ class Plan:
         ]
         if setup.config.rollout.has_episodes:
             again = f"its tokens are computed again in each of up to {setup.config.rollout.max_turns} turns, which the time does not count"
-            found.append(
+            notes.append(
                 f"episodes: the {setup.completion} tokens are those of all turns, what tools or an environment give included; "
                 f"{'keys and values are kept from turn to turn' if setup.by_builtin else again}; the prompt, with its tools, is computed "
                 "once for a group; the time of tools and environments is not counted"
@@ -88,27 +88,27 @@ class Plan:
         if any(entry.model for entry in setup.config.rewards.functions):
             unknown = unknown_judges(setup.config)
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
-            found.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
+            notes.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
-            found += _of_several(setup, self.hardware)
+            notes += _of_several(setup, self.hardware)
         if outside := host_bytes(setup):
-            found.append(
+            notes.append(
                 f"what lies outside the GPU takes {outside / 2**30:.0f} GiB of the machine's own memory for each process"
             )
         if not setup.shape.counted:
-            found.append(
+            notes.append(
                 f"weights and passes are a Llama-like decoder's: those of the type {setup.shape.architecture!r} were never counted, "
                 "and the figures may be far off"
             )
         if setup.by_vllm and setup.config.rollout.vllm.url is not None:
-            found.append("vLLM's server has a device of the same kind for itself, and its memory is not counted here")
+            notes.append("vLLM's server has a device of the same kind for itself, and its memory is not counted here")
         if setup.ahead:
-            found.append(
+            notes.append(
                 "time: sampling ahead hides the shorter of sampling and learning, if one device can do both at full rate"
             )
         if setup.device == "cuda":
-            found.append("the driver's context and the allocator's losses on a GPU are an allowance, not a measurement")
-        return found
+            notes.append("the driver's context and the allocator's losses on a GPU are an allowance, not a measurement")
+        return notes
 
     def to_json(self) -> dict[str, Any]:
         setup, peak = self.setup, self.peak
@@ -137,34 +137,34 @@ class Plan:
 
     def formulas(self) -> list[Item]:
         """Every item once, with its formula, as in the phase in which it is largest."""
-        found: dict[str, Item] = {}
+        by_name: dict[str, Item] = {}
         for item in (i for phase in self.phases for i in phase.items):
-            if item.name not in found or found[item.name].bytes < item.bytes:
-                found[item.name] = item
-        return list(found.values())
+            if item.name not in by_name or by_name[item.name].bytes < item.bytes:
+                by_name[item.name] = item
+        return list(by_name.values())
 
 
 def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
     """What a plan for several processes rests on."""
     base_alone = setup.adapted and setup.sharding != "none"
     hold = "each holds its share of the base, and the adapter with its optimiser" if base_alone else _HOLD[setup.sharding]
-    found = [f"{setup.world_size} processes share the prompts of a step; {hold}"]
+    notes = [f"{setup.world_size} processes share the prompts of a step; {hold}"]
     here = setup.processes_here
     if setup.device == "cpu" and here > 1:
-        found.append(f"the {here} processes of a machine share its memory: each has 1/{here} of it")
+        notes.append(f"the {here} processes of a machine share its memory: each has 1/{here} of it")
     if divided(setup, "weights") and setup.device == "cuda":
         each = setup.weight_bytes * setup.shape.parameters / 2**30
-        found.append(
+        notes.append(
             f"at the start each process reads the whole model into its machine's own memory: {here} x {each:.1f} GiB on one machine"
             if setup.adapted
             else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
         )
     if setup.world_size > setup.gpus_per_node:
-        found.append(
+        notes.append(
             f"machines of {setup.gpus_per_node} GPUs (--gpus-per-node), and {link_bytes_per_s(setup, hardware) / 1e9:.0f} GB/s between "
             "two of them for each GPU"
         )
-    return found
+    return notes
 
 
 _HOLD = {
@@ -279,14 +279,14 @@ def hints(made: Plan, source: Path, asked_for: str | None, by_size: bool, size: 
     memory alone. ``size``: that memory as it was written.
     """
     named = asked_for is not None or by_size
-    found = [
+    possible = [
         _meant_binary(size),
         too_close(made),
         _more_devices(made.setup.config, source, named) if made.setup.world_size == 1 else None,
         smaller_model(made),
         _whose_rates(made.hardware) if by_size else None,
     ]
-    return [hint for hint in found if hint is not None]
+    return [hint for hint in possible if hint is not None]
 
 
 def _meant_binary(size: str | None) -> str | None:

@@ -24,7 +24,7 @@ def judge_bytes(config: Config) -> int:
 
     A classifier has the language model's layers and embedding, and a score head of one row per label in place of the output head.
     """
-    return sum(_bytes_per_weight(model) * found for model in _beside(config) if (found := _weights(model)) is not None)
+    return sum(_bytes_per_weight(model) * weights for model in _beside(config) if (weights := _weights(model)) is not None)
 
 
 def unknown_judges(config: Config) -> list[str]:

@@ -152,13 +152,13 @@ def find_shape(config: ModelConfig) -> ModelShape:
         return KNOWN_SHAPES[config.name]
     path = Path(config.name).expanduser() / "config.json" if is_folder_name(config.name) else _from_hub(config)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"the config of model {config.name!r} cannot be read from {str(path)!r} ({error}): name a model folder with config.json, or "
             f"one of {', '.join(sorted(KNOWN_SHAPES)[:3])} ..."
         ) from error
-    return shape_of_config(found, config.name)
+    return shape_of_config(values, config.name)
 
 
 def _from_hub(config: ModelConfig) -> Path:
@@ -176,13 +176,13 @@ def _from_hub(config: ModelConfig) -> Path:
         ) from error
 
 
-def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
+def shape_of_config(values: dict[str, Any], name: str) -> ModelShape:
     """The shape that a config.json describes; one level down for models that wrap a text model.
 
     Raises ModelError for one that is not that of a Llama-like decoder, and for mixtures of experts.
     """
-    text = found.get("text_config") or found
-    architecture = str(text.get("model_type") or found.get("model_type"))
+    text = values.get("text_config") or values
+    architecture = str(text.get("model_type") or values.get("model_type"))
     experts = max((int(text.get(name) or 0) for name in _EXPERTS), default=0)
     if experts > 1:
         raise ModelError(
@@ -200,7 +200,7 @@ def shape_of_config(found: dict[str, Any], name: str) -> ModelShape:
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_width=int(text.get("head_dim") or width // heads),
             vocabulary=int(text["vocab_size"]),
-            tied=bool(text.get("tie_word_embeddings", found.get("tie_word_embeddings", family is not None and family.tied))),
+            tied=bool(text.get("tie_word_embeddings", values.get("tie_word_embeddings", family is not None and family.tied))),
             qkv_bias=(family is not None and family.qkv_bias) or bool(text.get("attention_bias")),
             head_norm=family is not None and family.head_norm,
             layer_norms=2 if family is None else family.layer_norms,

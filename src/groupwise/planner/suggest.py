@@ -80,16 +80,16 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
     return sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))[:1]
 
 
-def _worth_their_time(found: list[Suggestion]) -> list[Suggestion]:
+def _worth_their_time(suggestions: list[Suggestion]) -> list[Suggestion]:
     """Without those that are far slower than another; but what leaves every number as it is has no substitute."""
-    soonest = min(one.step_s for one in found)
-    return [one for one in found if one.rank == 0 or one.step_s <= _FAR_SLOWER * soonest]
+    soonest = min(one.step_s for one in suggestions)
+    return [one for one in suggestions if one.rank == 0 or one.step_s <= _FAR_SLOWER * soonest]
 
 
-def _without_supersets(found: list[Suggestion]) -> list[Suggestion]:
+def _without_supersets(suggestions: list[Suggestion]) -> list[Suggestion]:
     """Drop what changes everything that an earlier one changes, to the same values, and more."""
     kept: list[Suggestion] = []
-    for one in found:
+    for one in suggestions:
         if not any(earlier.settings.items() <= one.settings.items() for earlier in kept):
             kept.append(one)
     return kept
@@ -115,12 +115,12 @@ def _on_more_devices(setup: Setup, hardware: Hardware, limit: int, enough: list[
     while setup.device == "cuda" and processes <= setup.config.rollout.prompts_per_step:
         if processes > setup.world_size:
             wider = replace(setup, world_size=processes)
-            found = [
+            suggestions = [
                 _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
                 for changes, effect in _same_numbers(wider, limit)
                 if "optimizer__offload" not in changes and not refused(wider.changed(**changes))
             ]
-            new = [f for f in found if f.fits and not any(settings.items() <= f.settings.items() for settings in enough)]
+            new = [f for f in suggestions if f.fits and not any(settings.items() <= f.settings.items() for settings in enough)]
             fitting = sorted(new, key=lambda f: (len(f.settings), f.step_s))
             if fitting:
                 return fitting[:1]

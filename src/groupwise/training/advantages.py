@@ -95,21 +95,21 @@ class StepAdvantages:
 
 def _functions(flat: Sequence[tuple[Group, int]]) -> dict[str, FunctionScores]:
     """Functions with a weight that judged whole completions; a group without a function has no scores of it."""
-    found = {}
+    by_name = {}
     for name, weight in {name: weight for group, _ in flat for name, weight in group.weights.items()}.items():
         judged = [
             group.components[name][i] if name in group.components and name not in group.process else None for group, i in flat
         ]
         scores = [math.nan if score is None else score for score in judged]
-        found[name] = FunctionScores(weight, torch.tensor(scores, dtype=torch.float64))
-    return found
+        by_name[name] = FunctionScores(weight, torch.tensor(scores, dtype=torch.float64))
+    return by_name
 
 
 def _steps(flat: Sequence[tuple[Group, int]], lengths_N: Tensor) -> dict[str, StepRewards]:
     """Rewards of steps by function; each step by the place of its last sampled token among all of the step's.
 
     One that ends within what the policy was given rewards what it had sampled before."""
-    start, found = (lengths_N.cumsum(0) - lengths_N).tolist(), {}
+    start, by_name = (lengths_N.cumsum(0) - lengths_N).tolist(), {}
     for name in dict.fromkeys(name for group, _ in flat for name in group.process):
         given = [group.process.get(name) for group, _ in flat]
         rows = [
@@ -117,13 +117,13 @@ def _steps(flat: Sequence[tuple[Group, int]], lengths_N: Tensor) -> dict[str, St
             for n, ((_, i), scores) in enumerate(zip(flat, given, strict=True))
             for end, reward in (scores.steps[i] if scores is not None and scores.steps else ())
         ]
-        found[name] = StepRewards(
+        by_name[name] = StepRewards(
             torch.tensor([n for n, _, _ in rows], dtype=torch.long),
             torch.tensor([start[n] + _last_sampled(*flat[n], end) for n, end, _ in rows], dtype=torch.long),
             torch.tensor([reward for _, _, reward in rows], dtype=torch.float64),
             torch.tensor([0.0 if scores is None else scores.weight for scores in given], dtype=torch.float64),
         )
-    return found
+    return by_name
 
 
 def _last_sampled(group: Group, index: int, end: int) -> int:

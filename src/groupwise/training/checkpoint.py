@@ -79,11 +79,11 @@ class Snapshot:
 
     def _to_copy(self) -> list[Tensor]:
         files = [of_file for file, of_file in self.tensors.items() if self._whole_copy or self._is_part(file)]
-        found = [] if self.is_copy else [tensor for of_file in files for tensor in of_file.values()]
+        tensors = [] if self.is_copy else [tensor for of_file in files for tensor in of_file.values()]
         if self._whole_copy:
             model = self.policy.model
-            found += [*(p for p in model.parameters() if p.requires_grad or not is_adapted(model)), *model.buffers()]
-        return found
+            tensors += [*(p for p in model.parameters() if p.requires_grad or not is_adapted(model)), *model.buffers()]
+        return tensors
 
     @staticmethod
     def _is_part(file: str) -> bool:
@@ -99,7 +99,7 @@ class Snapshot:
             return replace(self, policy=replace(self.policy, tokenizer=tokenizer))
         whole = self._whole_copy
         with blocks_of_their_own():
-            tensors = {file: _copies(found) if whole or self._is_part(file) else found for file, found in self.tensors.items()}
+            tensors = {file: _copies(own) if whole or self._is_part(file) else own for file, own in self.tensors.items()}
             model = copy_to_cpu(self.policy.model) if whole else self.policy.model
         return replace(self, policy=replace(self.policy, model=model, tokenizer=tokenizer), tensors=tensors, is_copy=whole)
 

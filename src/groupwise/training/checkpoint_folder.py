@@ -109,13 +109,13 @@ def last_good(folder: Path, updates: int, resumed_from: Path | None) -> str | No
     ``updates``: how many the run has made. ``resumed_from``: the checkpoint of another folder that it began with.
     """
     try:
-        found = set_suspect_aside(folder, updates)
+        good = set_suspect_aside(folder, updates)
     except (CheckpointError, OSError):
-        found = None
-    if found is None and resumed_from is not None and int(read_state(resumed_from)["updates"]) < updates:
-        found = resumed_from
-    if found is not None:
-        return f"the last good checkpoint is {found}; later ones are set aside, so --resume with --accept-changes goes on from it"
+        good = None
+    if good is None and resumed_from is not None and int(read_state(resumed_from)["updates"]) < updates:
+        good = resumed_from
+    if good is not None:
+        return f"the last good checkpoint is {good}; later ones are set aside, so --resume with --accept-changes goes on from it"
     newest = latest_checkpoint(folder)
     return f"from the weights of the checkpoints, up to {newest}, no sound update was made" if newest else None
 
@@ -151,8 +151,8 @@ def find_checkpoint(path: Path, warn: Callable[[str], None] = lambda sentence: N
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raises CheckpointError unless the files are those of the manifest, byte for byte, and no other."""
-    if (found := damage(checkpoint)) is not None:
-        raise unreadable(checkpoint, found)
+    if (fault := damage(checkpoint)) is not None:
+        raise unreadable(checkpoint, fault)
 
 
 def damage(checkpoint: Path, *, others: bool = False) -> str | None:
@@ -235,6 +235,6 @@ def _complete(folder: Path) -> list[Path]:
 
 def _step_of(checkpoint: Path) -> tuple[int, int]:
     """Steps that are done, and updates of the next."""
-    found = _NAME.fullmatch(checkpoint.name)
-    assert found
-    return int(found[1]), int(found[2] or 0)
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match
+    return int(match[1]), int(match[2] or 0)

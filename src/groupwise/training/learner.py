@@ -333,16 +333,16 @@ class Learner:
             return {}
 
         def find(micro_batch: MicroBatch) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
+            columns: dict[str, Tensor] = {}
             in_loss = micro_batch.rows.start < micro_batch.batch.learnt  # the others are only scored
             scored = self._pass(micro_batch, entropy=chosen and in_loss) if by_policy else None
             if self.critic:
-                found["values_T"] = self.critic.value_of(micro_batch, scored)
+                columns["values_T"] = self.critic.value_of(micro_batch, scored)
             if scored is not None and scored.entropy_T is not None:
-                found["entropy_T"] = scored.entropy_T
+                columns["entropy_T"] = scored.entropy_T
             if scored is not None and own:
-                found["policy_T"] = scored.logprobs_T
-            return found
+                columns["policy_T"] = scored.logprobs_T
+            return columns
 
         started = time.perf_counter()
         self._note_each(self.scorer, micro_batches, find)
@@ -352,9 +352,9 @@ class Learner:
     def entropies(self, window: Window) -> Tensor:
         """For all processes at once: the entropy of the current policy at each token of ``window``, ``[T]`` in nats."""
         with self.sharding.evened(self.scorer, len(window.micro_batches)):
-            found = [self._pass(micro_batch, entropy=True).entropy_T for micro_batch in window.micro_batches]
+            parts = [self._pass(micro_batch, entropy=True).entropy_T for micro_batch in window.micro_batches]
         return torch.cat(
-            [torch.zeros(0, device=self.scorer.device), *(entropy_T for entropy_T in found if entropy_T is not None)]
+            [torch.zeros(0, device=self.scorer.device), *(entropy_T for entropy_T in parts if entropy_T is not None)]
         )
 
     # Passes with gradients.
@@ -371,8 +371,8 @@ class Learner:
         Without gradients switched on (``torch.no_grad``) only the numbers are computed. ``stop`` is asked before each pass; where it
         says yes, all gradients are dropped and None is returned. Names that begin with ``detail/`` are for callers, not for the records.
         """
-        found = self._attempt(lambda: self._make_passes(passes, stop), [one.window for one in passes])
-        return None if found is None else self.world.reduce(found)
+        metrics = self._attempt(lambda: self._make_passes(passes, stop), [one.window for one in passes])
+        return None if metrics is None else self.world.reduce(metrics)
 
     def _make_passes(self, passes: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
         started = time.perf_counter()
@@ -384,8 +384,8 @@ class Learner:
                     if stop():
                         self._clear()
                         return None
-                    found, noted = self._backward(micro_batch, first, scale)
-                    parts.append(found)
+                    metrics, noted = self._backward(micro_batch, first, scale)
+                    parts.append(metrics)
                     notes.append((micro_batch, noted))
         for micro_batch, noted in notes:  # only now: passes in which memory ran out begin again
             micro_batch.note(**noted)

@@ -307,11 +307,11 @@ class MasterAdamW:
         assert parameter.grad is not None
         master = self._collected[place]
         grad, parameter.grad = parameter.grad, None
-        found = self._sums.get(master)
-        if found is None:  # taken now, when the activations that led here are free again: not at the peak
+        total = self._sums.get(master)
+        if total is None:  # taken now, when the activations that led here are free again: not at the peak
             self._sums[master] = grad.to(master.device, torch.float32)
         else:
-            found.add_(grad.to(master.device))
+            total.add_(grad.to(master.device))
         if self.config.precision != "stochastic":
             master.grad = self._sums[master]
 

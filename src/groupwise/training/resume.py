@@ -87,9 +87,9 @@ class EarlierRun:
 def runs_of(recipe: str, root: Path) -> list[EarlierRun]:
     """The runs of ``recipe`` below ``root`` in folders that were not named, newest first."""
     named = re.compile(re.escape(base_name(recipe)) + r"-\d{8}-\d{6}(-\d+)?")
-    found = [p.parent for p in root.glob("*/config.yaml") if named.fullmatch(p.parent.name)]
-    found.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
-    return [_look(RunFolder(path)) for path in found]
+    folders = [p.parent for p in root.glob("*/config.yaml") if named.fullmatch(p.parent.name)]
+    folders.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
+    return [_look(RunFolder(path)) for path in folders]
 
 
 def _look(folder: RunFolder) -> EarlierRun:
@@ -104,14 +104,14 @@ def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs"
 
     Raises CheckpointError where there is none.
     """
-    found = runs_of(recipe, root)
-    if not found:
+    runs = runs_of(recipe, root)
+    if not runs:
         raise CheckpointError(
             f"no run of {recipe} was found in {str(root)!r}: name its folder with --run-folder, or start without --resume"
         )
-    chosen = next((run for run in found if run.saved and not run.living), None)
-    chosen = chosen or next((run for run in found if not run.living), found[0])
-    others = [run.in_words() for run in found if run is not chosen and not run.finished]
+    chosen = next((run for run in runs if run.saved and not run.living), None)
+    chosen = chosen or next((run for run in runs if not run.living), runs[0])
+    others = [run.in_words() for run in runs if run is not chosen and not run.finished]
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         say(f"{chosen.path} is resumed; unfinished too: {', '.join(others[:_NAMED])}{more}. Choose with --run-folder.")
@@ -123,8 +123,8 @@ def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
     run = next((run for run in runs_of(recipe, root) if run.saved and not run.living), None)
     if run is None or run.saved is None:
         return None
-    found = re.fullmatch(r"step-(\d+)(?:-update-\d+)?", run.saved.name)
-    when = f"after step {found[1]}" if found else "before its last evaluation"
+    match = re.fullmatch(r"step-(\d+)(?:-update-\d+)?", run.saved.name)
+    when = f"after step {match[1]}" if match else "before its last evaluation"
     return f"{run.path} stopped {when}; --resume continues it. This is a new run."
 
 
@@ -136,15 +136,15 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
     folder = RunFolder.reopen(path)
     if folder is None:
         return None, None
-    found = newest_sound_checkpoint(folder.checkpoints, say)
-    if found is None and any(folder.checkpoints.glob("step-*")):
+    newest = newest_sound_checkpoint(folder.checkpoints, say)
+    if newest is None and any(folder.checkpoints.glob("step-*")):
         folder.release()
         raise CheckpointError(
             f"every checkpoint in {folder.checkpoints} is damaged, and none is left to resume from: start again in another folder"
         )
-    if found is not None:
-        set_damaged_aside(folder.checkpoints, found)
-    return folder, found
+    if newest is not None:
+        set_damaged_aside(folder.checkpoints, newest)
+    return folder, newest
 
 
 def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:

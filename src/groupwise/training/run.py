@@ -264,11 +264,11 @@ class Run:
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
-        inside = ", inside the updates of the next" if self.held.found else ""
+        inside = ", inside the updates of the next" if self.held.has_window else ""
         self.trackers.say(f"Resuming from {self.checkpoint}, after step {done}{inside}.")
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
         self.sharding.check()
-        if done and f"step-{done}" not in stages and not self.held.found:
+        if done and f"step-{done}" not in stages and not self.held.has_window:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
 
@@ -295,7 +295,7 @@ class Run:
         """
         self.step_started = time.perf_counter()
         self.engine.metrics()  # what it has to say of evaluations and the warm start belongs to no step
-        if self.held.found:
+        if self.held.has_window:
             self.held.refuse_to_be_shared(self.world.size, self.checkpoint)
             if self.ahead is not None:
                 self.ahead.go_on(step)
@@ -349,8 +349,8 @@ class Run:
                 self.stop()
             self.held.window, self.held.rollout_metrics = learnt.window, self.metrics
             self.stop(learnt.window.updates)
-        advantages, found = learnt
-        self.metrics |= found
+        advantages, measured = learnt
+        self.metrics |= measured
         if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
             self.engine.refresh(self.learner.updates)
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
@@ -411,8 +411,8 @@ class Run:
     def saved(self) -> str:
         """What there is to resume from, in words."""
         self.writer.finish()
-        found = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
-        return f"the last checkpoint is {found}" if found else "there is no checkpoint (output.checkpoint_every)"
+        newest = latest_checkpoint(self.folder.checkpoints) or self.checkpoint
+        return f"the last checkpoint is {newest}" if newest else "there is no checkpoint (output.checkpoint_every)"
 
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""

@@ -185,8 +185,8 @@ def _notes(
         f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
         disk_note(config, folder or Path(config.output.folder or "runs")),
     ]
-    found = [*notes(config), *suite.notes(), *note_on_processes(config, processes), *dropped]
-    return found + [note for note in conditional if note]
+    said = [*notes(config), *suite.notes(), *note_on_processes(config, processes), *dropped]
+    return said + [note for note in conditional if note]
 
 
 def _with_steps(config: Config, problems: int) -> Config:

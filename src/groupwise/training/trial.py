@@ -127,7 +127,7 @@ def run_trial(config: Config, console: Console | None = None, *, whole: bool = F
         run.begin_learning()
         with run.trackers.phase("trial", config.training.steps, "steps") as bar:
             for step in range(config.training.steps):
-                before = len(peaks.found)
+                before = len(peaks.measured)
                 with peaks.phase("checkpoint" if run.writer.is_writing else "sampling"):
                     rollout = run.collect(step, bar)
                 with peaks.phase("learning"):
@@ -139,24 +139,24 @@ def run_trial(config: Config, console: Console | None = None, *, whole: bool = F
                         run.evaluate_if_due(step)
                     with peaks.phase("checkpoint"):
                         run.checkpoint_if_due(step)
-                by_step.append(max((peak for _, peak in peaks.found[before:]), default=peaks.note()))
+                by_step.append(max((peak for _, peak in peaks.measured[before:]), default=peaks.note()))
         if whole:
             with peaks.phase("final model"):
                 save_final_model(run)
             with peaks.phase("evaluation"):
                 run.evaluate("final")
         peaks.note()
-        found = world.all_gather_object((peaks.highest, peaks.by_name(), by_step))
-        return world.on_rank0(lambda: _summed_up(reports, found))
+        of_ranks = world.all_gather_object((peaks.highest, peaks.by_name(), by_step))
+        return world.on_rank0(lambda: _summed_up(reports, of_ranks))
 
 
 def planned_peaks(phases: Iterable[Phase]) -> dict[str, int]:
     """A plan's phases under the names that a trial measures them by."""
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for phase in phases:
         name = _WITHIN.get(phase.name, phase.name)
-        found[name] = max(found.get(name, 0), phase.bytes)
-    return found
+        peaks[name] = max(peaks.get(name, 0), phase.bytes)
+    return peaks
 
 
 _WITHIN = {"reference": "learning", "output head": "learning", "optimiser step": "learning"}

@@ -54,9 +54,9 @@ class Window:
     """What the passes measured so far, of all processes."""
     updates: int = 0
 
-    def measure(self, *found: Mapping[str, Metric]) -> None:
+    def measure(self, *metrics: Mapping[str, Metric]) -> None:
         """Add numbers of all processes to ``metrics``, each by its own rule."""
-        self.metrics = merge([self.metrics, *found])
+        self.metrics = merge([self.metrics, *metrics])
 
     def count_update(self, made: Mapping[str, Metric], of: int) -> None:
         """One more update of the window's ``of`` is made, and came to ``made``. Names that begin with ``detail/`` are not kept."""
@@ -113,7 +113,7 @@ class HeldWindow:
         self.rollout_metrics = _metrics_of(values.get("rollout", {}))
 
     @property
-    def found(self) -> bool:
+    def has_window(self) -> bool:
         """Whether the checkpoint had an open window that is not taken yet."""
         return self._state is not None
 

@@ -403,8 +403,8 @@ class Given:
                 for p, o in zip(prompts, own, strict=True)
             )
             query = rotated[:, :heads][block.queries].transpose(1, 2)
-            found = scaled_dot_product_attention(query, keys, values, attn_mask=block.masks[kind][:, None], scale=scale)
-            pieces.append(found.transpose(1, 2).flatten(0, 1))
+            attended = scaled_dot_product_attention(query, keys, values, attn_mask=block.masks[kind][:, None], scale=scale)
+            pieces.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces).index_select(0, self.places).flatten(1)
 
 

@@ -162,17 +162,17 @@ def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> l
     decoder = _small(config, dtype, device)
     if decoder is None:
         return []
-    found, keep = [], True
+    choices, keep = [], True
     for path in fast_paths():
         path.switch(True)
         if path.applies(decoder):
             choice, lasting = choose(path, decoder)
             path.switch(choice.taken)
-            found.append(choice)
+            choices.append(choice)
             keep = keep and lasting
     if keep:
-        _keep(key, found)
-    return found
+        _keep(key, choices)
+    return choices
 
 
 def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
@@ -355,10 +355,10 @@ def _kept(key: str) -> list[Choice] | None:
     """None where nothing is kept, or what is kept cannot be read."""
     try:
         rows = json.loads(_file(key).read_text(encoding="utf-8"))
-        found = [Choice(**{**row, "operations": tuple(Measured(**m) for m in row["operations"])}) for row in rows]
+        choices = [Choice(**{**row, "operations": tuple(Measured(**m) for m in row["operations"])}) for row in rows]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return found if {choice.path for choice in found} <= {path.name for path in fast_paths()} else None
+    return choices if {choice.path for choice in choices} <= {path.name for path in fast_paths()} else None
 
 
 def _keep(key: str, choices: Sequence[Choice]) -> None:

@@ -104,8 +104,8 @@ def _compare(model: nn.Module, files: Sequence[str]) -> dict[str, int]:
         if target in parameters and parameters[target].numel():
             pieces.setdefault(target, {})[place] = tensor
     compared = 0
-    for name, found in pieces.items():
-        expected, parameter = torch.cat([piece for _, piece in sorted(found.items())]), parameters[name]
+    for name, by_place in pieces.items():
+        expected, parameter = torch.cat([piece for _, piece in sorted(by_place.items())]), parameters[name]
         if parameter.dtype not in _PLAIN or expected.shape[1:] != parameter.shape[1:] or len(expected) > len(parameter):
             continue  # quantised or transposed
         if not torch.equal(expected.to(parameter.device, parameter.dtype), parameter[: len(expected)]):  # below it is padding
@@ -119,8 +119,8 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 def _fusions(model: nn.Module) -> Mapping[str, Sequence[str]]:
     """vLLM's fused modules and the checkpoint's modules that they consist of, in order."""
-    found: Any = getattr(model, "packed_modules_mapping", {})
-    return found
+    fused: Any = getattr(model, "packed_modules_mapping", {})
+    return fused
 
 
 _BEAT_S = 5.0

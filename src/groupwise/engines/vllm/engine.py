@@ -110,22 +110,22 @@ class VllmEngine(Engine):
         self._pusher = threading.get_ident()  # only this thread knows when the weights stand still
         self.policy_version = policy_version
         self._pushes += 1
-        found = self.collect(self.policy)
-        self.divided = found is not self.policy
-        self.world.on_rank0(lambda: self._push(found))
-        self._probed = max(self._probed, self.world.on_rank0(lambda: self._probe(found)))
+        whole = self.collect(self.policy)
+        self.divided = whole is not self.policy
+        self.world.on_rank0(lambda: self._push(whole))
+        self._probed = max(self._probed, self.world.on_rank0(lambda: self._probe(whole)))
         self._push_s += time.perf_counter() - started
 
     def metrics(self) -> dict[str, Metric]:
         """What pushing and sampling came to since this was asked last; names as in ``tracking.metric_table``."""
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         if self._push_s:
-            found |= {"time/push_s": Sum(self._push_s), "policy/push_probe": Max(self._probed)}
+            metrics |= {"time/push_s": Sum(self._push_s), "policy/push_probe": Max(self._probed)}
         if self._prompt_tokens:
-            found["completions/prompt_cached"] = Mean(float(self._cached_tokens), float(self._prompt_tokens))
+            metrics["completions/prompt_cached"] = Mean(float(self._cached_tokens), float(self._prompt_tokens))
         self._push_s = self._probed = 0.0
         self._prompt_tokens = self._cached_tokens = 0
-        return found
+        return metrics
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``. The completions of one request are the same each time only as far as vLLM's kernels give a row the same
@@ -335,7 +335,7 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None
 
 def _check_server(client: Client, hf_config: Any, model: str) -> int:
     try:
-        found = check_server(client, hf_config, model)
+        hello = check_server(client, hf_config, model)
     except Starting as error:
         raise ConfigError(f"{error}: start the run when it says that it samples") from error
     except Unreachable as error:
@@ -352,12 +352,12 @@ def _check_server(client: Client, hf_config: Any, model: str) -> int:
         raise ConfigError(
             f"rollout.vllm.url is {client.where!r}, but {refused}: name a sampling server of groupwise"
         ) from refused
-    if found["used_by"] and os.environ.get("RANK", "0") == "0":  # the others might see the first one, which was quicker
+    if hello["used_by"] and os.environ.get("RANK", "0") == "0":  # the others might see the first one, which was quicker
         raise ConfigError(
-            f"the server at {client.where} works for {found['used_by']}, and a server samples for one run at a time: end that run, or "
+            f"the server at {client.where} works for {hello['used_by']}, and a server samples for one run at a time: end that run, or "
             "start another server, with --port, and let rollout.vllm.url name it"
         )
-    return int(found["max_model_tokens"])
+    return int(hello["max_model_tokens"])
 
 
 def open_vllm_engine(

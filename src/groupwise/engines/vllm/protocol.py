@@ -139,8 +139,8 @@ def find_secret(make: bool = False) -> str | None:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32) + "\n")
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise ConfigError(
                     f"the secret in {path} is not for this user's eyes alone: remove the file, a server makes another"
                 )
@@ -176,34 +176,34 @@ def settings_from(values: Mapping[str, Any]) -> SamplingSettings:
 def shape_of(hf_config: Any) -> dict[str, Any]:
     """What tells two models' weights apart, of a Hugging Face config; absent values are left out."""
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    found = {name: getattr(text, name, None) for name in _SHAPE}
+    shape = {name: getattr(text, name, None) for name in _SHAPE}
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)  # the former since transformers 5
     rope = rope if isinstance(rope, Mapping) else {}
-    if found["rope_theta"] is None:
-        found["rope_theta"] = rope.get("rope_theta")
-    found["rope_type"] = rope.get("rope_type", "default")
-    found["rope_factor"] = float(rope.get("factor") or 1.0)
-    if found["head_dim"] is None and found["hidden_size"] and found["num_attention_heads"]:
-        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
-    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str))}
+    if shape["rope_theta"] is None:
+        shape["rope_theta"] = rope.get("rope_theta")
+    shape["rope_type"] = rope.get("rope_type", "default")
+    shape["rope_factor"] = float(rope.get("factor") or 1.0)
+    if shape["head_dim"] is None and shape["hidden_size"] and shape["num_attention_heads"]:
+        shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
+    return {name: value for name, value in shape.items() if isinstance(value, (bool, int, float, str))}
 
 
 def check_server(link: Link, hf_config: Any, model: str) -> dict[str, Any]:
     """What the server says of itself. Raises ConfigError where it speaks another protocol or has another model, and as `Link.hello`."""
-    found = link.hello()
-    if found.get("protocol") != PROTOCOL:
+    hello = link.hello()
+    if hello.get("protocol") != PROTOCOL:
         raise ConfigError(
-            f"the server at {link.where} is groupwise {found.get('groupwise')} and speaks protocol {found.get('protocol')}, but this is "
+            f"the server at {link.where} is groupwise {hello.get('groupwise')} and speaks protocol {hello.get('protocol')}, but this is "
             f"groupwise {__version__} with protocol {PROTOCOL}: install the same groupwise on both sides"
         )
-    ours, theirs = shape_of(hf_config), found["shape"]
+    ours, theirs = shape_of(hf_config), hello["shape"]
     other = [name for name in ours if name in theirs and ours[name] != theirs[name]]
     if other:
         told = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in other)
         raise ConfigError(
-            f"the server at {link.where} has the model {found['model']!r} ({told}), but {model} is trained: start it with that model"
+            f"the server at {link.where} has the model {hello['model']!r} ({told}), but {model} is trained: start it with that model"
         )
-    return found
+    return hello
 
 
 TRIED = "0.32.0"
@@ -224,13 +224,13 @@ def found_vllm() -> tuple[str, str] | None:
 def check_versions() -> str | None:
     """Raises ConfigError, naming the versions, where vLLM is missing, too old, or installed beside a torch or transformers that it does not
     take. Returns a sentence where it is newer than what was tried, else None."""
-    found = found_vllm()
-    if found is None:
+    installed = found_vllm()
+    if installed is None:
         raise ConfigError(
             f"vLLM is not installed in this environment: pip install vllm=={TRIED}, or let rollout.vllm.url name a server that runs in "
             "an environment of its own"
         )
-    name, version = found
+    name, version = installed
     if _numbers(version) < _numbers(TRIED):
         raise ConfigError(
             f"{name} is {version}, but weights can be pushed into {TRIED} and later only: pip install {name}=={TRIED}"

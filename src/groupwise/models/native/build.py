@@ -59,8 +59,8 @@ def _compiler() -> list[str] | None:
     given = shlex.split(os.environ.get("CC", ""))
     if given:
         return given if shutil.which(given[0]) else None
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    return [found] if found else None
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    return [compiler] if compiler else None
 
 
 def _run(command: list[str]) -> str:
@@ -122,8 +122,8 @@ def _is_sound(handle: int) -> bool:
     return len(content) > _DIGEST_BYTES and hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-def _is_own(found: os.stat_result) -> bool:
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def processor() -> str:

@@ -58,14 +58,14 @@ def read_rows(path: Path, rows: Mapping[str, tuple[torch.Size, Rows]]) -> dict[s
     """
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  # it is no dict
             part: Any = file.get_slice(name)
             shape, (first, end) = rows.get(name.partition(".")[2], rows.get(name, (None, (0, 0))))
             whole = shape is None or list(shape) != list(part.get_shape())
-            found[name] = file.get_tensor(name) if whole else part[first:end]
-    return found
+            tensors[name] = file.get_tensor(name) if whole else part[first:end]
+    return tensors
 
 
 def read_by_one(blocks: Blocks, world: World) -> bool:
@@ -74,14 +74,14 @@ def read_by_one(blocks: Blocks, world: World) -> bool:
     Raises RankError where the processes have not the same model: other shapes, or, where each has read it, other numbers.
     """
     mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in blocks.named_parameters()]
-    found = world.all_gather_object((mine, any(p.is_meta for p in blocks.parameters())))
-    for rank, (theirs, _) in enumerate(found):
-        if theirs != found[0][0]:
+    of_ranks = world.all_gather_object((mine, any(p.is_meta for p in blocks.parameters())))
+    for rank, (theirs, _) in enumerate(of_ranks):
+        if theirs != of_ranks[0][0]:
             raise RankError(
                 f"the model of process {rank} has other tensors than that of process 0: let all find the same files under model.name",
                 1,
             )
-    if any(hollow for _, hollow in found):
+    if any(hollow for _, hollow in of_ranks):
         return True
     world.check_equal("the weights that were read", list(blocks.parameters()))
     return False
@@ -150,9 +150,9 @@ class Divided:
 
     def idle_pass(self, scorer: Scorer) -> None:
         """One that computes nothing of use, with a backward pass where gradients are switched on."""
-        found = scorer.logprobs(self._idle)
+        logprobs_T = scorer.logprobs(self._idle)
         if torch.is_grad_enabled():
-            self.backward(found.sum() * 0.0)
+            self.backward(logprobs_T.sum() * 0.0)
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
         """The backward passes have done it."""

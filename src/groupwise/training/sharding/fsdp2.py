@@ -146,13 +146,13 @@ class FSDP2(Divided):
 
     def _gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first process's CPU; what is no piece of a parameter stays as it is. Nothing on the others."""
-        shapes, found = self._shapes(), {}
+        shapes, tensors = self._shapes(), {}
         for name, piece in pieces.items():
             shape = _of(shapes, name)
             tensor = self._joined(piece, shape) if shape is not None and self._is_piece(piece, shape) else piece
             if self.world.is_first:
-                found[name] = tensor.detach().to("cpu", copy=True)
-        return found
+                tensors[name] = tensor.detach().to("cpu", copy=True)
+        return tensors
 
     def _joined(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """Each process's rows, one after the other; a message has equally many of each, and the last ones are filled up."""
@@ -189,10 +189,10 @@ def _inside(blocks: Blocks) -> Callable[..., Any]:
 
     def run(compute: Callable[..., Any], *arguments: Any) -> Any:
         with exchanging():
-            found = root(compute, *arguments)
+            result = root(compute, *arguments)
         if not torch.is_grad_enabled():  # no backward pass will let go of what the outermost module gathered
             root.reshard()
-        return found
+        return result
 
     return run
 
@@ -218,16 +218,16 @@ class ShardedAdamW(MasterAdamW):
             if adds_up_itself(parameter, self.config):
                 master.grad = local(parameter.grad)
                 continue
-            found, parameter.grad = local(parameter.grad), None
+            gradient, parameter.grad = local(parameter.grad), None
             known = self._sums.get(master)
-            self._sums[master] = found.float() if known is None else known.add_(found)
+            self._sums[master] = gradient.float() if known is None else known.add_(gradient)
 
     def step(self, learning_rate: float) -> tuple[float, bool]:
-        found = super().step(learning_rate)
+        outcome = super().step(learning_rate)
         parts = self.world.all_gather_object(None if self.lost is None else (self.lost.total, self.lost.count))
         known = [part for part in parts if part is not None]
         self.lost = Mean(sum(total for total, _ in known), sum(count for _, count in known)) if known else None
-        return found
+        return outcome
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         total = super().norm(gradients).float().square()

@@ -43,10 +43,10 @@ def import_deepspeed(device_type: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device_type)  # it asks what is in the machine, not where the model is
     with _quiet():
         import deepspeed
-    found = deepspeed.accelerator.get_accelerator().device_name()
-    if found != device_type:
+    device = deepspeed.accelerator.get_accelerator().device_name()
+    if device != device_type:
         raise ConfigError(
-            f"DeepSpeed is set up for {found}, and the model is on {device_type}: set DS_ACCELERATOR={device_type} in the environment"
+            f"DeepSpeed is set up for {device}, and the model is on {device_type}: set DS_ACCELERATOR={device_type} in the environment"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 calls old, once for every layer of every pass.
@@ -221,7 +221,7 @@ class ZeroAdamW:
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
         """For all at once: whole tensors on the first process's CPU, by name; nothing on the others."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for (name, parameter), stretch in zip(self.named, self.stretches, strict=True):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             for key in (*(["master"] if self.names_masters else []), *_MOMENTS):
@@ -230,10 +230,10 @@ class ZeroAdamW:
                     whole.narrow(0, stretch.first, stretch.count).copy_(stretch.of(self._flat(stretch, key)))
                 self.world.all_reduce(whole)  # each number is one process's, and 0 in the others
                 if self.world.is_first:
-                    found[f"{key}.{name}"] = whole.view(shape).to("cpu", copy=True)
+                    tensors[f"{key}.{name}"] = whole.view(shape).to("cpu", copy=True)
             if self.world.is_first:
-                found[f"step.{name}"] = torch.tensor(self._steps())
-        return found
+                tensors[f"step.{name}"] = torch.tensor(self._steps())
+        return tensors
 
     def _flat(self, stretch: _Stretch, key: str) -> Tensor:
         if key == "master":
@@ -379,7 +379,7 @@ class Zero(Divided):
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The optimiser's are whole already; in stage 3 the reference's are not."""
         shapes = self._shapes()
-        found = {}
+        tensors = {}
         for name, piece in pieces.items():
             tensor = piece
             if self.stage == 3 and name in shapes:
@@ -388,8 +388,8 @@ class Zero(Divided):
                 self.world.all_reduce(parts)
                 tensor = parts.reshape(-1)[: shapes[name].numel()].view(shapes[name])
             if self.world.is_first:
-                found[name] = tensor.detach().to("cpu", copy=True)
-        return found
+                tensors[name] = tensor.detach().to("cpu", copy=True)
+        return tensors
 
     def read_state(self, path: Path) -> Mapping[str, Tensor]:
         """Tensors that are read when they are asked for; in stage 3, of the reference's weights, this process's stretches."""
