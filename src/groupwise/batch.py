@@ -155,7 +155,7 @@ class Batch:
         learnt = max(0, min(self.learnt, rows.stop) - rows.start)
         return Batch({g: self.prompts[g] for g in groups}, learnt=learnt, temperature=self.temperature, **parts)
 
-    def note(self, rows: range, **columns: Tensor) -> None:
+    def write(self, rows: range, **columns: Tensor) -> None:
         """Write numbers about the sampled tokens of ``rows`` into columns, which are made where they are not there yet."""
         span = self.tokens(rows)
         for name, values in columns.items():
@@ -175,14 +175,14 @@ class Batch:
         """One number per sampled token, split by completion."""
         return zip(self.members, numbers_T.split(self.lengths_N.tolist()), strict=True)
 
-    def notes(self) -> dict[str, Tensor]:
-        """What was found out about the tokens since the batch was made, by column, on the CPU: for a checkpoint."""
-        return {name: column.cpu().clone() for name, column in self._columns() if name in _NOTED}
+    def computed(self) -> dict[str, Tensor]:
+        """Columns that were computed since the batch was made, on the CPU: for a checkpoint."""
+        return {name: column.cpu().clone() for name, column in self._columns() if name in _COMPUTED}
 
-    def restore(self, notes: Mapping[str, Tensor]) -> None:
-        """Take the columns that ``notes`` gave. Raises ValueError for those of another batch."""
-        for name, column in notes.items():
-            if name not in _NOTED or len(column) != len(self.weights_T):
+    def restore(self, columns: Mapping[str, Tensor]) -> None:
+        """Take the columns that ``computed`` gave. Raises ValueError for those of another batch."""
+        for name, column in columns.items():
+            if name not in _COMPUTED or len(column) != len(self.weights_T):
                 raise ValueError(f"this batch of {len(self.weights_T)} tokens has no column {name} of {len(column)}")
             setattr(self, name, column.to(self.weights_T.device))
 
@@ -193,7 +193,7 @@ class Batch:
                 yield f.name, column
 
 
-_NOTED = frozenset(
+_COMPUTED = frozenset(
     ("advantages_T", "reference_logprobs_T", "policy_T", "old_logprobs_T", "correction_T", "mask_T", "values_T", "returns_T")
 )
 

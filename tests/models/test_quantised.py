@@ -16,7 +16,7 @@ from groupwise.models.adapters import attach, base_module, merged, peft_config_o
 from groupwise.models.decoder import MergedDecoder
 from groupwise.models.load import Policy, save_model
 from groupwise.models.merging import dithered, merged_weight
-from groupwise.models.quantised import dense_weight, quantisation_settings, quantised_layers, settle
+from groupwise.models.quantised import dense_weight, multiply_dequantised, quantisation_settings, quantised_layers
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
 from groupwise.types import Group, Problem, Prompt
@@ -45,7 +45,7 @@ def in_few_bits(model: Any, kind: str, folder: Path, dtype: str = "float32") -> 
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), quantization_config=quantisation_settings(config), device_map={"": "cpu"}
     )
-    return settle(loaded).eval()
+    return multiply_dequantised(loaded).eval()
 
 
 def adapted(model: Any, *, filled: bool = False, **settings: Any) -> Policy:

@@ -180,7 +180,7 @@ def test_a_reply_is_believed_nothing_but_scores(body, said):
     ],
 )
 def test_an_error_is_told_in_one_short_harmless_line(body, said):
-    assert processes._told(processes._parsed(body)[1]) == said
+    assert processes._printable_line(processes._parsed(body)[1]) == said
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_it_holds_every_token_with_its_provenance(groups, batch):
 
 def test_a_view_is_a_window_onto_the_columns(batch):
     rows = range(2, 6)
-    batch.note(rows, old_logprobs_T=torch.ones(batch.tokens(rows).stop - batch.tokens(rows).start))
+    batch.write(rows, old_logprobs_T=torch.ones(batch.tokens(rows).stop - batch.tokens(rows).start))
     view = batch.view(rows)
     assert view.members == batch.members[2:6]
     view.old_logprobs_T[0] = 5.0
@@ -61,13 +61,13 @@ def test_micro_batches_are_ranges_in_order_whatever_the_budget(tiny_llama, batch
 
 
 def test_notes_come_back_and_belong_to_one_batch(groups, batch):
-    batch.note(range(len(batch)), old_logprobs_T=torch.randn(len(batch.weights_T)), mask_T=torch.ones(len(batch.weights_T)))
+    batch.write(range(len(batch)), old_logprobs_T=torch.randn(len(batch.weights_T)), mask_T=torch.ones(len(batch.weights_T)))
     again = Batch.of(groups, batch.members, torch.device("cpu"))
-    again.restore(batch.notes())
+    again.restore(batch.computed())
     assert torch.equal(again.old_logprobs_T, batch.old_logprobs_T)
     assert again.values_T is None
     with pytest.raises(ValueError, match="no column old_logprobs_T"):
-        Batch.of(groups, batch.members[:3], torch.device("cpu")).restore(batch.notes())
+        Batch.of(groups, batch.members[:3], torch.device("cpu")).restore(batch.computed())
     with pytest.raises(ValueError, match="no column weights_T"):
         again.restore({"weights_T": batch.weights_T})
 

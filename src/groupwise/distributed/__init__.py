@@ -2,6 +2,6 @@
 
 from groupwise.distributed.open import is_first_process, join_world, open_world, together, world_size
 from groupwise.distributed.sharding import Sharding
-from groupwise.distributed.world import World, deal
+from groupwise.distributed.world import World, partition
 
-__all__ = ["Sharding", "World", "deal", "is_first_process", "join_world", "open_world", "together", "world_size"]
+__all__ = ["Sharding", "World", "is_first_process", "join_world", "open_world", "partition", "together", "world_size"]

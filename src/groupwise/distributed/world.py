@@ -22,26 +22,26 @@ from groupwise.errors import GroupwiseError, RankError
 from groupwise.limits import GRADIENT_BUCKET
 from groupwise.metrics import Metric, Sum, merge
 
-__all__ = ["Notices", "World", "deal"]
+__all__ = ["Notices", "World", "partition"]
 
 
-def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
-    """Indices of ``costs`` for each of ``hands`` processes, ascending: greedy longest-first partition.
+def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Indices of ``costs`` for each of ``parts`` processes, ascending: greedy longest-first partition.
 
     A function of the costs alone, so that all processes agree without a message. The largest load is at most 4/3 of the best
     possible (R. L. Graham (1969), "Bounds on multiprocessing timing anomalies").
 
-    >>> deal([5, 1, 4, 2], 2)
+    >>> partition([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
     """
-    assert hands > 0
-    loads = [(0.0, hand) for hand in range(hands)]
-    dealt: list[list[int]] = [[] for _ in range(hands)]
+    assert parts > 0
+    loads = [(0.0, part) for part in range(parts)]
+    chosen: list[list[int]] = [[] for _ in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, hand = heapq.heappop(loads)
-        dealt[hand].append(index)
-        heapq.heappush(loads, (load + costs[index], hand))
-    return [sorted(hand) for hand in dealt]
+        load, part = heapq.heappop(loads)
+        chosen[part].append(index)
+        heapq.heappush(loads, (load + costs[index], part))
+    return [sorted(part) for part in chosen]
 
 
 T = TypeVar("T")
@@ -68,8 +68,8 @@ class World:
         return self.rank == 0
 
     def assigned(self, costs: Sequence[float]) -> list[int]:
-        """Indices of the pieces of work assigned to this process; see ``deal``."""
-        return list(range(len(costs))) if self.size == 1 else deal(costs, self.size)[self.rank]
+        """Indices of the pieces of work assigned to this process; see ``partition``."""
+        return list(range(len(costs))) if self.size == 1 else partition(costs, self.size)[self.rank]
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every process's value, in the order of the processes. A collective call. Raises RankError for one without this run's seal."""

@@ -318,7 +318,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
         model = self.module.model
         self.views: dict[str, list[nn.Parameter]] = {}
         layers = [
-            merged.settle(self._fused_layer(f"layers.{index}", layer))
+            merged.move_into_block(self._fused_layer(f"layers.{index}", layer))
             for index, (merged, layer) in enumerate(zip(self.layers, model.layers, strict=True))
         ]
         if tied := self.head is self.embedding:

@@ -36,7 +36,7 @@ from groupwise.models.folder import (
     move_into_place,
     only_from_cache,
 )
-from groupwise.models.quantised import quantisation_settings, quantised_layers, settle
+from groupwise.models.quantised import multiply_dequantised, quantisation_settings, quantised_layers
 from groupwise.models.quiet import quiet
 from groupwise.models.saving import Made, sync, sync_tree, write_tensors
 
@@ -133,7 +133,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     with blocks_of_their_own():  # what quantising needs in passing goes back at once
-        model = settle(_load_weights(config, _attention(config, target), target))
+        model = multiply_dequantised(_load_weights(config, _attention(config, target), target))
     if config.device_map is None and target.type == "cpu":  # what a map leaves on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs

@@ -166,7 +166,7 @@ class MergedLayer:
         self.qkv_bias, self.output_bias = self.projections["qkv"].bias, self.projections["output"].bias
         self.block: Block | None = None
 
-    def settle(self, tensors: Layer) -> Block:
+    def move_into_block(self, tensors: Layer) -> Block:
         """Move the frozen tensors, fused in ``tensors``, into a block, and read them from there from now on. What they were read from
         before may go."""
         self.block = Block(tensors, self)

@@ -27,7 +27,7 @@ from groupwise.models.quiet import quieten_bitsandbytes
 if TYPE_CHECKING:
     from groupwise.config.schema import ModelConfig
 
-__all__ = ["dense_weight", "is_quantised", "quantisation_settings", "quantised_layers", "settle"]
+__all__ = ["dense_weight", "is_quantised", "multiply_dequantised", "quantisation_settings", "quantised_layers"]
 
 _LAYERS = ("Linear4bit", "Linear8bitLt")
 _PLAIN: dict[type, type] = {}
@@ -97,7 +97,7 @@ def _from_4_bits(weight: Any) -> Tensor:
     return dequantize_4bit(weight.data, flat).view(state.shape)  # type: ignore[no-any-return]
 
 
-def settle(model: Any) -> Any:
+def multiply_dequantised(model: Any) -> Any:
     """Let the quantised layers of ``model`` multiply with dequantised weights, and return it. Repeating it changes nothing."""
     for layer in quantised_layers(model):
         if type(layer) not in _PLAIN.values():

@@ -282,7 +282,7 @@ def call_with_limit(function: RewardFunction, keywords: Mapping[str, object], ti
         try:
             return function(**keywords)
         except (Exception, SystemExit) as error:
-            raise CallRaised(_told(error)) from error
+            raise CallRaised(_describe_error(error)) from error
     return _call_in_thread(function, keywords, timeout_s)
 
 
@@ -310,7 +310,7 @@ def _call_async(function: RewardFunction, keywords: Mapping[str, object], timeou
             return await function(**keywords)
         except (Exception, SystemExit) as error:
             # Wrapped here already: a SystemExit would end the loop, and asyncio passes on a TimeoutError without its traceback.
-            raise CallRaised(_told(error)) from error
+            raise CallRaised(_describe_error(error)) from error
 
     loop = _LOOP.running()
     outcome = asyncio.run_coroutine_threadsafe(work(), loop)
@@ -333,10 +333,10 @@ def _await(outcome: concurrent.futures.Future[object], timeout_s: float | None) 
     except CallRaised:
         raise
     except (Exception, SystemExit) as error:
-        raise CallRaised(_told(error)) from error
+        raise CallRaised(_describe_error(error)) from error
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """``ValueError: too short (rewards.py, line 12)``: where the user should look first."""
     told = in_one_line(error)
     frames = traceback.extract_tb(error.__traceback__)

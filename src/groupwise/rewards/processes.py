@@ -68,7 +68,7 @@ class _Worker:
             start_new_session=True, pass_fds=[ours], env=environment,
         )  # fmt: skip
         os.close(ours)
-        self.owner, self.sandbox, self.settled = os.getpid(), sandbox, True
+        self.owner, self.sandbox, self.reusable = os.getpid(), sandbox, True
         self._number, self._most = 0, LEAST_BYTES
         self._asked = threading.Semaphore()
         self._replies: queue.SimpleQueue[tuple[str, object] | None] = queue.SimpleQueue()
@@ -83,7 +83,7 @@ class _Worker:
             kind, said = "failed", f"it ended, or was not ready after {START_LIMIT_S:g} seconds"
         if kind != "ready":
             self.kill()
-            raise CallRaised(f"an error when its process was started: {_told(said)}")
+            raise CallRaised(f"an error when its process was started: {_printable_line(said)}")
 
     def _read(self) -> None:
         """Read one reply for each request, and no more: what is written unasked stays in the pipe."""
@@ -111,18 +111,18 @@ class _Worker:
             raise _Gone from error
 
     def _receive(self, timeout_s: float | None) -> tuple[str, object]:
-        self.settled = False
+        self.reusable = False
         try:
             reply = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             raise CallTimedOut from None
         if reply is None:
             raise _Gone
-        self.settled = True
+        self.reusable = True
         return reply
 
     def ask(self, name: str, keywords: Mapping[str, object], timeout_s: float | None) -> object:
-        """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``settled`` says whether the process can be used on."""
+        """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``reusable`` says whether the process can be used on."""
         self._number += 1
         request = pickle.dumps((self._number, name, dict(keywords), timeout_s))
         self._most = LEAST_BYTES + BYTES_PER_BYTE * len(request)
@@ -134,7 +134,7 @@ class _Worker:
             return _scores(value)
         if kind == "late":
             raise CallTimedOut
-        raise (_Ended if kind == "ended" else CallRaised)(_told(value))
+        raise (_Ended if kind == "ended" else CallRaised)(_printable_line(value))
 
     def kill(self) -> int | None:
         """End it and everything that it started; its exit status."""
@@ -191,7 +191,7 @@ class ProcessPool:
             return worker.ask(name, keywords, timeout_s)
         except (CallTimedOut, _Ended):
             self.killed[name] += 1
-            if worker is not None and not worker.settled:
+            if worker is not None and not worker.reusable:
                 self._drop(worker)
                 worker = None
             raise
@@ -270,7 +270,7 @@ def _steps(score: object) -> object:
     return score
 
 
-def _told(said: object) -> str:
+def _printable_line(said: object) -> str:
     """``said`` in one line that cannot act on a terminal."""
     text = " ".join(str(said)[:_LONGEST_TOLD].split())
     return printable(text)

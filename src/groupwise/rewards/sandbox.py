@@ -212,10 +212,10 @@ def enter(steps: Sequence[Step]) -> int:
             _become_weak()
         return child
     except OSError as error:
-        raise Refused(_told(error)) from error
+        raise Refused(_describe_error(error)) from error
 
 
-def _told(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
     return f"the kernel said {what!r}; containers and some systems forbid user namespaces to programs"
 

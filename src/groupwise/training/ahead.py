@@ -162,7 +162,7 @@ class Ahead:
         now = self.learner.updates
         return {"rollout/staleness": Mean.of(now - c.policy_version for group in groups for c in group.completions)}
 
-    def settle(self) -> None:
+    def finish_for_checkpoint(self) -> None:
         """Before a checkpoint: what cannot be sampled again from what it holds is waited for, and brought together. For all at once."""
         if self.borrows or self.world.size > 1:
             self.wait_for_all()
@@ -231,7 +231,7 @@ class Ahead:
                 tensors |= {f"batch.{batch.step}.{name}": tensor for name, tensor in _numbers(pairs).items()}
             else:
                 copied = self._slots[batch.weights_of % len(self._slots)].copy
-                assert isinstance(copied, PolicyCopy), "what cannot be sampled again from a checkpoint was not settled"
+                assert isinstance(copied, PolicyCopy), "what cannot be sampled again from a checkpoint was not brought together"
                 tensors |= {f"weights.{batch.weights_of}.{name}": tensor for name, tensor in copied.state().items()}
             rows.append(row)
         return tensors, {"ahead": self.steps, "batches": rows}

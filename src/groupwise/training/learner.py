@@ -267,7 +267,7 @@ class Learner:
             self._score_reference(window.micro_batches)
             if off_policy:
                 with as_in_learning(self.scorer):
-                    self._note_each(self.scorer, window.micro_batches, lambda m: {"old_logprobs_T": _logprobs(self.scorer, m)})
+                    self._fill_columns(self.scorer, window.micro_batches, lambda m: {"old_logprobs_T": _logprobs(self.scorer, m)})
 
         self._attempt(passes, [window])
         return window
@@ -306,20 +306,20 @@ class Learner:
         return self.budget.attempt(passes, lambda: largest_divisible([m for w in windows for m in w.micro_batches]), restart)
 
     @torch.no_grad()
-    def _note_each(
-        self, scorer: Scorer, micro_batches: Sequence[MicroBatch], find: Callable[[MicroBatch], dict[str, Tensor]]
+    def _fill_columns(
+        self, scorer: Scorer, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], dict[str, Tensor]]
     ) -> None:
-        """Note what a pass of ``scorer`` finds out about each."""
+        """Write the columns that ``compute`` gets for each from a pass of ``scorer``."""
         with self.sharding.evened(scorer, len(micro_batches)):
             for micro_batch in micro_batches:
-                micro_batch.note(**find(micro_batch))
+                micro_batch.write(**compute(micro_batch))
 
     def _score_reference(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
         if self.moving_reference is None:
             return {}
         started = time.perf_counter()
         with self.moving_reference.present() as reference:
-            self._note_each(reference, micro_batches, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
+            self._fill_columns(reference, micro_batches, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
         return {"time/reference_s": Sum(self._now() - started)}
 
     def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
@@ -332,7 +332,7 @@ class Learner:
         if self.critic is None and not by_policy:
             return {}
 
-        def find(micro_batch: MicroBatch) -> dict[str, Tensor]:
+        def compute(micro_batch: MicroBatch) -> dict[str, Tensor]:
             columns: dict[str, Tensor] = {}
             in_loss = micro_batch.rows.start < micro_batch.batch.learnt  # the others are only scored
             scored = self._pass(micro_batch, entropy=chosen and in_loss) if by_policy else None
@@ -345,7 +345,7 @@ class Learner:
             return columns
 
         started = time.perf_counter()
-        self._note_each(self.scorer, micro_batches, find)
+        self._fill_columns(self.scorer, micro_batches, compute)
         return {"time/learn_s": Sum(self._now() - started)}
 
     @torch.no_grad()
@@ -377,30 +377,30 @@ class Learner:
     def _make_passes(self, passes: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
         started = time.perf_counter()
         parts: list[dict[str, Metric]] = []
-        notes: list[tuple[MicroBatch, dict[str, Tensor]]] = []
+        written: list[tuple[MicroBatch, dict[str, Tensor]]] = []
         for window, first, scale in passes:
             with self.sharding.evened(self.scorer, len(window.micro_batches)):
                 for micro_batch in window.micro_batches:
                     if stop():
                         self._clear()
                         return None
-                    metrics, noted = self._backward(micro_batch, first, scale)
+                    metrics, columns = self._backward(micro_batch, first, scale)
                     parts.append(metrics)
-                    notes.append((micro_batch, noted))
-        for micro_batch, noted in notes:  # only now: passes in which memory ran out begin again
-            micro_batch.note(**noted)
+                    written.append((micro_batch, columns))
+        for micro_batch, columns in written:  # only now: passes in which memory ran out begin again
+            micro_batch.write(**columns)
         return merge(parts) | {"time/learn_s": Sum(self._now() - started)}
 
     def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> tuple[dict[str, Metric], dict[str, Tensor]]:
-        """Add one micro-batch's gradient; returns metrics, and what is to be noted in the batch.
+        """Add one micro-batch's gradient; returns metrics, and the columns to be written into the batch.
 
         The first update's ratio is exactly 1, and no old pass is needed: the samples are on-policy, or weighted as such; unless the
         config wants the ratio to the sampler.
         """
         view = micro_batch.view
         scored = self._pass(micro_batch, entropy=self.entropy_bonus is not None or self.objective.needs_entropy)
-        metrics, notes = self._in_first_pass(view, scored.logprobs_T.detach()) if first else ({}, {})
-        view.correction_T = notes.get("correction_T", view.correction_T)
+        metrics, columns = self._in_first_pass(view, scored.logprobs_T.detach()) if first else ({}, {})
+        view.correction_T = columns.get("correction_T", view.correction_T)
         loss, numbers = policy_loss(
             self.objective,
             logprobs_T=scored.logprobs_T,
@@ -432,7 +432,7 @@ class Learner:
             metrics |= of_value
             if torch.is_grad_enabled():
                 (scale * self.critic.loss_scale * value_part).backward()
-        return metrics, notes
+        return metrics, columns
 
     def _in_first_pass(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], dict[str, Tensor]]:
         """The sampler's mismatch, and what later updates go by: what the policy said at the first (``taken_T``, in nats)."""
@@ -442,17 +442,17 @@ class Learner:
             "policy/entropy": Mean(-float(taken_T.sum()), tokens),
             "speed/learnt_tokens": Sum(tokens),
         }
-        notes: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         level, correction = self.config.correction_level, self.config.algorithm.correction or CorrectionConfig()
         if level != "none":
-            notes["correction_T"], numbers = sampler_correction(
+            columns["correction_T"], numbers = sampler_correction(
                 taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T, view.sequence_T, len(view),
                 level=level, mode=correction.mode, high=correction.cap,
             )  # fmt: skip
             metrics |= {f"policy/{name}": number for name, number in numbers.items()}
         if self.config.algorithm.updates_per_batch > 1 and view.old_logprobs_T is None:
-            notes["old_logprobs_T"] = taken_T
-        return metrics, notes
+            columns["old_logprobs_T"] = taken_T
+        return metrics, columns
 
     def _pass(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
         keep_hidden = self.critic is not None and self.critic.reads_policy

@@ -35,8 +35,8 @@ class MicroBatch:
         """The rows' own columns, which are parts of the batch's."""
         return self.batch.view(self.rows)
 
-    def note(self, **columns: Tensor) -> None:
-        self.batch.note(self.rows, **columns)
+    def write(self, **columns: Tensor) -> None:
+        self.batch.write(self.rows, **columns)
 
     @property
     def tokens(self) -> int:

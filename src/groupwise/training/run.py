@@ -276,7 +276,7 @@ class Run:
         """What all processes do before a checkpoint is taken."""
         self.sharding.check()
         if self.ahead is not None:
-            self.ahead.settle()
+            self.ahead.finish_for_checkpoint()
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every

@@ -77,7 +77,7 @@ class Window:
             "groups": [_group_values(group) for group in self.groups],
             "found": [_metric_values(self.metrics)],
         }
-        return self.batch.notes(), values
+        return self.batch.computed(), values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Into a window of the same groups. Raises KeyError or ValueError for those of another."""

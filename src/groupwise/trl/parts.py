@@ -48,7 +48,7 @@ from groupwise.models.load import (
     resolve_device,
 )
 from groupwise.models.module_scorer import ModuleScorer
-from groupwise.models.quantised import quantised_layers, settle
+from groupwise.models.quantised import multiply_dequantised, quantised_layers
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
 from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
@@ -363,7 +363,7 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
             "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
             "a model, or load it in bfloat16"
         )
-    settle(model)
+    multiply_dequantised(model)
     if not quantised and model.device.type == "cpu" and not args.use_cpu:
         model.to(resolve_device("auto"))
     if args.gradient_checkpointing:

@@ -71,15 +71,15 @@ class FSDP2(Divided):
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
 
-    def _divide(self, blocks: Blocks, kept: torch.dtype, settle: Callable[[nn.Module], None] | None = None) -> None:
+    def _divide(self, blocks: Blocks, kept: torch.dtype, prepare: Callable[[nn.Module], None] | None = None) -> None:
         """Rows in dtype ``kept``, gathered as the policy's; each layer is materialized, divided and freed before the next."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         gathered = None if kept == self.dtype else self.dtype
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in (*blocks.layers, blocks):
-            if settle is not None:
-                settle(module)
+            if prepare is not None:
+                prepare(module)
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True if module is not blocks else None)
             divided: Any = module
             divided.set_gradient_divide_factor(1.0)  # added up, not averaged: weights of tokens are shares of the whole batch

@@ -115,22 +115,22 @@ def make_engine(
     dtype: torch.dtype,
     device: torch.device,
     optimizer: OptimizerConfig | None,
-    settle: Callable[[torch.nn.Module], None] = lambda module: None,
+    prepare: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Any:
-    """For all processes at once. Without ``optimizer`` it only computes. ``settle`` is called with each module before stage 3 divides it,
+    """For all processes at once. Without ``optimizer`` it only computes. ``prepare`` is called with each module before stage 3 divides it,
     and puts its tensors where they belong."""
     config = _config(stage, blocks, dtype, device.type, optimizer.max_grad_norm if optimizer else None)
     with _quiet():
         if stage == 3:
-            _divide(deepspeed, blocks, config, settle)
+            _divide(deepspeed, blocks, config, prepare)
         adamw = _adamw_over(blocks, optimizer) if optimizer else None
         return deepspeed.initialize(model=blocks, optimizer=adamw, config=config, dist_init_required=False)[0]
 
 
-def _divide(deepspeed: Any, blocks: Blocks, config: dict[str, Any], settle: Callable[[torch.nn.Module], None]) -> None:
+def _divide(deepspeed: Any, blocks: Blocks, config: dict[str, Any], prepare: Callable[[torch.nn.Module], None]) -> None:
     """A layer at a time: each is moved to its device, divided and let go of before the next."""
     for module in (*blocks.layers, blocks):
-        settle(module)
+        prepare(module)
         deepspeed.zero.Init(module=module, config_dict_or_path=config)
 
 
