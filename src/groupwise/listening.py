@@ -30,7 +30,7 @@ class TooMuch(Exception):
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """With a limit to the connections at once, each of which has a thread; one too many is closed."""
+    """A server with a limit to its connections at once, each of which has a thread; one too many is closed."""
 
     daemon_threads = True
 

@@ -217,7 +217,7 @@ def ran_out_on_device(error: BaseException) -> bool:
 
 
 def reclaim_memory() -> None:
-    """After an attempt that ran out of memory, once its error is let go of: what it left is free for the next one."""
+    """Free what an attempt left that ran out of memory, once its error is let go of."""
     import torch
 
     gc.collect()

@@ -75,7 +75,7 @@ def adapt_threads() -> None:
 
 
 def fix_threads(threads: int | None = None) -> None:
-    """From now on ``threads`` of them, whatever other programs do; by default as many as now."""
+    """Compute with ``threads`` of them from now on, whatever other programs do; by default as many as now."""
     global _watch, _fixed
     _watch, _fixed = None, True
     if threads is not None:

@@ -142,7 +142,7 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """For each token, whether the policy sampled it."""
+        """Whether the policy sampled each token."""
         if not self.turns:
             return (True,) * len(self.token_ids)
         return tuple(turn.sampled for turn in self.turns for _ in range(turn.tokens))
@@ -159,7 +159,7 @@ class Completion:
 
     @property
     def messages(self) -> list[Message]:
-        """As a conversation that follows the prompt's."""
+        """The completion as a conversation that follows the prompt's."""
         if not self.turns:
             return [{"role": "assistant", "content": self.text}]
         return [{"role": turn.role, "content": turn.text} for turn in self.turns]

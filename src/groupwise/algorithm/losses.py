@@ -139,7 +139,7 @@ def clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> tupl
 
 
 def dual_clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, c: float) -> tuple[Tensor, Tensor]:
-    """For A < 0, -max(min(r A, clip(r) A), c A) with c > 1: Ye et al. 2020 (arXiv 1912.09729, eq. 5).
+    """The clipped loss with a second bound: for A < 0, -max(min(r A, clip(r) A), c A), c > 1 (Ye et al. 2020, arXiv 1912.09729, eq. 5).
 
     Without it the loss of a bad token grows without limit as the token becomes likelier. INTELLECT-2's min(r, delta) (arXiv 2505.07291,
     section 3.4) is the same with c = delta, as long as delta > 1 + high.

@@ -63,7 +63,7 @@ def needs_of(function: object) -> frozenset[str]:
 
 
 def find_loss(name: str, settings: Mapping[str, Any]) -> Loss:
-    """By registered name or by place (``my_loss.py:loss``), with its settings bound.
+    """The loss of a registered name or a place (``my_loss.py:loss``), with its settings bound.
 
     Raises ConfigError for one that is not there, and for settings that it does not take.
     """
@@ -71,7 +71,8 @@ def find_loss(name: str, settings: Mapping[str, Any]) -> Loss:
 
 
 def find_advantage(name: str, settings: Mapping[str, Any]) -> Advantage:
-    """By registered name or by place (``my_advantage.py:advantage``), with its settings bound. Raises as ``find_loss`` does."""
+    """The advantage of a registered name or a place (``my_advantage.py:advantage``), with its settings bound. Raises as ``find_loss``
+    does."""
     return _find(ADVANTAGES, name, settings, "advantage")
 
 

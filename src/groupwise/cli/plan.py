@@ -177,7 +177,7 @@ def _say(out: Console, text: str, style: str = "", indent: int = 0) -> None:
 
 
 def _show_phases(made: Plan, out: Console) -> None:
-    """What takes memory by phase; numbers stay whole, however narrow the terminal is: headings and names give way."""
+    """Show what takes memory by phase; numbers stay whole, however narrow the terminal is: headings and names give way."""
     from groupwise.cli.show import table
 
     names = list(dict.fromkeys(i.name for p in sorted(made.phases, key=lambda p: -p.bytes) for i in p.items))

@@ -92,7 +92,7 @@ def train(
     styles = {"critical": "bold red", "warning": "yellow"}
 
     def say(sentence: str, severity: str) -> None:
-        """On one line in a log; between words, in a terminal."""
+        """Say it on one line in a log; broken between words in a terminal."""
         shown.print(harmless(sentence, styles[severity]), soft_wrap=not shown.is_terminal, highlight=False)
 
     watch = Watch(say)
@@ -176,7 +176,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
 
 
 def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything: bool) -> None:
-    """What is short last, so that it is still there to be read."""
+    """Print what is short last, so that it is still there to be read."""
     from groupwise.cli.runs import print_finding
     from groupwise.cli.show import console, print_notes, table
     from groupwise.config import changed_settings

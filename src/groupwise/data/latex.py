@@ -375,7 +375,7 @@ def too_expensive(text: str) -> bool:
 
 
 def _terms(text: str) -> float:
-    """At most how many terms there are once all products and powers of sums are multiplied out. Sums of numbers count as one."""
+    """An upper bound of the number of terms once all products and powers of sums are multiplied out. Sums of numbers count as one."""
     levels: list[tuple[float, float, bool]] = []
     done, product, letters, place = 0.0, 1.0, False, 0
     while place < len(text):

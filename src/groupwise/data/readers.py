@@ -294,7 +294,7 @@ def _hub_answers(source: str, name: str) -> bool:
 
 @contextmanager
 def _from_cache_alone(datasets: Any) -> Iterator[None]:
-    """Without a network, what was loaded before is still there."""
+    """Read what was loaded before, without a network."""
     from huggingface_hub import constants
 
     places: list[Any] = [place for place in (constants, getattr(datasets, "config", None)) if hasattr(place, "HF_HUB_OFFLINE")]

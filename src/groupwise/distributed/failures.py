@@ -118,7 +118,7 @@ class Board:
         return Failure(rank, shown, code if type(code) is int and 0 < code < 256 else 1)
 
     def wait(self, seconds: float = _WAIT_FOR_WORD_S) -> Failure | None:
-        """As ``read``, for a failure of another process that may be a moment late."""
+        """Like ``read``, for a failure of another process that may be a moment late."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:

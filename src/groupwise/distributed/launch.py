@@ -68,7 +68,7 @@ def _launch(command: Sequence[str], processes: int, environment: Mapping[str, st
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all are done, or one has failed and the others have had their time to say why."""
+    """Wait until all are done, or one has failed and the others have had their time to say why."""
     deadline: float | None = None
     code = 0
     while running := [child for child in children if child.poll() is None]:

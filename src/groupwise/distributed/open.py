@@ -172,7 +172,7 @@ def _leave() -> None:
 
 
 def _forget_operations() -> None:
-    """What torch remembers of operations on divided tensors holds their groups too. How to make it forget is its own affair, which may
+    """Make torch forget operations on divided tensors, which hold their groups too. How that is done is its own affair, which may
     change with its version: where it cannot be made, a group stays, as it did before."""
     if "torch.distributed.tensor" in sys.modules:
         with contextlib.suppress(ImportError, AttributeError):

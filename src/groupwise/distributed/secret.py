@@ -105,7 +105,7 @@ def _own_folder() -> Iterator[int]:
 
 
 def _place() -> Path:
-    """In the user's own folder of this session where there is one, else in the user's cache."""
+    """The user's own folder of this session where there is one, else one in the user's cache."""
     session = os.environ.get("XDG_RUNTIME_DIR")
     if session and os.access(session, os.W_OK):
         return Path(session) / "groupwise-launches"
@@ -117,8 +117,8 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _name() -> str:
-    """Of the launch: no two of a machine have one address and port of the first process at the same time. A home folder may be shared by
-    machines, and by containers with networks of their own. The parent does not tell: a shell may stand between."""
+    """The file name of this launch: no two of a machine have one address and port of the first process at the same time. A home folder may
+    be shared by machines, and by containers with networks of their own. The parent does not tell: a shell may stand between."""
     space = ""
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/net")
@@ -127,7 +127,8 @@ def _name() -> str:
 
 
 def _began(process: int) -> str | None:
-    """When a process began, by the system's clock: a number may be given to another one later. None where there is no such process."""
+    """The time at which a process began, by the system's clock: a number may be given to another one later. None where there is no such
+    process."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -133,7 +133,7 @@ class Sharding(Protocol):
         ...
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
-        """What has added up in ``optimizer`` becomes the whole batch's, before its step."""
+        """Sum what has added up in ``optimizer`` over the processes, before its step."""
         ...
 
     def check(self) -> None:

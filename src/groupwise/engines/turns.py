@@ -70,7 +70,7 @@ class Patience:
         self._begun, self._lost_s = time.monotonic(), 0.0
 
     def grace(self, answers: Collection[Answer]) -> None:
-        """Until all are there, or their grace is over."""
+        """Wait until all are there, or their grace is over."""
         started = time.monotonic()
         hopeful = self._lost_s <= LOST_SHARE * (started - self._begun)
         grace_s = self._grace_s if hopeful or self._grace_s is None else 0.0
@@ -78,7 +78,7 @@ class Patience:
             self._lost_s += time.monotonic() - started
 
     def first(self, answers: Collection[Answer]) -> None:
-        """Until one is there: nothing else is left to do."""
+        """Wait until one is there: nothing else is left to do."""
         self._wait(answers, None, FIRST_COMPLETED)
 
     def _wait(self, answers: Collection[Answer], limit_s: float | None, until: str) -> bool:
@@ -111,7 +111,7 @@ class _Prefix:
 
 
 def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_progress: Progress | None = None) -> None:
-    """As ``TurnEngine.serve_turns``, by any engine: in rounds, each of which computes the whole of its rows again.
+    """Like ``TurnEngine.serve_turns``, by any engine: in rounds, each of which computes the whole of its rows again.
 
     Rows that are answered late join a later round.
     """

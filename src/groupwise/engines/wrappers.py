@@ -125,7 +125,7 @@ def sampling_costs(prompts: Sequence[Prompt], samples_per_prompt: int, settings:
 
 
 class DealtEngine(Engine):
-    """Over this process's ``engine``: prompts are dealt to the processes, and all know all completions.
+    """Divides the prompts among the processes, each with its ``engine``; all know all completions.
 
     Every process must call it with the same arguments. The completions are those of one process: seeds have names. ``in_order``: each
     process has the prompts that follow those of the process before it, whatever they cost.
@@ -175,7 +175,7 @@ class RowLimit:
 
     @contextmanager
     def lowered(self, rows: int) -> Iterator[None]:
-        """At most ``rows`` in here. Where memory ran out all the same, what was halved stays so."""
+        """Allow at most ``rows`` inside this context. Where memory ran out all the same, what was halved stays so."""
         before, self.rows = self.rows, rows
         try:
             yield

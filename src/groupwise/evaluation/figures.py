@@ -199,7 +199,7 @@ def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def headline_verdict(*evaluations: Sequence[Record]) -> str:
-    """By which verdict evaluations are compared: ``success`` where an environment judged all episodes, else ``strict``."""
+    """The verdict by which evaluations are compared: ``success`` where an environment judged all episodes, else ``strict``."""
     return "success" if all(records and all("success" in one for one in records) for records in evaluations) else "strict"
 
 

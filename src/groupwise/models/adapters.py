@@ -199,7 +199,7 @@ class AdapterScorer(ModuleScorer, KeepsAdapter):
                 self.module.set_submodule(name, self._dropouts[-1])
 
     def seed_noise(self, seed: int) -> None:
-        """What dropout draws from now on, a function of this and of the tokens: to be called before each batch."""
+        """Make what dropout draws from now on a function of this and of the tokens: to be called before each batch."""
         self.noise.seed = seed
 
     @contextmanager

@@ -132,7 +132,7 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
 
 
 def _moved(indices: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """On ``device``, in one copy that nobody waits for."""
+    """The tensors on ``device``, in one copy that nobody waits for."""
     together = torch.cat(list(indices))
     if device.type == "cuda":
         together = together.pin_memory().to(device, non_blocking=True)

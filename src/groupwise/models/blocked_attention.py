@@ -145,7 +145,8 @@ def _runs(completions: Sequence[Span], window: int | None) -> list[tuple[int, in
 
 
 def _lows(completions: Sequence[Span], first: int, end: int, keys: int, window: int | None) -> Tensor | None:
-    """For rows ``first .. end``, the first of the prompt's last ``keys`` rows in their window; None where all see all of these."""
+    """The first of the prompt's last ``keys`` rows that each of the rows ``first .. end`` has in its window; None where all see all of
+    them."""
     if window is None:
         return None
     places = [at - s.start for s in completions for at in range(max(first, s.start), min(end, s.start + s.length))]
@@ -184,7 +185,7 @@ def _put_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_hea
 
 
 def _add_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_heads: int) -> None:
-    """As ``_put_own``, added to what is there. Outside padding, rows of one block differ, so this is no scatter."""
+    """Like ``_put_own``, added to what is there. Outside padding, rows of one block differ, so this is no scatter."""
     if native.fits(values, values.shape[-1]):
         native.add_by_heads(out, index, values, kv_heads)
         return

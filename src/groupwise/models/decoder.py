@@ -98,7 +98,7 @@ class Decoder:
         self.final_norm = self._fuse([trunk.norm.weight], trainable)
 
     def _read(self, model: Any, gradient_checkpointing: bool, attention: str, device: torch.device | None = None) -> None:
-        """What the model's config says of its shape, and where it lies."""
+        """Read the model's shape from its config, and where it lies."""
         config, trunk = model.config, model.model
         self.module = model
         self.family = FAMILIES[config.model_type]
@@ -263,7 +263,7 @@ class Decoder:
     def score(
         self, packed: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False
     ) -> Scored:
-        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        """Like ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         assert isinstance(packed, Packed), "another kind of scorer prepared it"
         arguments = (packed, temperature, entropy, keep_hidden)
         return Scored(*(self._score(*arguments) if self.inside is None else self.inside(self._score, *arguments)))
@@ -293,7 +293,7 @@ def why_not_lean(model: Any) -> str | None:
 
 
 class MergedDecoder(Decoder, KeepsAdapter):
-    """As ``Decoder``, over a model for which ``why_not_lean`` is None. Trains what peft has left trainable, if anything."""
+    """A ``Decoder`` over a model for which ``why_not_lean`` is None. Trains what peft has left trainable, if anything."""
 
     def __init__(
         self, model: Any, *, gradient_checkpointing: bool = False, attention: str = "auto", device: torch.device | None = None

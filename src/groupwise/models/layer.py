@@ -252,7 +252,7 @@ def blocked_backward(
 
 
 def _attention_backward(grad: Tensor, kept: Kept, plan: AttentionPlan, shape: Shape) -> Tensor:
-    """From the gradient of the attention's output ``[R, H * E]`` to that of ``qkv`` before the rotary embedding."""
+    """The way back from the gradient of the attention's output ``[R, H * E]`` to that of ``qkv`` before the rotary embedding."""
     rows, turned = len(grad), shape.heads + shape.kv_heads
     grad_out = torch.zeros_like(kept.attended)
     grad_out[:rows] = grad.view(rows, shape.heads, shape.head_width)
@@ -280,7 +280,7 @@ class Block(nn.Module):
             self.register_parameter(name, None if tensor is None else _parameter(tensor))
 
     def forward(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
-        """As ``Layer.forward``, on the tensors as they are now."""
+        """Like ``Layer.forward``, on the tensors as they are now."""
         return layer_forward(self.merged or self.now(), x, plan, shape, recompute)
 
     def now(self) -> Layer:

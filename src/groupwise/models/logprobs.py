@@ -107,7 +107,7 @@ def _take_by_kernels(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
     weighted: Tensor | None,
 ) -> None:  # fmt: skip
-    """As ``_take``, on logits in the weights' own dtype."""
+    """Like ``_take``, on logits in the weights' own dtype."""
     for rows in _row_tiles(hidden):
         for columns in _slices(len(weight), len(targets), hidden.device):
             logits = hidden[rows] @ weight[columns].t()
@@ -212,7 +212,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
 def token_logprobs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """As ``token_logprobs``, and the entropy of each row's whole distribution, ``[T]`` in fp32 and nats; both differentiable."""
+    """Log-probabilities like ``token_logprobs``, and the entropy of each row's whole distribution, ``[T]`` in fp32 and nats; both
+    differentiable."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _TokenLogprobs.apply(hidden, weight, targets, temperature, True)
     logprobs, _, entropy = _forward(hidden, weight, targets, temperature, True)

@@ -183,7 +183,7 @@ class MergedLayer:
         raise AttributeError(name)
 
     def __call__(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:
-        """As ``forward``, as the forward pass of the block."""
+        """Run ``forward`` as the forward pass of the block."""
         assert self.block is not None
         return self.block(x, plan, shape, recompute)  # type: ignore[no-any-return]
 
@@ -213,7 +213,7 @@ class MergedLayer:
 
     @torch.no_grad()
     def taken_out(self) -> Layer:
-        """As ``dense``, with nothing that is the block's: what it holds may be let go of."""
+        """Like ``dense``, with nothing that is the block's: what it holds may be let go of."""
         assert self.block is not None
         pairs = zip(self.dense().tensors(), self.block.now().tensors(), strict=True)
         return Layer(*(ours.clone() if ours is held and ours is not None else ours for ours, held in pairs))  # type: ignore[arg-type]

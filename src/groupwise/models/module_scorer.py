@@ -76,7 +76,7 @@ class ModuleScorer:
         return self.score(batch, temperature).logprobs_T
 
     def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
-        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        """Like ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         assert isinstance(batch, Padded), "another kind of scorer prepared it"
         self._set_modes(learning=torch.is_grad_enabled())
         try:
@@ -107,7 +107,7 @@ class ModuleScorer:
         return last.flatten(0, 1).index_select(0, batch.predict_rows_T)
 
     def _score_by_logits(self, batch: Padded, temperature: float, entropy: bool, keep_hidden: bool) -> Scored:
-        """For heads that scale or cap what they give."""
+        """Score by the head's own logits: for heads that scale or cap what they give."""
         output = self.module(**_inputs(batch), output_hidden_states=keep_hidden)
         rows = batch.predict_rows_T
         scaled = torch.log_softmax(output.logits.flatten(0, 1).index_select(0, rows).float() / temperature, dim=-1)

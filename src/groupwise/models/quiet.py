@@ -13,7 +13,8 @@ __all__ = ["quiet", "quieten_bitsandbytes"]
 
 
 def quieten_bitsandbytes() -> None:
-    """Before its first import: on CPUs it asks for another package's 4-bit product, which nothing here computes with."""
+    """Set up bitsandbytes before its first import: on CPUs it asks for another package's 4-bit product, which nothing here computes
+    with."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

@@ -194,7 +194,7 @@ class RewardModel:
 
     @classmethod
     def from_config(cls, config: RewardModelConfig) -> RewardModel:
-        """From an entry of ``rewards.functions``; reads no weights."""
+        """Make one from an entry of ``rewards.functions``; reads no weights."""
         return cls(config.name, **config.model_dump(exclude={"name"}))
 
     @property

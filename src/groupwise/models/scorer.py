@@ -46,12 +46,12 @@ class Scorer(Protocol):
         ...
 
     def score(self, batch: PackedTokens, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False) -> Scored:
-        """As ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
+        """Like ``logprobs``, with the entropies and hidden states of the predicted tokens if asked for."""
         ...
 
 
 def as_in_learning(scorer: Scorer) -> AbstractContextManager[None]:
-    """In here the passes without gradients say what those with gradients do: an adapter's dropout acts in both."""
+    """A context in which passes without gradients say what those with gradients do: an adapter's dropout acts in both."""
     enter = getattr(scorer, "as_in_learning", None)
     return nullcontext() if enter is None else enter()
 

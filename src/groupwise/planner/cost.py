@@ -169,7 +169,8 @@ _BUS_BYTES_PER_S = 20e9
 
 
 def _update_s(setup: Setup, bandwidth: float) -> float:
-    """In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, weights the other."""
+    """Seconds of an update. In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, weights the
+    other."""
     if not (setup.device == "cuda" and setup.config.optimizer.offload):
         return _optimizer_bytes(setup) / bandwidth
     crossing = 2 * setup.weight_bytes * setup.trained / _BUS_BYTES_PER_S

@@ -292,8 +292,8 @@ def _phase(name: str, items: list[Item]) -> Phase:
 
 
 def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
-    """On CPU with an adapter, what glibc loses of its forward pass instead of a share: freed fp32 blocks (a layer's two widest, and
-    norms) that an aligned request of the same size does not fit into, which PyTorch's all are. Measured with glibc 2.36."""
+    """The phase with what glibc loses of an adapter's forward pass on a CPU, instead of a share: freed fp32 blocks (a layer's two widest,
+    and norms) that an aligned request of the same size does not fit into, which PyTorch's all are. Measured with glibc 2.36."""
     if setup.device != "cpu" or not setup.adapted or setup.packed or setup.weight_bytes == 4:
         return learning
     shape, rows = setup.shape, setup.largest.padded

@@ -332,7 +332,7 @@ def smaller_model(made: Plan) -> str | None:
 
 
 def _more_devices(config: Config, source: Path, named: bool) -> str | None:
-    """For a run over several devices that was planned for one; ``named``: whether somebody said which kind of device."""
+    """A hint for a run over several devices that was planned for one; ``named``: whether somebody said which kind of device."""
     text = source.read_text(encoding="utf-8")
     start = re.search(r"^#.*--num-processes[ =](\d+)", text, re.MULTILINE)
     way = config.training.sharding

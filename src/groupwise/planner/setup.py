@@ -115,7 +115,7 @@ class Setup:
     """Weights of the model that never learn, of one that is trained whole: a critic's output head."""
 
     def changed(self, **changes: Any) -> Setup:
-        """With some settings changed, named ``section__field`` or ``section__section__field``."""
+        """A copy with some settings changed, named ``section__field`` or ``section__section__field``."""
         config = self.config
         for name, value in changes.items():
             config = _changed(config, name.split("__"), value)

@@ -47,7 +47,7 @@ class Suggestion:
 
     @property
     def words(self) -> str:
-        """As one types it after ``groupwise train RECIPE``."""
+        """The settings as one types them after ``groupwise train RECIPE``."""
         more = f" --num-processes {self.world_size}" if self.rank == _MORE_DEVICES else ""
         return " ".join(f"{name}={_typed(value)}" for name, value in self.settings.items()) + more
 
@@ -81,7 +81,7 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
 
 
 def _worth_their_time(suggestions: list[Suggestion]) -> list[Suggestion]:
-    """Without those that are far slower than another; but what leaves every number as it is has no substitute."""
+    """The suggestions without those that are far slower than another; but what leaves every number as it is has no substitute."""
     soonest = min(one.step_s for one in suggestions)
     return [one for one in suggestions if one.rank == 0 or one.step_s <= _FAR_SLOWER * soonest]
 

@@ -221,7 +221,7 @@ def _describe_error(error: OSError) -> str:
 
 
 def _become_private() -> None:
-    """Into new namespaces. Root maps itself, to reach files that are root's, and ``nobody``, whom it becomes."""
+    """Move into new namespaces. Root maps itself, to reach files that are root's, and ``nobody``, whom it becomes."""
     with open("/proc/self/oom_score_adj", "w") as first_to_go:
         first_to_go.write("1000")  # when memory runs out, this is killed before the run
     uid, gid, me = os.getuid(), os.getgid(), os.getpid()
@@ -522,7 +522,7 @@ def _used_bytes() -> int:
 
 
 def _show(printed: bytes) -> None:
-    """On the run's own error stream, where it cannot act on a terminal."""
+    """Write to the run's own error stream, in a form that cannot act on a terminal."""
     if not printed:
         return
     text = printed[:OUTPUT_BYTES].decode("utf-8", "replace") + ("\n[...]\n" if len(printed) > OUTPUT_BYTES else "")

@@ -86,7 +86,7 @@ class CompletionRecord:
 
     @property
     def transcript(self) -> str:
-        """For a person to read: where there are several turns, each begins with who speaks."""
+        """The text for a person to read: where there are several turns, each begins with who speaks."""
         return "\n".join(f"[{turn.role}] {turn.text}" for turn in self.turns) if len(self.turns) > 1 else self.text
 
 

@@ -166,7 +166,7 @@ class RunFolder:
         write_json(self.environment, {**about, **describe_environment(command)})
 
     def add_to_environment(self, **facts: object) -> None:
-        """What was found out after the run had begun."""
+        """Add what was found out after the run had begun."""
         write_json(self.environment, {**json.loads(self.environment.read_bytes()), **facts})
 
     @property

@@ -76,7 +76,7 @@ class SamplerSlot:
     """None where the engine has weights of its own anyway."""
 
     def take_weights(self, version: int, sharding: Sharding) -> None:
-        """For all processes at once."""
+        """Sample with the policy's weights as they are now. A collective call."""
         if self.copy is not None:
             with sharding.whole():
                 self.copy.follow()
@@ -144,7 +144,7 @@ class Ahead:
         return batch.prompts, batch.sampled()
 
     def go_on(self, step: int) -> None:
-        """As ``take``, where the step's batch is in hand already: a run resumes inside its updates."""
+        """Like ``take``, where the step's batch is in hand already: a run resumes inside its updates."""
         self._bring_back()
         self._waited_s = 0.0
         self._begin(step + 1, step)
@@ -163,7 +163,7 @@ class Ahead:
         return {"rollout/staleness": Mean.of(now - c.policy_version for group in groups for c in group.completions)}
 
     def finish_for_checkpoint(self) -> None:
-        """Before a checkpoint: what cannot be sampled again from what it holds is waited for, and brought together. For all at once."""
+        """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken."""
         if self.borrows or self.world.size > 1:
             self.wait_for_all()
         if self.world.size > 1:
@@ -180,7 +180,7 @@ class Ahead:
         self._batches.clear()
 
     def wait_for_all(self) -> None:
-        """Until nothing is being sampled."""
+        """Wait until nothing is being sampled."""
         for batch in self._batches.values():
             if batch.order is not None:
                 self._thread.wait(batch.order)
@@ -241,7 +241,7 @@ class Ahead:
         self._restored = (tensors, values) if values else None
 
     def _bring_back(self) -> None:
-        """What came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones, and
+        """Restore what came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones, and
         so are those of a run that did not divide its weights, where they are divided now."""
         if self._restored is None:
             return
@@ -275,7 +275,7 @@ class Ahead:
 
 
 class _WaitingEngine(Engine):
-    """Over an engine that also samples ahead: it waits until that is done, and brings the newest weights."""
+    """Wraps an engine that also samples ahead: waits until that is done, and brings the newest weights."""
 
     holds_weights = True
 
@@ -368,7 +368,7 @@ class PolicyCopy:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What ``state`` gave. KeyError or RuntimeError: that was another model's."""
+        """Load what ``state`` gave. KeyError or RuntimeError: that was another model's."""
         for name, weight in self._own():
             weight.copy_(tensors[name])
 
@@ -381,7 +381,7 @@ class WholeCopy:
     """A decoder with the whole weights of one whose own are divided among processes; with an adapter, the merged ones."""
 
     def __init__(self, policy: Policy, decoder: Decoder) -> None:
-        """To be made, and to ``follow``, when the weights of ``decoder``, the policy's, are whole."""
+        """Make one, and ``follow``, when the weights of ``decoder``, the policy's, are whole."""
         self.original = decoder
         self.policy = replace(policy, tokenizer=copy.deepcopy(policy.tokenizer))  # as above
         self.decoder = decoder.snapshot()

@@ -72,7 +72,7 @@ class Snapshot:
         return sum(t.numel() * t.element_size() for t in self._to_copy())
 
     def size_bytes(self) -> int:
-        """On the disk: of the model (of one with an adapter the adapter), and of all files."""
+        """Bytes on the disk of the model (of one with an adapter the adapter), and of all files."""
         model = self.policy.model
         of_model = (p for p in model.parameters() if p.requires_grad) if is_adapted(model) else model.parameters()
         return sum(p.numel() * p.element_size() for p in of_model) + sum(size_bytes(of_file) for of_file in self.tensors.values())

@@ -104,7 +104,7 @@ def set_suspect_aside(folder: Path, updates: int) -> Path | None:
 
 
 def last_good(folder: Path, updates: int, resumed_from: Path | None) -> str | None:
-    """In words, the newest checkpoint whose weights a sound update was made from, others set aside; None where there is none at all.
+    """A sentence on the newest checkpoint whose weights a sound update was made from, others set aside; None where there is none at all.
 
     ``updates``: how many the run has made. ``resumed_from``: the checkpoint of another folder that it began with.
     """
@@ -170,7 +170,7 @@ def damage(checkpoint: Path, *, others: bool = False) -> str | None:
 
 
 def is_sound(checkpoint: Path) -> bool:
-    """As ``verify_checkpoint``, without words."""
+    """Whether ``verify_checkpoint`` would pass."""
     try:
         verify_checkpoint(checkpoint)
     except CheckpointError:

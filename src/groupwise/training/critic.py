@@ -77,8 +77,8 @@ class Critic:
         return self.values(scored.hidden_T)
 
     def _packed(self, micro_batch: MicroBatch, trunk: Trunk) -> PackedTokens:
-        """As the trunk wants it: packed rows, or padded ones. An id beyond what it embeds is read as its last one: models of one family
-        differ in rows that stand for no token."""
+        """The input as the trunk wants it: packed rows, or padded ones. An id beyond what it embeds is read as its last one: models of one
+        family differ in rows that stand for no token."""
         policy, embedded = self.policy, _embedded(trunk)
         if policy and isinstance(policy, ModuleScorer) is isinstance(trunk, ModuleScorer) and _embedded(policy) == embedded:
             return micro_batch.packed
@@ -124,7 +124,7 @@ class Critic:
 
     @property
     def loss_scale(self) -> float:
-        """By what the loss of a critic of its own is multiplied before its backward pass; 1 except with half-precision weights."""
+        """The factor of the loss of a critic of its own before its backward pass; 1 except with half-precision weights."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     def step(self, made: bool) -> None:
@@ -199,7 +199,7 @@ def make_critic(scorer: Scorer, config: Config) -> Critic:
 
 
 def check_critic(config: Config, tokenizer: Any, context: int) -> None:
-    """What can be wrong with a critic of another name, found without its weights; ``tokenizer`` and ``context`` are the policy's.
+    """Check a critic of another name without its weights; ``tokenizer`` and ``context`` are the policy's.
 
     Raises:
         ModelError: it cannot be loaded.

@@ -19,7 +19,8 @@ __all__ = ["save_final_model", "write_summary"]
 
 
 def save_final_model(run: Run) -> None:
-    """For all processes at once. Raises TrainingError when the disk does not take it; an earlier end's model is then still there."""
+    """Save the final model, a collective call. Raises TrainingError when the disk does not take it; an earlier end's model is then still
+    there."""
     release_freed_memory()  # steps need none of it any more
     policy = run.sharding.whole_policy(run.policy)
     run.world.on_rank0(lambda: write_model(run, policy))

@@ -43,7 +43,7 @@ class EntropyTerms:
         return self.chooses_tokens or self._may_act(groups)
 
     def choose_tokens(self, batch: Batch) -> dict[str, Metric]:
-        """For all processes at once: leave all but the configured share of the step's tokens, those of most entropy, out of the loss."""
+        """Leave all but the configured share of the step's tokens, those of most entropy, out of the loss. A collective call."""
         if not self.chooses_tokens:
             return {}
         own_T = torch.zeros_like(batch.weights_T) if batch.entropy_T is None else batch.entropy_T
@@ -54,7 +54,7 @@ class EntropyTerms:
         return {"policy/tokens_kept": Mean(float((ordered >= threshold).sum()), len(ordered))}
 
     def choose_bonus(self, groups: Sequence[Group], batch: Batch) -> dict[str, Metric]:
-        """For all processes at once: the weight of the bonus in this batch, by the entropy that its tokens show."""
+        """The weight of the bonus in this batch, by the entropy that its tokens show. A collective call."""
         if self.settings.bonus == 0:
             return {}
         acts, floor = self._may_act(groups), self.settings.floor
@@ -64,7 +64,8 @@ class EntropyTerms:
         return {BONUS: Max(self.settings.bonus if acts else 0.0)}
 
     def _may_act(self, groups: Sequence[Group]) -> bool:
-        """As far as the samples say. Where their logprobs are not the policy's, the floor is looked at after a pass of its own."""
+        """Whether the bonus may act, as far as the samples say. Where their logprobs are not the policy's, the floor is looked at after a
+        pass of its own."""
         bonus, floor = self.settings.bonus, self.settings.floor
         if bonus == 0 or floor is None or not self._samples_say:
             return bonus > 0

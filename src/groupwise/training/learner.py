@@ -182,7 +182,7 @@ class Learner:
         return Learnt(window.advantages, window.metrics)
 
     def _score(self, window: Window) -> None:
-        """Before the first update: by the reference, and by policy and critic what the advantages or the loss ask of them."""
+        """Score the batch before the first update: by the reference, and by policy and critic as far as advantages or loss ask."""
         scored = self._attempt(
             lambda: merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)]), [window]
         )
@@ -284,7 +284,7 @@ class Learner:
         return cut(batch, self.scorer, self.budget.tokens)
 
     def _keep_token_advantages(self, batch: Batch) -> None:
-        """For the record, where tokens of one completion differ."""
+        """Keep advantages of tokens for the record, where tokens of one completion differ."""
         assert batch.advantages_T is not None
         pieces = batch.by_member(batch.advantages_T)
         logged = {member: piece.tolist() for member, piece in pieces if member[0] < self.config.output.log_tokens}
@@ -350,7 +350,7 @@ class Learner:
 
     @torch.no_grad()
     def entropies(self, window: Window) -> Tensor:
-        """For all processes at once: the entropy of the current policy at each token of ``window``, ``[T]`` in nats."""
+        """Entropy of the current policy at each token of ``window``, ``[T]`` in nats. A collective call."""
         with self.sharding.evened(self.scorer, len(window.micro_batches)):
             parts = [self._pass(micro_batch, entropy=True).entropy_T for micro_batch in window.micro_batches]
         return torch.cat(
@@ -365,7 +365,7 @@ class Learner:
         return time.perf_counter()
 
     def accumulate(self, passes: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
-        """For all processes at once: add the gradients of ``passes`` to what the next ``step`` takes. Their losses are summed, not
+        """Add the gradients of ``passes`` to what the next ``step`` takes, a collective call. Their losses are summed, not
         averaged.
 
         Without gradients switched on (``torch.no_grad``) only the numbers are computed. ``stop`` is asked before each pass; where it

@@ -85,7 +85,7 @@ class PassBudget:
 
     @contextmanager
     def lowered(self, tokens: int) -> Iterator[None]:
-        """At most ``tokens`` in here. Where memory ran out all the same, what was halved stays so."""
+        """Allow at most ``tokens`` inside this context. Where memory ran out all the same, what was halved stays so."""
         before, self.tokens = self.tokens, tokens
         try:
             yield

@@ -47,7 +47,7 @@ class LossScale:
         return self.value > _LEAST
 
     def update(self, finite: bool) -> None:
-        """After each attempt at an update."""
+        """Adapt the scale after an attempt at an update."""
         self.made_in_a_row = self.made_in_a_row + 1 if finite else 0
         if not finite:
             self.value = max(_LEAST, self.value / 2)
@@ -233,7 +233,7 @@ class MasterAdamW:
         return self._scale is not None and self._scale.can_recover
 
     def seed_noise(self, seed: int) -> None:
-        """What stochastic rounding draws from now on; without it nothing here is random."""
+        """Seed what stochastic rounding draws from now on; without it nothing here is random."""
         if isinstance(self.adamw, StochasticAdamW):
             self.adamw.seed = seed
 

@@ -35,7 +35,8 @@ class Reference:
             self._average = {name: local(p).float().clone() for name, p in self.scorer.named_parameters()}
 
     def _park(self) -> None:
-        """Into the machine's memory. The module's own parameters, views of the decoder's, would hold on to the old place: they go."""
+        """Move the weights into the machine's memory. The module's own parameters, views of the decoder's, would hold on to the old place:
+        they go."""
         own = {id(parameter) for _, parameter in self.scorer.named_parameters()}
         for _, parameter in self.scorer.named_parameters():
             weights = parameter.data.cpu()

@@ -197,7 +197,8 @@ class Run:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """What a signal abandons in here ends the run, after saving it; several processes come to its end together, and stop there."""
+        """A context: what a signal abandons inside it ends the run, after saving it; several processes come to its end together, and stop
+        there."""
         try:
             yield
         except AbandonStep:
@@ -273,7 +274,7 @@ class Run:
         return done
 
     def _make_ready(self) -> None:
-        """What all processes do before a checkpoint is taken."""
+        """Prepare all processes for a checkpoint."""
         self.sharding.check()
         if self.ahead is not None:
             self.ahead.finish_for_checkpoint()
@@ -422,7 +423,7 @@ class Run:
         return self.world.on_rank0(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
-        """For all processes at once; the first one's is whole."""
+        """Take a snapshot, a collective call; the first process's is whole."""
         assert self.learner is not None
         about = about_run(self.prepared, self.evaluations, None if updates else done)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)

@@ -45,7 +45,7 @@ __all__ = ["Beginning", "RunFolderResolver", "finished_run", "start"]
 
 @dataclass(frozen=True)
 class Beginning:
-    """From what a run begins."""
+    """What a run begins from."""
 
     path: Path
     """Its folder."""
@@ -106,7 +106,7 @@ class RunFolderResolver:
     said: list[str]
 
     def resolve(self, opened: list[RunFolder]) -> Beginning:
-        """From what the run begins; the folder itself, locked, goes into ``opened``."""
+        """Find out what the run begins from; the folder itself, locked, goes into ``opened``."""
         folder, checkpoint = None, self.checkpoint
         if self.resumed:
             folder, checkpoint = continue_in(self.resumed.expanduser(), self.said.append)
@@ -237,7 +237,7 @@ def _load_parts(
 
 
 def _note(trackers: Trackers, folder: RunFolder | None, choices: list[Choice]) -> None:
-    """Which fast paths were taken, into the run's environment; what was left out is said. ``folder``: of the process that writes."""
+    """Write which fast paths were taken into the run's environment; what was left out is said. ``folder``: of the process that writes."""
     if folder is None:
         return
     folder.add_to_environment(fast_paths=[choice.to_json() for choice in choices])
@@ -258,7 +258,7 @@ def _set_up_process(config: Config, world: World) -> None:
 
 
 def _say(trackers: Trackers, said: list[str], notes: list[str]) -> None:
-    """What was found while the run was prepared; a note that the check has said is not said again."""
+    """Say what was found while the run was prepared; a note that the check has said is not said again."""
     for sentence in said:
         trackers.say(sentence, "yellow")
     for note in notes:

@@ -25,7 +25,7 @@ __all__ = ["AbandonStep", "StopSignals"]
 
 
 def say_now(sentence: str) -> None:
-    """To standard error, past every buffer: a handler may have interrupted whoever holds a stream's lock."""
+    """Write to standard error, past every buffer: a handler may have interrupted whoever holds a stream's lock."""
     with suppress(OSError):  # the terminal may be closed
         os.write(2, f"\n{sentence}\n".encode())
 

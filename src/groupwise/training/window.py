@@ -80,7 +80,7 @@ class Window:
         return self.batch.computed(), values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Into a window of the same groups. Raises KeyError or ValueError for those of another."""
+        """Restore into a window of the same groups. Raises KeyError or ValueError for those of another."""
         self.batch.restore(tensors)
         self.advantages = [list(group) for group in values["advantages"]]
         self.metrics, self.updates = {}, int(values["updates"])

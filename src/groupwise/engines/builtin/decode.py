@@ -167,7 +167,7 @@ def rearranging_helps(weight: Tensor) -> bool:
 
 
 def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32) -> Product:
-    """As ``plain_product``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size."""
+    """Like ``plain_product``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size."""
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -287,7 +287,7 @@ class DecodeStep:
         return True
 
     def _tensors(self) -> list[Tensor]:
-        """In shapes that also say how lanes are laid out."""
+        """The tensors, in shapes that also say how lanes are laid out."""
         own = [getattr(self, one.name) for one in fields(self) if one.name not in ("room", "lanes")]
         if self.lanes is None:
             return own

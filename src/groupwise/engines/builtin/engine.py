@@ -110,7 +110,7 @@ class _Call:
         return len(self.request.prompts) * self.request.samples_per_prompt - len(self.ended)
 
     def key(self, prompt: Prompt, sample: int, turn: int) -> int:
-        """Of the randomness of a turn."""
+        """The seed key of a turn."""
         name, index = turn_name(prompt.problem.id, sample, turn)
         return seed_key(self.request.seed, self.request.scope, name, index, prompt.occurrence)
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    """What can be wrong is looked for first, before torch and vLLM are imported."""
+    """Serve; what can be wrong is looked for first, before torch and vLLM are imported."""
     from groupwise.engines.vllm.protocol import check_versions
 
     remark = check_versions()

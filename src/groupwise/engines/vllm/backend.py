@@ -83,8 +83,9 @@ def _missing(model: nn.Module, loaded: set[str], sent: set[str]) -> list[str]:
 
 
 def _pack_again(model: nn.Module) -> None:
-    """On CPUs vLLM 0.32 computes from packed copies of weights. The copy of an output head that shares its weight with the embedding
-    is not renewed by reloading, which passes by layers without a tensor of their own: the old head would go on answering."""
+    """Pack the output head again. On CPUs vLLM 0.32 computes from packed copies of weights. The copy of an output head that shares its
+    weight with the embedding is not renewed by reloading, which passes by layers without a tensor of their own: the old head would go on
+    answering."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel():

@@ -84,7 +84,8 @@ class Client:
             raise Refused(f"{self.where} read part {index} of the weights as {told}, but {sha256} was sent")
 
     def _put(self, data: bytes) -> str:
-        """Into the shared folder; the file's name there. It lies there until the server has loaded it, or the next update begins."""
+        """Write a file into the shared folder and return its name there. It lies there until the server has loaded it, or the next update
+        begins."""
         assert self._shared is not None
         try:
             handle, name = tempfile.mkstemp(prefix="groupwise-", suffix=".safetensors", dir=self._shared)

@@ -104,7 +104,7 @@ class VllmEngine(Engine):
         return f"{self._owner}:{self._pushes}"
 
     def refresh(self, policy_version: int) -> None:
-        """For all processes at once: push the weights, and let the server show that it computes with them."""
+        """Push the weights, and let the server show that it computes with them. A collective call."""
         started = time.perf_counter()
         self.world.all_gather_object(None)  # from here on no process samples from the weights before
         self._pusher = threading.get_ident()  # only this thread knows when the weights stand still
@@ -260,7 +260,7 @@ class VllmEngine(Engine):
         return int(config.get_text_config().vocab_size)
 
     def _push(self, policy: Policy | None) -> None:
-        """For the first process, and for one that finds the weights lost."""
+        """Push the weights, in the first process and in one that finds the weights lost."""
         assert policy is not None, "the first process was not given the whole weights"
         push(
             self.link, policy, self.weights, self.policy_version,

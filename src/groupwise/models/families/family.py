@@ -43,7 +43,7 @@ def no_windows(settings: Settings) -> Windows:
 
 
 def windows_by_kind(settings: Settings) -> Windows:
-    """As ``layer_types`` names the kind of each layer."""
+    """The window of each kind of layer that ``layer_types`` names."""
     return tuple(settings.get("sliding_window") if kind == SLIDING else None for kind in settings["layer_types"])
 
 
@@ -101,7 +101,7 @@ class Family:
         return next((reason for name, reason in _UNCOVERED.items() if settings.get(name)), None)
 
     def activation_of(self, settings: Settings) -> str:
-        """As ``ops.gated`` names it."""
+        """The activation's name in ``ops.gated``."""
         return ACTIVATIONS[settings.get(*self.activation)]
 
     def query_scale_of(self, settings: Settings) -> float | None:

@@ -10,7 +10,7 @@ _MISTRAL_WINDOW = 4096
 
 
 def _qwen_windows(settings: Settings) -> Windows:
-    """From ``max_window_layers`` on, where windows are switched on; newer files name the kind of each layer."""
+    """Windows of the layers from ``max_window_layers`` on, where windows are switched on; newer files name the kind of each layer."""
     layers, first = range(int(settings["num_hidden_layers"])), int(settings.get("max_window_layers") or 0)
     if settings.get("layer_types") is not None:
         return windows_by_kind(settings)

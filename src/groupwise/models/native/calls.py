@@ -194,7 +194,7 @@ def soften(scores: Tensor, queries: int, unit: int, offset: int, low: Tensor | N
 def soften_backward(
     scores: Tensor, grads: Tensor, top: Tensor, delta: Tensor, queries: int, unit: int, offset: int, low: Tensor | None = None
 ) -> None:
-    """In place: ``scores`` to weights w = exp(scores - top), and ``grads`` to (grads - delta) w. Lines as for ``soften``."""
+    """Turn in place ``scores`` into weights w = exp(scores - top), and ``grads`` into (grads - delta) w. Lines as for ``soften``."""
     addresses = [x.data_ptr() for x in (scores, grads, top, delta)]
     first = None if low is None else low.data_ptr()
     _functions["gw_soften_backward"](*addresses, first, top.numel(), scores.shape[-1], queries, unit, offset)
@@ -214,7 +214,7 @@ def by_heads(rows: Tensor, index: Tensor | range, heads_first: Tensor, kv_heads:
 
 
 def add_by_heads(rows: Tensor, index: Tensor, heads_first: Tensor, kv_heads: int) -> None:
-    """As ``by_heads`` with ``back``, added to what is there; the last row, which stands for padding, is left alone."""
+    """Like ``by_heads`` with ``back``, added to what is there; the last row, which stands for padding, is left alone."""
     queries = len(index) * kv_heads // len(heads_first)
     width = rows.shape[1] // kv_heads * rows.shape[2]
     _functions["gw_add_by_heads"](

@@ -69,7 +69,7 @@ def read_rows(path: Path, rows: Mapping[str, tuple[torch.Size, Rows]]) -> dict[s
 
 
 def read_by_one(blocks: Blocks, world: World) -> bool:
-    """For all at once: whether the first process alone has the numbers of ``blocks``, and the others shapes on the meta device.
+    """Whether the first process alone has the numbers of ``blocks``, and the others shapes on the meta device. A collective call.
 
     Raises RankError where the processes have not the same model: other shapes, or, where each has read it, other numbers.
     """

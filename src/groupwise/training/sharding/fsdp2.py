@@ -145,7 +145,7 @@ class FSDP2(Divided):
         return self._gather(pieces)
 
     def _gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the first process's CPU; what is no piece of a parameter stays as it is. Nothing on the others."""
+        """Gather whole tensors on the first process's CPU; what is no piece of a parameter stays as it is. Nothing on the others."""
         shapes, tensors = self._shapes(), {}
         for name, piece in pieces.items():
             shape = _of(shapes, name)
@@ -211,7 +211,8 @@ class ShardedAdamW(MasterAdamW):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """After a backward pass. FSDP2 adds gradients up itself, in the rows' dtype; in fp32 it is done here where that is not."""
+        """Collect the gradients of a backward pass. FSDP2 adds gradients up itself, in the rows' dtype; in fp32 it is done here where that
+        is not."""
         for master, parameter in zip(self.masters, self.divided, strict=True):
             if parameter.grad is None:
                 continue
@@ -241,7 +242,7 @@ class ShardedAdamW(MasterAdamW):
 
     @torch.no_grad()
     def close(self) -> None:
-        """What comes after begins with the weights that compute, as it does where masters are apart from them."""
+        """Round to the weights that compute: what comes after begins with them, as where masters are apart from them."""
         super().close()
         for parameter in self.parameters:
             parameter.copy_(parameter.to(self.dtype))

@@ -71,7 +71,7 @@ def with_whole_weights(engine: Engine, sharding: Sharding) -> Engine:
 
 
 class _Gathering(Engine):
-    """Over an engine that reads the policy's weights."""
+    """Wraps an engine that reads the policy's weights."""
 
     def __init__(self, engine: Engine, sharding: Sharding) -> None:
         self.engine, self.sharding = engine, sharding

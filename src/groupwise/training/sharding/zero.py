@@ -56,7 +56,7 @@ def import_deepspeed(device_type: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what DeepSpeed prints and warns of while it is imported and set up."""
+    """A context without what DeepSpeed prints and warns of while it is imported and set up."""
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -117,8 +117,8 @@ def make_engine(
     optimizer: OptimizerConfig | None,
     prepare: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Any:
-    """For all processes at once. Without ``optimizer`` it only computes. ``prepare`` is called with each module before stage 3 divides it,
-    and puts its tensors where they belong."""
+    """DeepSpeed's engine over ``blocks``, a collective call. Without ``optimizer`` it only computes. ``prepare`` is called with each module
+    before stage 3 divides it, and puts its tensors where they belong."""
     config = _config(stage, blocks, dtype, device.type, optimizer.max_grad_norm if optimizer else None)
     with _quiet():
         if stage == 3:
@@ -197,7 +197,7 @@ class ZeroAdamW:
         return self.zero.optimizer
 
     def step(self, rate: float) -> tuple[float, bool]:
-        """As ``MasterAdamW.step``, for all processes at once."""
+        """Like ``MasterAdamW.step``; a collective call."""
         for group in self.zero.param_groups:
             group["lr"] = rate
         with exchanging():
@@ -220,7 +220,7 @@ class ZeroAdamW:
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:
-        """For all at once: whole tensors on the first process's CPU, by name; nothing on the others."""
+        """Whole tensors on the first process's CPU, by name; nothing on the others. A collective call."""
         tensors: dict[str, Tensor] = {}
         for (name, parameter), stretch in zip(self.named, self.stretches, strict=True):
             shape = getattr(parameter, "ds_shape", parameter.shape)
