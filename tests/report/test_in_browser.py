@@ -149,7 +149,7 @@ def test_held_out_accuracy_is_a_curve_beside_the_others_with_all_runs_in_it(page
     browser = page(Story(), hacked)
     chart = "[...document.querySelectorAll('#curves figure')].find((f) => f.textContent.startsWith('evaluation/sampled_strict'))"
     draw_all(browser)
-    assert browser.run(f"{chart}.querySelectorAll('.spread').length") == 2
+    assert browser.run(f"{chart}.querySelectorAll('.band').length") == 2
     assert browser.run(f"{chart}.querySelectorAll('.run1 .dot').length") == 4
     assert browser.run(f"{chart}.querySelectorAll('.raw').length") == 0, "an interval is no noise to be smoothed away"
     assert re.search(r"run-1 10% \[\d+\.\d, \d+\.\d\]", browser.run(f"{chart}.textContent"))

@@ -20,7 +20,7 @@ __all__ = ["inspect_source"]
 
 BAD_ROWS_SHOWN = 10
 MEASURED = 2_000
-"""Prompts that are tokenised for the distribution of lengths, spread evenly over the source."""
+"""Prompts that are tokenised for the distribution of lengths, evenly spaced over the source."""
 
 
 Render = Callable[[Problem, str | None], Prompt]

@@ -2,7 +2,7 @@
 
 ``W + scaling B A`` is added up in fp32 and rounded to the base's dtype, for one layer at a time. Rounding to the nearest would lose
 most of it: the base's numbers lie on the grid of their dtype, a young adapter changes them by less than half a step of that grid, and
-then nothing would change at all. So the rounding is dithered: each weight has a fixed threshold, evenly spread, above which it takes the
+then nothing would change at all. So the rounding is dithered: each weight has a fixed threshold, evenly spaced, above which it takes the
 next step. On average a merged weight is the exact one, an adapter that adds nothing changes nothing, and the same factors always give
 the same weights: those that sample are those that learn.
 

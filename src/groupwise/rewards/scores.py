@@ -203,7 +203,7 @@ def remedy(kind: FailureKind) -> str:
     return "correct the function, or set rewards.on_error=skip to leave such groups out and count them"
 
 
-_NO_SPREAD = 1e-8
+_NO_DEVIATION = 1e-8
 """A standard deviation of less than this share of the numbers' size is rounding, and nothing is divided by it."""
 
 
@@ -212,7 +212,7 @@ class RunningStatistics:
     """Count, mean and sum of squared deviations of a stream of numbers, one batch at a time.
 
     Batches are merged by the pairwise rule of T. Chan, G. Golub and R. LeVeque (1979), "Updating formulae and a pairwise algorithm for
-    computing sample variances": exact up to rounding however the stream is cut, and stable where the mean is large beside the spread.
+    computing sample variances": exact up to rounding however the stream is cut, and stable where the mean is large beside the deviation.
     """
 
     count: int = 0
@@ -297,7 +297,7 @@ class Shaper:
     @property
     def _divisor(self) -> float:
         std = self.used.std
-        return std if std > _NO_SPREAD * abs(self.used.mean) else 1.0
+        return std if std > _NO_DEVIATION * abs(self.used.mean) else 1.0
 
 
 def numbers_of(score: Score) -> list[float]:

@@ -428,7 +428,7 @@ def adds_up_itself(parameter: nn.Parameter, config: OptimizerConfig) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some numbers of it, evenly spread: a view."""
+    """Some of its numbers, evenly spaced: a view."""
     return tensor.detach().view(-1)[:: max(1, -(-tensor.numel() // _WATCHED))]
 
 

@@ -253,7 +253,7 @@ function lineChart(id, title, unit, about, lines_) {
   const smoothed = lines.map((line) => (line.judged ? line.values : smooth(scales.robust ? clamped(line.values) : line.values, state.smoothing)));
   const [edge, beyond] = spikes(id, scales, lines, write);
   const marks = lines.map((line, i) => svg('g', { class: line.look },
-    line.low ? svg('path', { class: 'spread', d: area(scales, line.at, line.low, line.high) }) : null,
+    line.low ? svg('path', { class: 'band', d: area(scales, line.at, line.low, line.high) }) : null,
     state.smoothing && !line.judged ? svg('path', { class: 'raw', d: path(scales, line.at, line.values) }) : null,
     line.steps.length === 1 || line.judged ? line.at.map((at, j) => svg('circle', { class: 'dot', cx: scales.x(at), cy: scales.y(line.values[j]), r: 3 })) : null,
     svg('path', { class: 'line', d: path(scales, line.at, smoothed[i]) })));

@@ -63,23 +63,23 @@ function perToken(rule, one) {
   return weights[rule.aggregation] === undefined ? NaN : one.advantage * weights[rule.aggregation];
 }
 
-function meanAndSpread(values) {
+function meanAndDeviation(values) {
   const mean = values.reduce((a, b) => a + b, 0) / values.length;
-  const spread = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / Math.max(1, values.length - 1));
-  return [mean, spread];
+  const deviation = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / Math.max(1, values.length - 1));
+  return [mean, deviation];
 }
 
 function howAdvantages(run, rows) {
   const rule = run.advantage, rewards = rows.map((one) => one.reward);
   if (!rule || rewards.some(Number.isNaN)) return null;
-  const [mean, spread] = meanAndSpread(rewards);
+  const [mean, deviation] = meanAndDeviation(rewards);
   const baselines = { group_mean: 'the group’s mean, ' + number(mean), leave_one_out: 'the mean of the others in the group', batch_mean: 'the mean of the whole batch', none: 'nothing' };
-  const scales = { group_std: ', divided by the group’s standard deviation, ' + number(spread) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', centred_std: ', divided by the standard deviation of these differences over the whole batch', none: '' };
+  const scales = { group_std: ', divided by the group’s standard deviation, ' + number(deviation) + ' + ' + number(rule.epsilon), batch_std: ', divided by the standard deviation of the whole batch', centred_std: ', divided by the standard deviation of these differences over the whole batch', none: '' };
   const others = { gae: 'by a learned value (GAE)', maxrl: 'reward less the group’s mean, divided by that mean', gdpo: 'each component normalised within its group, added, and normalised over the batch' };
   const perTokenWords = { sequence_mean: 'advantage / (tokens × ' + rule.completions + ' completions of the step)', token_mean: 'advantage / all tokens of the step',
     fixed: 'advantage / (' + rule.completions + ' completions × ' + rule.max_tokens + ' tokens)', sequence_sum: 'advantage / ' + rule.completions + ' completions of the step' };
   const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
-  const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : spread + rule.epsilon)))) : NaN;
+  const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : deviation + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
   return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
     '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
