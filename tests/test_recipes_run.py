@@ -15,7 +15,7 @@ from groupwise.config import load_config
 from groupwise.config.load import recipes
 from groupwise.doctor import diagnose_settings
 
-GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu"]
+GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu", "tutorial-1.5b"]
 LESS = {"rollout.max_completion_tokens": 3, "training.steps": 2, "evaluation.problems": 2, "model.device": "cpu"}
 
 
@@ -107,7 +107,8 @@ def check(config, result, seen):
         assert {f"reward/{name}" for name in functions} <= report.metrics.keys()
         assert report.metrics["optimizer/grad_norm"] > 0
         assert report.metrics["optimizer/dropped_updates"] == 0
-        assert report.metrics["policy/sampler_mismatch"] < 0.02, "bf16 rounding"
+        if config.samples_are_the_policys:
+            assert report.metrics["policy/sampler_mismatch"] < 0.02, "bf16 rounding"
         assert ("policy/kl" in report.metrics) == (config.algorithm.beta > 0)
     assert seen[0].metrics.get("policy/kl", 0) == 0
     assert seen[-1].metrics["progress/policy_version"] == 2 * config.algorithm.updates_per_batch
@@ -142,7 +143,8 @@ def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, gsm8k, tmp_pat
     config, result, seen = run(name, changes, tmp_path / "run")
     check(config, result, seen)
     group = seen[0].groups[0]
-    assert group.prompt.text.startswith("<|im_start|>system\n")
+    begins = "Respond in the following format:\n<reasoning>" if name == "tutorial-1.5b" else "<|im_start|>system\n"
+    assert group.prompt.text.startswith(begins)
     assert ("<reasoning>" in group.prompt.text) is (name != "length-0.5b-2gpu")
     assert group.prompt.problem.question in group.prompt.text
     assert group.prompt.problem.answer.lstrip("-").isdigit()

@@ -117,7 +117,7 @@ def test_no_chat_template_is_an_error_with_a_remedy(with_template: Callable[[str
         ("plain", None, "User: 6 x 7?\nAssistant: "),
         ("plain", "Be brief.", "Be brief.\n\nUser: 6 x 7?\nAssistant: "),
         ("concat", None, "6 x 7?"),
-        ("concat", "Be brief.", "Be brief.\n\n6 x 7?"),
+        ("concat", "\nBe brief.\n", "Be brief.\n6 x 7?"),
     ],
 )
 def test_plain_styles(qwen_tokenizer: Any, style: Any, system: str | None, text: str) -> None:

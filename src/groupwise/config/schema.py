@@ -146,7 +146,8 @@ class PromptConfig(Section):
     """How a question becomes the text that the policy continues."""
 
     style: Literal["chat", "plain", "concat"] = "chat"
-    """`chat`: the model's own chat template. `plain`: `User: ...\\nAssistant: `. `concat`: system prompt and question, joined."""
+    """`chat`: the model's own chat template. `plain`: `User: ...\\nAssistant: `. `concat`: system prompt and question, stripped,
+    joined by a line break."""
     system: str = "auto"
     """`auto` (by data set), `xml` (<reasoning>/<answer>), `boxed` (\\boxed{}), `none`, or the text of a system prompt."""
 

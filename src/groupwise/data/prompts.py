@@ -71,7 +71,7 @@ def render(
     messages = _conversation(problem.question, system)
     if prompt.style == "chat":
         return _render_chat(problem, tokenizer, messages, tools)
-    text = _plain_text(messages) if prompt.style == "plain" else "\n\n".join(m["content"] for m in messages)
+    text = _plain_text(messages) if prompt.style == "plain" else "\n".join(m["content"].strip() for m in messages)
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
 
 
