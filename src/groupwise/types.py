@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 __all__ = [
-    "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn",
+    "CUT_SHORT", "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn",
     "number_occurrences",
 ]  # fmt: skip
 
@@ -19,6 +19,11 @@ FinishReason = Literal["stop", "length", "max_turns", "context_full", "environme
 """``stop``: the policy sampled one of the model's end tokens, and nothing answered it. ``length``: it hit the token limit first.
 ``max_turns``: what it did in its last turn would have been answered. ``context_full``: the answer did not fit within the token limit.
 ``environment_error`` and ``timeout``: the environment raised, or took too long."""
+CUT_SHORT: dict[str, str] = {
+    "length": "cut at the token limit", "max_turns": "cut at the limit of turns", "context_full": "no room for what came back",
+    "environment_error": "the environment failed", "timeout": "the environment took too long",
+}  # fmt: skip
+"""What people read of every reason but ``stop``."""
 CallFailure = Literal["invalid", "raised", "timed_out"]
 """``invalid``: nothing was called, since the call could not be read or there is no such tool or argument."""
 

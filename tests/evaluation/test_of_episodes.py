@@ -15,7 +15,7 @@ from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.metric_table import describe_metric
 from groupwise.tracking.numbers import evaluation_numbers
 from groupwise.tracking.results import RunResult
-from groupwise.tracking.tables import comparison_lines, judged_tables, legend
+from groupwise.tracking.tables import answer_text, comparison_lines, judged_tables, legend
 from groupwise.types import Completion, Problem, Prompt, ToolCall, Turn
 
 ASKED = {"temperature": 1.0, "max_tokens": 60, "style": "xml", "seed": 0}
@@ -133,3 +133,17 @@ def test_the_table_and_the_terminal_say_it_in_80_columns():
     assert "invalid and failed calls" in legend(rows)
     said = printed(lambda console: ConsoleTracker(console, show=0).evaluation(result))
     assert "turns 2.2, calls 1.2, invalid calls 16.7%, failed calls 33.3%" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"success": True, "reward": 0.4, "finish_reason": "stop"}, "success (the environment's reward 0.4)"),
+        ({"success": False, "reward": -1.0, "finish_reason": "length"}, "no success (the environment's reward -1, cut at the token limit)"),
+        ({"success": None, "reward": None, "finish_reason": "timeout"}, "not judged (the environment took too long)"),
+        ({"finish_reason": "length"}, "right, but not in the form asked for (found nothing, cut at the token limit)"),
+    ],
+)  # fmt: skip
+def test_what_people_read_of_an_episode_is_the_environment_s_judgement(said, shown):
+    record = {"strict": False, "lenient": True, "extracted": None, "response": "10", **said}
+    assert str(answer_text(record, Text)) == f"10\n{shown}"

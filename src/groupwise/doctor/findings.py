@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from groupwise.tracking.reading import CompletionRecord, RunRecord
+from groupwise.types import CUT_SHORT
 
 __all__ = [
     "SEVERITIES",
@@ -77,10 +78,6 @@ class Finding:
         return asdict(self)
 
 
-ENDED = {
-    "length": ["cut at the token limit"], "max_turns": ["cut at the limit of turns"], "context_full": ["no room for what came back"],
-    "environment_error": ["the environment failed"], "timeout": ["the environment took too long"],
-}  # fmt: skip
 MOST = 3
 LONGEST_TEXT = 1500
 
@@ -96,7 +93,7 @@ def shown(text: str) -> str:
 def show(record: CompletionRecord, remark: str = "") -> Example:
     verdict = {True: "right", False: "wrong", None: "not judged"}[record.strict]
     reward = "no reward" if record.reward is None else f"reward {record.reward:g}"
-    words = [reward, verdict, *ENDED.get(record.finish_reason, []), *([remark] if remark else [])]
+    words = [reward, verdict, *filter(None, [CUT_SHORT.get(record.finish_reason)]), *([remark] if remark else [])]
     where = f"step {record.step}, problem {record.problem}, sample {record.sample}"
     return Example(where, shown(record.transcript), ", ".join(words))
 

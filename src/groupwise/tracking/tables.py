@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.tracking.numbers import clock, interval, number, percent
+from groupwise.types import CUT_SHORT
 
 __all__ = [
     "before_and_after",
@@ -268,6 +269,11 @@ def shortened(response: str) -> str:
 
 
 def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
+    """A word and its colour. Where an environment judged, its judgement; else that of the answer."""
+    if "success" in record:
+        if record["success"] is None:
+            return "not judged", "yellow"
+        return ("success", "green") if record["success"] else ("no success", "red")
     if record["strict"]:
         return "right", "green"
     if record["strict"] is None:
@@ -277,13 +283,12 @@ def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def answer_text(record: Mapping[str, Any], text: MakeText) -> Text:
     word, colour = verdict(record)
-    extracted = "nothing" if record.get("extracted") is None else f"{record['extracted']!s:.80}"
-    ended = "" if record.get("finish_reason") == "stop" else ", cut at the token limit"
-    return (
-        text(shortened(str(record["response"])))
-        + text(f"\n{word}", f"bold {colour}")
-        + text(f" (found {extracted}{ended})", "dim")
-    )
+    if "success" in record:
+        judged = "" if record["reward"] is None else f"the environment's reward {record['reward']:.3g}"
+    else:
+        judged = "found " + ("nothing" if record.get("extracted") is None else f"{record['extracted']!s:.80}")
+    said = ", ".join(filter(None, [judged, CUT_SHORT.get(str(record.get("finish_reason")))]))
+    return text(shortened(str(record["response"]))) + text(f"\n{word}", f"bold {colour}") + text(f" ({said})", "dim")
 
 
 def transcript(record: Mapping[str, Any], title: str, text: MakeText) -> RenderableType:
