@@ -219,7 +219,9 @@ def test_a_class_is_no_function(mine):
 
 
 def test_a_loss_cannot_ask_for_values(mine):
-    with pytest.raises(ConfigError, match=r"needs values, but a function of algorithm\.loss may need entropy or reference"):
+    with pytest.raises(
+        ConfigError, match=r"needs values, but a function of algorithm\.loss may need entropy or old_logprobs or ref"
+    ):
         Objective.from_config(AlgorithmConfig(loss={"type": f"{mine}:greedy"}))
 
 
@@ -233,5 +235,30 @@ def test_a_function_has_a_line_in_the_formula(mine, monkeypatch):
 
 
 def test_a_need_that_there_is_not():
-    with pytest.raises(ConfigError, match="a loss may need reference or entropy"):
+    with pytest.raises(ConfigError, match="a loss may need entropy or old_logprobs or reference, and an advantage values"):
         needs("gradients")
+
+
+def test_needs_are_said_where_a_function_is_registered(monkeypatch):
+    monkeypatch.setattr("groupwise.algorithm.registry.LOSSES", {**LOSSES})
+    monkeypatch.setattr("groupwise.algorithm.registry.ADVANTAGES", {**ADVANTAGES})
+    for what, functions in REGISTERED.items():
+        monkeypatch.setitem(REGISTERED, what, dict(functions))
+
+    @register_loss("wary", needs=("reference", "old_logprobs"))
+    @needs("entropy")
+    def wary(inputs):
+        return LossOutputs(-inputs.advantages_T * (inputs.logprobs_T - inputs.old_logprobs_T).exp())
+
+    register_loss("plain")(lambda inputs: LossOutputs(-inputs.advantages_T * inputs.logprobs_T))
+    register_advantage("judged", needs="values")(lambda inputs: AdvantageOutputs(returns_T=inputs.values_T))
+    judged = AlgorithmConfig(loss={"type": "wary"}, advantage={"type": "judged"}, value={}, kl=None)
+    made, plain = Objective.from_config(judged), Objective.from_config(AlgorithmConfig(loss={"type": "plain"}, kl=None))
+    assert (made.needs_reference, made.needs_entropy, made.needs_values) == (True, True, True)
+    assert (plain.needs_reference, plain.needs_entropy, plain.needs_values) == (False, False, False)
+    assert judged.loss.needs_reference, "the planner asks the section"
+    with pytest.raises(ConfigError, match=r"'mine' needs values, but its kind \(loss\) may need"):
+        register_loss("mine", needs="values")
+    with pytest.raises(ConfigError, match=r"'mine' needs reference, but its kind \(advantage\) may need values"):
+        register_advantage("mine", needs=["reference"])
+    assert "mine" not in REGISTERED["loss"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,32 +20,39 @@ __all__ = ["find_advantage", "find_loss", "needs", "needs_of", "register_advanta
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Outputs = TypeVar("Outputs")
-_NEEDS = {"loss": {"reference", "entropy"}, "advantage": {"values"}}
+_NEEDS = {"loss": {"reference", "entropy", "old_logprobs"}, "advantage": {"values"}}
 """What each may ask for."""
 
 
-def register_loss(name: str, *, formula: str = "") -> Callable[[Function], Function]:
+def register_loss(name: str, *, formula: str = "", needs: str | Iterable[str] = ()) -> Callable[[Function], Function]:
     """Let ``algorithm.loss.type`` name a function ``loss(inputs: LossInputs, **settings) -> LossOutputs``. ``formula``: what it minimises
-    of a token, in letters, as `groupwise.config.formula` shows it; a function named by its place has it as an attribute.
+    of a token, in letters, as `groupwise.config.formula` shows it; a function named by its place has it as an attribute. ``needs``: as
+    the decorator ``needs`` says it. Raises ConfigError for a need that a loss cannot have.
 
-    >>> @register_loss("reinforce_squared")
+    >>> @register_loss("reinforce_squared", needs="entropy")
     ... def loss(inputs, *, power=2.0):
-    ...     return LossOutputs(-inputs.advantages_T * inputs.logprobs_T.exp() ** power)
+    ...     return LossOutputs(-inputs.advantages_T * inputs.logprobs_T.exp() ** power - 0.01 * inputs.entropy_T)
     """
-    return _register(LOSSES, "loss", name, formula)
+    return _register(LOSSES, "loss", name, formula, needs)
 
 
-def register_advantage(name: str, *, formula: str = "") -> Callable[[Function], Function]:
-    """Let ``algorithm.advantage.type`` name a function ``advantage(inputs: AdvantageInputs, **settings) -> AdvantageOutputs``."""
-    return _register(ADVANTAGES, "advantage", name, formula)
+def register_advantage(name: str, *, formula: str = "", needs: str | Iterable[str] = ()) -> Callable[[Function], Function]:
+    """Let ``algorithm.advantage.type`` name a function ``advantage(inputs: AdvantageInputs, **settings) -> AdvantageOutputs``; the rest as
+    in ``register_loss``."""
+    return _register(ADVANTAGES, "advantage", name, formula, needs)
 
 
 def needs(*what: str) -> Callable[[Function], Function]:
     """Declare what a function reads that would otherwise not be computed: a loss "reference" (a copy of the weights) or "entropy", an
-    advantage "values" (a critic, which learns from its ``returns_T``)."""
+    advantage "values" (a critic, which learns from its ``returns_T``). "old_logprobs" may be named too: a loss is given them anyway, since
+    they are those of a batch's first passes.
+
+    Raises ConfigError for what nothing may need.
+    """
     if unknown := set(what).difference(*_NEEDS.values()):
         raise ConfigError(
-            f"needs names {', '.join(sorted(unknown))}, but a loss may need reference or entropy, and an advantage values: name these"
+            f"needs names {', '.join(sorted(unknown))}, but a loss may need {_listed('loss')}, and an advantage {_listed('advantage')}: "
+            "name these"
         )
 
     def declare(function: Function) -> Function:
@@ -76,8 +83,22 @@ def find_advantage(name: str, settings: Mapping[str, Any]) -> Advantage:
     return _find(ADVANTAGES, name, settings, "advantage")
 
 
-def _register(table: dict[str, Any], what: str, name: str, formula: str) -> Callable[[Function], Function]:
+def _listed(what: str) -> str:
+    return " or ".join(sorted(_NEEDS[what]))
+
+
+def _register(
+    table: dict[str, Any], what: str, name: str, formula: str, wanted: str | Iterable[str]
+) -> Callable[[Function], Function]:
+    asked = {wanted} if isinstance(wanted, str) else set(wanted)
+    if unknown := asked - _NEEDS[what]:
+        raise ConfigError(
+            f"{name!r} needs {', '.join(sorted(unknown))}, but its kind ({what}) may need {_listed(what)}: name these"
+        )
+
     def declare(function: Function) -> Function:
+        if asked:
+            needs(*asked, *needs_of(function))(function)
         if formula:
             function.formula = formula  # type: ignore[attr-defined]
         table[name] = function
@@ -90,9 +111,8 @@ def _register(table: dict[str, Any], what: str, name: str, formula: str) -> Call
 def _find(table: Mapping[str, Callable[..., Outputs]], name: str, settings: Mapping[str, Any], what: str) -> partial[Outputs]:
     function = table[name] if name in table else _imported(table, name, what)
     if unknown := needs_of(function) - _NEEDS[what]:
-        may = " or ".join(sorted(_NEEDS[what]))
         raise ConfigError(
-            f"{name!r} needs {', '.join(sorted(unknown))}, but a function of algorithm.{what} may need {may}: name these"
+            f"{name!r} needs {', '.join(sorted(unknown))}, but a function of algorithm.{what} may need {_listed(what)}: name these"
         )
     parameters = _signature(function).parameters.values()
     taken = [p.name for p in list(parameters)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
