@@ -9,6 +9,7 @@ import pytest
 from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
+from groupwise.algorithm.advantages import ADVANTAGES, gae_advantage, maxrl_advantage
 from groupwise.algorithm.losses import LOSSES, dppo_loss, gmpo_loss, reinforce_loss
 from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError
@@ -297,5 +298,54 @@ def test_a_loss_that_trl_lacks_goes_by_its_name(monkeypatch):
         assert (made.loss.func, made.aggregation) == (function, aggregation)
     with pytest.raises(ConfigError, match="no ratio for a second update"):
         GRPOConfig(loss_type="reinforce", num_iterations=2)
-    with pytest.raises(ConfigError, match="loss_type='meins' is not honoured"):
+    with pytest.raises(ConfigError, match=r"loss_type='meins' is not honoured.*'gmpo', .*or your own, such as 'my_loss.py:loss'"):
         GRPOConfig(loss_type="meins")
+
+
+def test_settings_of_losses_and_advantages_that_trl_lacks_reach_them():
+    made = objective(
+        GRPOConfig(
+            loss_type="gmpo",
+            loss_settings={"epsilon": 0.3},
+            advantage_type="group",
+            advantage_settings={"baseline": "leave_one_out"},
+        )
+    )
+    assert (made.loss.keywords, made.aggregation) == ({"epsilon": 0.3}, "sequence_mean")
+    assert made.advantage.keywords == {"baseline": "leave_one_out", "scale": "group_std", "epsilon": 1e-4}
+    assert objective(GRPOConfig(advantage_type="maxrl")).advantage.func is maxrl_advantage
+    assert objective(GRPOConfig(loss_type="dppo")).loss.keywords == {"divergence": "tv", "threshold": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"loss_settings": {"epsilon": 0.3}}, "loss_type='dapo' are arguments, such as epsilon: leave loss_settings out"),
+        ({"loss_type": "gmpo", "epsilon": 0.3}, "epsilon is 0.3, but it does nothing with loss_type='gmpo': leave it out, and set"),
+        ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence', but it does nothing"),
+        ({"advantage_settings": {"epsilon": 0.3}}, "there is no advantage_type that takes them"),
+        ({"advantage_type": "maxrl", "scale_rewards": False}, "scale_rewards is 'none', but it does nothing with advantage_type"),
+        ({"advantage_type": "gdpo", "multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation is .* does nothing"),
+        ({"advantage_type": "gae"}, "advantage_type='gae' is not honoured.*'maxrl', 'gdpo', or your own, such as 'my_advantage.py:adv"),
+        ({"loss_type": "gmpo", "loss_settings": {"epsilon": -1}}, r"settings=\{'epsilon': -1\}: algorithm.loss.epsilon is -1, but must"),
+        ({"loss_type": "gmpo", "loss_settings": {"epsilno": 1}}, "algorithm.loss.epsilno is not a setting: did you mean"),
+        ({"loss_type": "gmpo", "loss_settings": {"aggregation": "fixed"}}, "aggregation follows from loss_type: leave it out"),
+        ({"advantage_type": "group", "advantage_settings": {"scale": "std"}}, "algorithm.advantage.scale is 'std', but must be one of"),
+        ({"loss_type": "no.py:loss"}, "loss_type='no.py:loss' cannot be used with .*: loss file 'no.py' does not exist"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_loss_or_advantage_does_not_take_are_refused(arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        objective(GRPOConfig(**arguments))
+
+
+def test_the_level_of_the_ratio_is_still_that_of_the_kl_beside_a_loss_that_trl_lacks():
+    made = objective(GRPOConfig(loss_type="gmpo", importance_sampling_level="sequence", beta=0.1))
+    assert made.kl.importance == "whole_sequence"
+
+
+def test_an_advantage_that_needs_values_is_refused(monkeypatch):
+    monkeypatch.setitem(REGISTERED, "advantage", {"judged": gae_advantage})
+    monkeypatch.setattr("groupwise.algorithm.registry.ADVANTAGES", {**ADVANTAGES, "judged": gae_advantage})
+    with pytest.raises(ConfigError, match=r"advantage_type='judged' needs values, but groupwise.trl learns none"):
+        objective(GRPOConfig(advantage_type="judged"))

@@ -170,7 +170,7 @@ def test_the_table_has_every_argument_with_trl_s_default():
     import dataclasses
 
     fields = {f.name: f for f in dataclasses.fields(trl.GRPOConfig)}
-    current = {name for name, row in ARGUMENTS.items() if not row.former}
+    current = {name for name, row in ARGUMENTS.items() if row.of_trl}
     assert current == set(fields)
     for name, field in fields.items():
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()

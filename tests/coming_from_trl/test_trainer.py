@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import weakref
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from groupwise.algorithm import Objective
+from groupwise.algorithm.advantages import maxrl_advantage
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import summary_in
+from groupwise.trl.rewards import combine
 
 NAMES = {
     "loss", "grad_norm", "learning_rate", "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
@@ -778,3 +782,53 @@ def test_a_loss_of_the_script_s_own_by_its_place(tiny_folder, prompts, letters, 
     assert "loss/size" in made[0].state.log_history[0]
     with pytest.raises(ConfigError, match="nowhere"):
         GRPOTrainer(str(tiny_folder), letters, settings(loss_type=f"{tmp_path}/my_loss.py:nowhere"), prompts)
+
+
+def test_an_advantage_of_the_script_s_own_with_its_settings(tiny_folder, prompts, letters, settings, tmp_path):
+    """Written by hand it is TRL's; it is told each function's scores and completions' lengths, and what it measures is logged."""
+    (tmp_path / "my_advantage.py").write_text(
+        "import torch\n"
+        "from groupwise.algorithm import AdvantageOutputs\n"
+        "from groupwise.metrics import Mean\n"
+        "SEEN = []\n"
+        "def centred(inputs, *, epsilon: float):\n"
+        "    SEEN.append((sorted(inputs.functions), inputs.lengths_N.tolist()))\n"
+        "    found = [(g - g.mean()) / (g.std() + epsilon) for g in map(torch.tensor, inputs.by_group(inputs.rewards_N))]\n"
+        "    return AdvantageOutputs(torch.cat(found), metrics={'mine/size': Mean.of([3.0])})\n"
+        "def of_tokens(inputs):\n"
+        "    return AdvantageOutputs(advantages_T=inputs.rewards_N[inputs.sequence_T])\n"
+    )
+    own = {"advantage_type": f"{tmp_path}/my_advantage.py:centred", "advantage_settings": {"epsilon": 1e-4}}
+    lengths, made = [], []
+
+    def noted(completion_ids, **_):
+        lengths.append([len(ids) for ids in completion_ids])
+        return [0.0] * len(completion_ids)
+
+    for arguments in (own, {}):
+        trainer = GRPOTrainer(str(tiny_folder), [letters, noted], settings(**arguments), prompts)
+        trainer.train()
+        made.append(trainer)
+    for name, parameter in weights(made[1]).items():
+        torch.testing.assert_close(weights(made[0])[name], parameter, atol=1e-5, rtol=1e-4)
+    seen = sys.modules[made[0]._objective.advantage.func.__module__].SEEN
+    assert seen == [(["letters", "noted"], each) for each in lengths[:2]]
+    assert len({*lengths[0], *lengths[1]}) > 1
+    assert made[0].state.log_history[0]["mine/size"] == 3.0
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(advantage_type=f"{tmp_path}/my_advantage.py:of_tokens"), prompts)
+    with pytest.raises(ConfigError, match=r"returned advantages of tokens, but in groupwise.trl a completion has one"):
+        trainer.train()
+
+
+def test_a_group_that_no_function_judges_is_no_empty_group_to_an_advantage():
+    """maxrl takes the smallest reward of a group, which an empty one has not."""
+    rewards, advantages, _ = combine(
+        {"one": [1.0, 0.0, None, None, 1.0, 1.0]}, [1.0], [3] * 6, 2, Objective(advantage=maxrl_advantage)
+    )
+    assert [math.isnan(r) for r in rewards] == [False, False, True, True, False, False]
+    assert advantages == pytest.approx([1.0, -1.0, 0.0, 0.0, 0.0, 0.0], abs=1e-3)
+
+
+def test_a_bad_objective_is_said_before_a_model_is_read(prompts, letters, settings):
+    with pytest.raises(ConfigError, match=r"nowhere.py' does not exist"):
+        GRPOTrainer("no-such-model", letters, settings(loss_type="nowhere.py:loss"), prompts)

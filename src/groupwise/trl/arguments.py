@@ -26,8 +26,8 @@ class Argument:
     """TRL's."""
     fate: Fate
     text: str
-    former: bool = False
-    """Not among TRL 1.16's fields with transformers 5, but in scripts written for earlier ones."""
+    of_trl: bool = True
+    """Among TRL 1.16's fields with transformers 5; others are in scripts written for earlier ones, or groupwise's own."""
     values: tuple[Any, ...] = ()
     """All that it may be; empty where that is no list."""
     rule: str = "a number"
@@ -261,7 +261,15 @@ use_liger_loss bool = False | x | Leave it out: the logits of all tokens never e
 """
 
 
-def _read(table: str, former: bool) -> Iterator[Argument]:
+_OWN = """
+loss_settings dict? = None | n | groupwise's own: settings of a `loss_type` beyond TRL, such as `{"epsilon": 0.3}` of `gmpo`.
+advantage_type str?: None, 'group', 'maxrl', 'gdpo' = None | n | groupwise's own, in place of `scale_rewards`: `group`, `maxrl`, `gdpo`,
+    a registered name, or `my_advantage.py:advantage`.
+advantage_settings dict? = None | n | groupwise's own: settings of `advantage_type`, such as `{"baseline": "leave_one_out"}` of `group`.
+"""
+
+
+def _read(table: str, of_trl: bool) -> Iterator[Argument]:
     fates: dict[str, Fate] = {"h": "honoured", "n": "honoured", "-": "harmless", "x": "refused"}
     for line in table.strip().replace("\n    ", " ").splitlines():
         arguments, fate, text = line.split(" | ", 2)
@@ -270,7 +278,7 @@ def _read(table: str, former: bool) -> Iterator[Argument]:
             name, kind = about.split(" ", 1)
             kind, _, rule = kind.partition(": ")
             yield Argument(
-                name, kind, ast.literal_eval(default), fates[fate[0]], text, former,
+                name, kind, ast.literal_eval(default), fates[fate[0]], text, of_trl,
                 values=ast.literal_eval(f"({rule},)") if rule and rule not in RULES else (),
                 rule=rule if rule in RULES else "a number", noted=fate[0] == "n", late="*" in fate, warns="!" in fate,
             )  # fmt: skip
@@ -297,7 +305,7 @@ _REMOVED = {
 REMOVED: Mapping[str, str] = {name: why for why, names in _REMOVED.items() for name in names.split()}
 """Arguments of earlier versions of TRL and transformers that their present ones have no more: why they can be left out."""
 
-ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, False), *_read(_FORMER, True)]}
+ARGUMENTS: Mapping[str, Argument] = {row.name: row for row in [*_read(_TABLE, True), *_read(_FORMER.rstrip() + _OWN, False)]}
 
 
 def render_table() -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 
 from groupwise.errors import CheckpointError
@@ -31,7 +33,7 @@ logger = logging.getLogger("groupwise")
 class ScheduleState:
     """A learning-rate schedule as a part of the learner's state."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler = scheduler
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -148,9 +150,9 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, local_first: boo
     return state
 
 
-def _load_weights(model: Any, checkpoint: Path) -> None:
+def _load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     """Into the tensors that are there: learner and sampler hold the same memory."""
-    saved: dict[str, Any] = {}
+    saved: dict[str, Tensor] = {}
     for file in sorted(checkpoint.glob("model*.safetensors")):
         saved |= load_file(file)
     for name, parameter in model.named_parameters():

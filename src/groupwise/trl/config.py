@@ -19,7 +19,10 @@ from groupwise.trl.arguments import ARGUMENTS, REMOVED, RULES, Argument
 __all__ = ["MORE_LOSSES", "ArgumentError", "GRPOConfig"]
 
 MORE_LOSSES = {"gmpo": "sequence_mean", "dppo": "token_mean", "reinforce": "token_mean"}
-"""groupwise's own losses that TRL lacks, with their papers' settings, and how each is averaged; reinforce as the user's own are."""
+"""groupwise's own losses that TRL lacks, and how each is averaged: as in its paper; reinforce as the user's own are."""
+_MORE = {"loss_type": ("loss", MORE_LOSSES), "advantage_type": ("advantage", ())}
+"""Arguments that may name a function: what it is, and names that TRL lacks."""
+_OF_CLIPS = ("epsilon", "epsilon_high", "delta")
 
 _MODEL_INIT = (
     "dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map", "quantization_config",
@@ -192,12 +195,13 @@ def _problem_of(name: str, value: Any) -> str | None:
     if row.fate == "refused":
         honoured = off or value == row.default
         return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
-    if name == "loss_type" and isinstance(value, str) and (":" in value or value in (*MORE_LOSSES, *REGISTERED["loss"])):
-        return None  # a function of the user's, or a loss that TRL lacks
+    what, more = _MORE.get(name, ("", ()))
+    if what and isinstance(value, str) and (":" in value or value in (*more, *REGISTERED[what])):
+        return None
     if row.values:
         if not isinstance(value, list | dict) and value in row.values:
             return None
-        shown = ", ".join(map(repr, row.values))
+        shown = ", ".join(map(repr, (*row.values, *more))) + (f", or your own, such as 'my_{what}.py:{what}'" if what else "")
         return f"{name}={value!r} is not honoured by groupwise.trl: use one of {shown}"
     if row.kind in ("int", "float", "int?", "float?"):
         return _wrong_number(name, value, row)
@@ -232,7 +236,7 @@ def _lower_start(text: str) -> str:
     return text[0].lower() + text[1:] if text.split(" ")[0][1:].islower() else text
 
 
-def _follow_old_names(args: Any) -> None:
+def _follow_old_names(args: GRPOConfig) -> None:
     own = args.__dict__
     own["output_dir"] = "trainer_output" if args.output_dir is None else str(args.output_dir)
     own["scale_rewards"] = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
@@ -249,7 +253,7 @@ def _follow_old_names(args: Any) -> None:
         own["eval_steps"] = args.logging_steps
 
 
-def _contradictions(args: Any) -> Iterator[str]:
+def _contradictions(args: GRPOConfig) -> Iterator[str]:
     """What is wrong with arguments beside each other."""
     for name in ("logging", "save", "eval"):
         steps = getattr(args, f"{name}_steps")
@@ -268,6 +272,7 @@ def _contradictions(args: Any) -> Iterator[str]:
         yield "importance_sampling_level is for ratios, and loss_type='vespo' weighs whole completions by itself: leave it at 'token'"
     if args.loss_type == "reinforce" and args.num_iterations > 1:
         yield f"num_iterations is {args.num_iterations}, but loss_type='reinforce' has no ratio for a second update: set it to 1"
+    yield from _inert_beside_own(args)
     if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
         yield (
             f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "
@@ -285,7 +290,35 @@ def _contradictions(args: Any) -> Iterator[str]:
         )
 
 
-def _derive_generation(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
+def _inert_beside_own(args: GRPOConfig) -> Iterator[str]:
+    """Settings of TRL's losses and advantages beside those that TRL lacks, which would do nothing; and the other way round."""
+    if args.loss_type in ARGUMENTS["loss_type"].values:
+        if args.loss_settings:
+            yield (
+                f"loss_settings is {args.loss_settings}, but the settings of loss_type={args.loss_type!r} are arguments, such as epsilon: "
+                "leave loss_settings out"
+            )
+    else:
+        in_kl = args.beta > 0 and args.use_bias_correction_kl  # then the KL's ratio is of this level
+        for name in _OF_CLIPS if in_kl else (*_OF_CLIPS, "importance_sampling_level"):
+            if getattr(args, name) != ARGUMENTS[name].default:
+                yield (
+                    f"{name} is {getattr(args, name)!r}, but it does nothing with loss_type={args.loss_type!r}: leave it out, and set "
+                    "what the loss takes in loss_settings"
+                )
+    if args.advantage_type is None:
+        if args.advantage_settings:
+            yield f"advantage_settings is {args.advantage_settings}, but there is no advantage_type that takes them: set it"
+        return
+    for name in ("scale_rewards", "multi_objective_aggregation"):
+        if getattr(args, name) != ARGUMENTS[name].default:
+            yield (
+                f"{name} is {getattr(args, name)!r}, but it does nothing with advantage_type={args.advantage_type!r}: leave it out, and "
+                "set what the advantage takes in advantage_settings"
+            )
+
+
+def _derive_generation(args: GRPOConfig, given: Mapping[str, Any]) -> Iterator[str]:
     """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
     accumulation of gradients. Both count over all processes, as in TRL."""
     micro_step, size, steps = args.per_device_train_batch_size * args.world_size, *(given[name] for name in _FOLLOW)
@@ -309,5 +342,5 @@ def _derive_generation(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _times_processes(args: Any) -> str:
+def _times_processes(args: GRPOConfig) -> str:
     return "" if args.world_size == 1 else f" x {args.world_size} processes"

@@ -25,11 +25,13 @@ from groupwise.episodes.tools import Tool, Toolbox, describe
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
 
-__all__ = ["EMPTY_PROMPT", "ScriptEpisodes", "conversation", "open_script", "roll_out"]
+__all__ = ["EMPTY_PROMPT", "Factories", "ScriptEpisodes", "conversation", "open_script", "roll_out"]
 
 EMPTY_PROMPT = ({"role": "user", "content": ""},)
 """Of a row without a prompt, which is what its environment says."""
 _FORMATS: Mapping[str, CallFormat] = {"hermes": Hermes(closed=True), "llama3": FORMATS["llama3"]}
+Factories = Callable[[], object] | Mapping[str, Callable[[], object]] | None
+"""What makes a script's environments: one kind, or several by name."""
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -37,13 +39,13 @@ _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 class Pool(Environments):
     """Instances in the order in which they were handed out, for the next generation to be handed out again."""
 
-    idle: dict[str | None, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    lent: list[tuple[str | None, Any]] = field(default_factory=list)
+    idle: dict[str | None, list[object]] = field(default_factory=lambda: defaultdict(list))
+    lent: list[tuple[str | None, object]] = field(default_factory=list)
 
     def name_of(self, problem: Problem) -> str | None:
         return None if None in self.factories else problem.columns.get("environment")
 
-    def make(self, problem: Problem) -> Any:
+    def make(self, problem: Problem) -> object:
         """See ``Environments.make``."""
         name = self.name_of(problem)
         made = self.idle[name].pop(0) if self.idle[name] else super().make(problem)
@@ -122,9 +124,9 @@ class Rounds:
 class ScriptEpisodes(Episodes):
     """Episodes with a script's tools and environments."""
 
-    functions: tuple[Callable[..., Any], ...] = ()
+    functions: tuple[Callable[..., object], ...] = ()
     """All tools, those of environments included: ``trainer.tools``."""
-    rewards: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
+    rewards: Mapping[type, Callable[..., object]] = field(default_factory=dict)
     """A reward function for each class of environments that has ``get_reward``."""
     rounds: float = math.inf
 
@@ -152,7 +154,7 @@ class ScriptEpisodes(Episodes):
             self.environments.lent.sort(key=lambda pair: places.get(id(pair[1]), len(places)))
 
     @property
-    def played(self) -> list[Any]:
+    def played(self) -> list[object]:
         """The environments of the last generation that this process played, in the order of its completions."""
         return [one for _, one in self.environments.lent] if isinstance(self.environments, Pool) else []
 
@@ -163,8 +165,8 @@ class ScriptEpisodes(Episodes):
 
 
 def open_script(
-    tools: Any, environment_factory: Any, tokenizer: Any, ends: Sequence[int], args: GRPOConfig
-) -> ScriptEpisodes | None:
+    tools: Sequence[Callable[..., object]] | None, environment_factory: Factories, tokenizer: Any, ends: Sequence[int], args: GRPOConfig
+) -> ScriptEpisodes | None:  # fmt: skip
     """The episodes of a script; None without ``tools`` and ``environment_factory``.
 
     Raises ConfigError for a chat template that does not know tools, and for what is no tool and no environment.
@@ -178,11 +180,11 @@ def open_script(
             "the chat template does not support tool calling, but there are tools or an environment_factory: take a model whose template "
             "has tools (Qwen 2.5, Qwen 3, Llama 3.1), or use groupwise.train with rollout.tools, which describes them in words"
         )
-    pool, own, rewards = None, list(tools or ()), dict[type, Callable[..., Any]]()
+    pool, own, rewards = None, list(tools or ()), dict[type, Callable[..., object]]()
     described = {tool.name: tool for tool in (describe(one, getattr(one, "__name__", repr(one))) for one in own)}
     if environment_factory:
-        several = isinstance(environment_factory, dict)
-        pool = Pool(environment_factory if several else {None: environment_factory}, None)
+        several = isinstance(environment_factory, Mapping)
+        pool = Pool(dict(environment_factory) if several else {None: environment_factory}, None)  # type: ignore[dict-item]
         for name in pool.factories:
             probe = pool.make(Problem("probe", "", "", {"environment": name}))
             own += [tool.function for tool in pool.tools_of(probe).values() if tool.function not in own]
@@ -200,15 +202,15 @@ def _as_trl_writes(tools: Mapping[str, Tool]) -> dict[str, Tool]:
     """Results that are neither text nor lists are written by ``str``: ``True`` and ``None``, not ``true`` and ``null``."""
 
     def written(function: Callable[..., Any]) -> Callable[..., Any]:
-        def shown(result: Any) -> Any:
+        def shown(result: object) -> object:
             return str(result) if result is None or isinstance(result, bool | int | float | dict | tuple) else result
 
         @functools.wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*given: object, **named: object) -> object:
             return shown(function(*given, **named))
 
         @functools.wraps(function)
-        async def wait(*given: Any, **named: Any) -> Any:
+        async def wait(*given: object, **named: object) -> object:
             return shown(await function(*given, **named))
 
         return wait if inspect.iscoroutinefunction(function) else call
@@ -216,16 +218,16 @@ def _as_trl_writes(tools: Mapping[str, Tool]) -> dict[str, Tool]:
     return {name: Tool(name, written(tool.function), tool.schema) for name, tool in tools.items()}
 
 
-def _judged_by(kind: Any) -> Callable[..., Any]:
+def _judged_by(kind: Any) -> Callable[..., object]:
     """The reward function that asks the environments of exactly this class, and does not apply to others."""
     if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
+        async def get_reward(environments: Sequence[Any], **_: object) -> list[object]:
             return [await one.get_reward() if type(one) is kind else None for one in environments]
 
     else:
 
-        def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:  # type: ignore[misc]
+        def get_reward(environments: Sequence[Any], **_: object) -> list[object]:  # type: ignore[misc]
             return [one.get_reward() if type(one) is kind else None for one in environments]
 
     get_reward.__name__ = kind.__name__
@@ -253,7 +255,7 @@ def conversation(completion: Completion, form: CallFormat) -> list[dict[str, Any
 def roll_out(
     function: Callable[[list[Any]], Mapping[str, Any]], prompts: Sequence[Prompt], group_size: int, tokenizer: Any, ends: Sequence[int],
     temperature: float,
-) -> tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, Any]]:  # fmt: skip
+) -> tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]:  # fmt: skip
     """What a script's ``rollout_func`` sampled, each prompt ``group_size`` times: prompts with its token ids, completions, and further
     columns for reward functions. Tokens whose ``env_mask`` is 0 were given.
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.algorithm import Objective
 from groupwise.batch import Member
+from groupwise.config.schema import RolloutConfig
 from groupwise.distributed import World
 from groupwise.engines import Engine
 from groupwise.episodes.tools import Tool
 from groupwise.errors import DataError
+from groupwise.metrics import Metric
 from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.episodes import EMPTY_PROMPT, ScriptEpisodes
@@ -27,7 +29,7 @@ _MARKS = 8
 """Tokens that a tokenizer may put around a text, at most."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _IMAGES = ("image", "images")
-Rolled = tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, Any]]
+Rolled = tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]
 """Prompts, completions of each, and further columns."""
 
 
@@ -147,7 +149,7 @@ class PromptSet:
                 return math.inf
         return self._marks.get(roles, math.inf) + sum(len(str(m.get("content")).encode()) for m in prompt)
 
-    def _check_environments(self, factories: Mapping[Any, Any]) -> None:
+    def _check_environments(self, factories: Iterable[object]) -> None:
         has_column = "environment" in getattr(self.dataset, "column_names", ())
         names = self.dataset["environment"] if has_column else [row.get("environment") for row in self.dataset]
         for index, name in enumerate(names):
@@ -213,13 +215,15 @@ class Generation:
     """Completions of one sampling, whole groups, in order; lists without a group index run over all completions of all processes."""
 
     groups: list[Group]
-    prompts: list[Any]
-    completions: list[Any]
+    prompts: list[str | list[dict[str, Any]]]
+    completions: list[str | list[dict[str, Any]]]
     scores: list[Scores]
     """``[function][completion]``."""
     rewards: list[float]
     """Weighted sums; NaN where no function applies."""
     advantages: list[float]
+    metrics: Mapping[str, Metric]
+    """What the advantage measured."""
     parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
     """By the micro-steps that they are made of."""
 
@@ -238,13 +242,13 @@ def generate(
     prompts: Sequence[Prompt],
     functions: RewardFunctions,
     args: GRPOConfig,
-    rollout: Any,
+    rollout: RolloutConfig,
     world: World,
     objective: Objective,
     *,
     group_size: int,
     scope: str,
-    extras: Mapping[str, Any],
+    extras: Mapping[str, object],
     episodes: ScriptEpisodes | None = None,
     roll_out: Callable[[Sequence[Prompt]], Rolled] | None = None,
 ) -> Generation:
@@ -278,12 +282,13 @@ def generate(
     ]
     parts = world.all_gather_object(functions.score([pair for pair in own if pair[1]], extras))
     scores = [[score for part in parts for score in part[index]] for index in range(len(functions.names))]
-    rewards, advantages = combine(scores, functions.weights, group_size, objective)
+    by_function, lengths = dict(zip(functions.keys, scores, strict=True)), [c.sampled_tokens for _, c in flat]
+    rewards, advantages, metrics = combine(by_function, functions.weights, lengths, group_size, objective)
     groups = [
         Group(prompt, tuple(completions), tuple(rewards[i * group_size : (i + 1) * group_size]))
         for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
     ]
-    return Generation(groups, questions, answers, scores, rewards, advantages)
+    return Generation(groups, questions, answers, scores, rewards, advantages, metrics)
 
 
 def generation_numbers(
@@ -308,6 +313,7 @@ def generation_numbers(
         calls = [call.failure is not None for c in generation.sampled for call in c.calls]
         found["tools/call_frequency"] = len(calls) / len(lengths)
         found["tools/failure_frequency"] = statistics.fmean(calls) if calls else 0.0
+    found |= {name: metric.value for name, metric in generation.metrics.items()}
     rewards = [r for r in generation.rewards if not math.isnan(r)]
     found |= {"reward": _mean(rewards), "reward_std": _std(rewards), "frac_reward_zero_std": _still(generation, args)}
     return {name: float(number) for name, number in found.items()}

@@ -15,12 +15,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
     ProgressCallback,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
 )
@@ -40,16 +42,18 @@ from groupwise.trl.generation import Generation
 from groupwise.trl.rewards import RewardFunctions
 from groupwise.trl.steps import EntropyControl, epoch_order
 
-__all__ = ["CompletionLog", "Outputs", "callback_handler", "drain", "for_all", "summary_in", "words_about"]
+__all__ = ["Callback", "CompletionLog", "Outputs", "callback_handler", "drain", "for_all", "summary_in", "words_about"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Callback = TrainerCallback | type[TrainerCallback]
 logger = logging.getLogger("groupwise")
 
 
 def callback_handler(
-    args: GRPOConfig, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any
-) -> CallbackHandler:
+    args: GRPOConfig, callbacks: Sequence[Callback] | None, model: torch.nn.Module, tokenizer: Any, optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+) -> CallbackHandler:  # fmt: skip
     """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs."""
     from transformers.integrations import get_reporting_integration_callbacks
 
@@ -62,7 +66,7 @@ def callback_handler(
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
 
 
-def words_about(args: GRPOConfig, model: Any, quantization_config: Any) -> Iterator[str]:
+def words_about(args: GRPOConfig, model: str | torch.nn.Module, quantization_config: object) -> Iterator[str]:
     """What a script should know of how its arguments are taken."""
     for row in ARGUMENTS.values():
         if row.warns and getattr(args, row.name) != row.default:
@@ -96,9 +100,9 @@ class CompletionLog:
     def __init__(self, args: GRPOConfig, is_first: bool) -> None:
         self.on, self.limit = bool(args.log_completions) and is_first, args.num_completions_to_print
         self.folder = Path(args.output_dir) / "completions"
-        self.columns: dict[str, list[Any]] = {}
+        self.columns: dict[str, Sequence[object]] = {}
 
-    def keep(self, generation: Generation, names: Sequence[str], extra: Mapping[str, Sequence[Any]]) -> None:
+    def keep(self, generation: Generation, names: Sequence[str], extra: Mapping[str, Sequence[object]]) -> None:
         if not self.on:
             return
         count = len(generation.sampled)
@@ -135,7 +139,7 @@ def _plain(completion: Any) -> Any:
     return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if "tool_calls" in m else m for m in completion]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(f"{m['role']}: {' '.join(filter(None, (m['content'], m.get('tool_calls'))))}" for m in value)
     return f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -162,7 +166,7 @@ def for_all(method: Callable[P, T]) -> Callable[P, T]:
 class Outputs:
     """The part of ``GRPOTrainer`` that trains nothing."""
 
-    args: Any
+    args: GRPOConfig
     policy: Policy
     episodes: ScriptEpisodes | None
     learner: Learner
@@ -215,11 +219,11 @@ class Outputs:
         policy = self.learner.sharding.whole_policy(self.policy) or self.policy  # the first process, which writes, has it whole
         self.world.on_rank0(lambda: checkpoints.save_policy(policy, folder))
 
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
+    def push_to_hub(self, *_: object, **__: object) -> None:
         """Refused: uploading is left to the Hub's own command."""
         raise ConfigError(f"push_to_hub() is not there: save_model() and then `hf upload NAME {self.args.output_dir}`")
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
+    def create_model_card(self, *_: object, **__: object) -> None:
         """Refused, like ``push_to_hub``."""
         raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
 
@@ -231,13 +235,13 @@ class Outputs:
         """Whether this is the first process of its machine."""
         return bool(self.args.local_process_index == 0)
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: Callback) -> None:
         self.callback_handler.add_callback(callback)
 
-    def remove_callback(self, callback: Any) -> None:
+    def remove_callback(self, callback: Callback) -> None:
         self.callback_handler.remove_callback(callback)
 
-    def pop_callback(self, callback: Any) -> Any:
+    def pop_callback(self, callback: Callback) -> TrainerCallback | None:
         return self.callback_handler.pop_callback(callback)
 
     # What scripts read of the trainer.
@@ -245,12 +249,12 @@ class Outputs:
     aux_loss_enabled = False
 
     @property
-    def tools(self) -> list[Any]:
+    def tools(self) -> list[Callable[..., object]]:
         """All functions that a policy may call, methods of environments included."""
         return [] if self.episodes is None else list(self.episodes.functions)
 
     @property
-    def environments(self) -> list[Any] | None:
+    def environments(self) -> list[object] | None:
         """Those of the last generation, in the order of this process's completions."""
         return None if self.episodes is None else self.episodes.played or None
 
@@ -272,18 +276,18 @@ class Outputs:
         return Accelerator(cpu=self.policy.device.type == "cpu")
 
     @property
-    def ref_model(self) -> Any:
+    def ref_model(self) -> torch.nn.Module | None:
         """The reference, where it is a model of its own: with ``beta`` and without an adapter."""
         reference = self.learner.reference
         return None if reference is None or isinstance(self.learner.scorer, KeepsAdapter) else reference.module
 
     @property
-    def reward_funcs(self) -> list[Any]:
+    def reward_funcs(self) -> list[Callable[..., object]]:
         """Functions, and models as the modules that they are."""
         return [getattr(f, "model", f) for f in self.rewards.functions]
 
     @property
-    def reward_processing_classes(self) -> list[Any]:
+    def reward_processing_classes(self) -> list[object]:
         """The tokenizers of reward models; None for functions."""
         return [getattr(f, "tokenizer", None) for f in self.rewards.functions]
 
@@ -296,7 +300,7 @@ class Outputs:
         """As it is now."""
         return float(self.entropy.coef)
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """The first epoch's rows in TRL's order, each ``num_generations`` times: to look at. Training reads the prompts itself."""
         args, size = self.args, self.args.generation_batch_size // self.args.num_generations
         sampler = None
@@ -307,14 +311,14 @@ class Outputs:
             sampler = [i for part in parts for _ in range(passes) for i in part for _ in range(args.num_generations)]
         return self._loader(self.train_dataset, sampler, args.generation_batch_size)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The rows of evaluation, each as often as it is answered: to look at."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         times = self.args.num_generations_eval or self.args.num_generations
         sampler = [i for i in range(len(dataset)) for _ in range(times)] if hasattr(dataset, "__len__") else None
         return self._loader(dataset, sampler, self.args.per_device_eval_batch_size)
 
-    def _loader(self, dataset: Any, sampler: Any, batch_size: int) -> Any:
+    def _loader(self, dataset: Any, sampler: list[int] | None, batch_size: int) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers if sampler is not None else 0  # several would take turns at a stream
         return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=list, num_workers=workers)
 
@@ -323,7 +327,7 @@ class Outputs:
             return getattr(self.args, name)
         raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: dir(trainer) lists what it has")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in ARGUMENTS:
             raise ArgumentError(f"trainer.{name} cannot be set: set {name} in GRPOConfig, before the trainer is made")
         super().__setattr__(name, value)

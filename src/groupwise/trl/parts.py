@@ -8,16 +8,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, set_seed
 
-from groupwise.algorithm import KL, LossInputs, LossOutputs, Objective
+from groupwise.algorithm import KL, Advantage, LossInputs, LossOutputs, Objective
 from groupwise.algorithm.advantages import gdpo_advantage, group_advantage
 from groupwise.algorithm.losses import Loss, cispo_loss, clip_loss, sapo_loss, vespo_loss
-from groupwise.algorithm.registry import find_loss
+from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
+from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES
+from groupwise.config.problems import explain_failure
 from groupwise.config.schema import (
     AlgorithmConfig,
     Config,
@@ -28,6 +32,7 @@ from groupwise.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
+from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
@@ -59,6 +64,7 @@ __all__ = [
     "model_config", "objective", "seed_everything", "to_config",
 ]  # fmt: skip
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -98,6 +104,8 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
 def objective(args: GRPOConfig) -> Objective:
     """The counts that token losses are divided by are in ``steps.py``. A loss of the user's is averaged over tokens, as ``dapo`` is.
 
+    Raises ArgumentError for a function that cannot be loaded, and for settings that it does not take.
+
     A sequence-level ratio has its true gradient, which runs into all tokens of a completion, those outside of
     ``top_entropy_quantile`` included. TRL's cispo bounds the weight itself, by ``epsilon_high``, and only from above.
     """
@@ -121,13 +129,38 @@ def objective(args: GRPOConfig) -> Objective:
     }
     aggregation, loss = losses.get(args.loss_type) or (
         MORE_LOSSES.get(args.loss_type, "token_mean"),
-        find_loss(args.loss_type, {}),
+        _found("loss", args.loss_type, args.loss_settings, LOSS_TYPES, find_loss),
     )
     scale = {"group": "group_std", "batch": "batch_std", "none": "none"}[str(args.scale_rewards)]
     by_function = args.multi_objective_aggregation == "normalize_then_sum"
-    advantage = gdpo_advantage if by_function else partial(group_advantage, scale=scale)
+    advantage: Advantage = gdpo_advantage if by_function else partial(group_advantage, scale=scale)
+    if args.advantage_type is not None:
+        advantage = _found("advantage", args.advantage_type, args.advantage_settings, ADVANTAGE_TYPES, find_advantage)
+        if "values" in needs_of(advantage):
+            raise ArgumentError(
+                f"advantage_type={args.advantage_type!r} needs values, but groupwise.trl learns none: use one that goes by rewards alone, "
+                "or groupwise.train with algorithm.value"
+            )
     kl = KL(args.beta, importance=ratio if args.use_bias_correction_kl else None) if args.beta else None
     return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold)
+
+
+def _found(
+    what: str, name: str, given: Mapping[str, Any] | None, types: Mapping[str, type[Section]], find: Callable[[str, dict[str, Any]], T]
+) -> T:  # fmt: skip
+    """The loss or advantage of this name or place, its settings held to what a config holds them to."""
+    settings = dict(given or {})
+    try:
+        if reserved := sorted(settings.keys() & {"type", "aggregation"}):
+            raise ConfigError(f"{', '.join(reserved)} follows from {what}_type: leave it out")
+        if name in types:
+            settings = types[name](**settings).model_dump(exclude={"type", "aggregation"})
+        return find(name, settings)
+    except ValidationError as failure:
+        why: object = explain_failure(failure, f"algorithm.{what}", name)
+    except ConfigError as error:
+        why = error
+    raise ArgumentError(f"{what}_type={name!r} cannot be used with {what}_settings={given}: {why}")
 
 
 def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:
@@ -211,14 +244,14 @@ class GivenOptimizer:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """What ``state`` gave; learning rates are the scheduler's to set."""
-        by_index: dict[int, dict[str, Any]] = {}
+        by_index: dict[int, dict[str, Tensor]] = {}
         for key, value in state.items():
             index, _, name = key.partition(".")
             by_index.setdefault(int(index), {})[name] = value
         self.adamw.load_state_dict({"state": by_index, "param_groups": self.adamw.state_dict()["param_groups"]})
 
 
-def make_scheduler(args: GRPOConfig, optimizer: torch.optim.Optimizer, updates: int) -> Any:
+def make_scheduler(args: GRPOConfig, optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
     """transformers' schedule of the name in ``lr_scheduler_type``."""
     from transformers import get_scheduler
 
@@ -238,7 +271,7 @@ class ModelArgumentError(ModelError, ValueError):
     """A ``ModelError`` where TRL raises a ``ValueError``."""
 
 
-def seed_everything(args: Any, rank: int) -> None:
+def seed_everything(args: GRPOConfig, rank: int) -> None:
     """Random numbers, each process's own as in TRL, and what else of ``args`` makes a run repeatable or not."""
     if args.full_determinism:
         from transformers import enable_full_determinism

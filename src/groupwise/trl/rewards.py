@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from groupwise.algorithm import AdvantageInputs, FunctionScores, Objective
 from groupwise.config.rewards import RewardFunctionConfig
 from groupwise.episodes.formats import CallFormat
-from groupwise.errors import RewardError
+from groupwise.errors import ConfigError, RewardError
+from groupwise.metrics import Metric
 from groupwise.models.reward_model import RewardModel
 from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, plan_calls
 from groupwise.rewards.load import load_reward
@@ -25,8 +26,10 @@ from groupwise.trl.config import GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes, conversation
 from groupwise.types import Completion, Prompt
 
-__all__ = ["Judge", "RewardFunctions", "combine"]
+__all__ = ["Judge", "RewardFunction", "RewardFunctions", "combine"]
 
+RewardFunction = str | PreTrainedModel | Callable[..., object]
+"""A reward model by its name, or as it is loaded, or a function."""
 Scores = list[float | None]
 logger = logging.getLogger("groupwise")
 
@@ -47,7 +50,7 @@ class Judge(RewardModel):
         loaded.to(device).eval()
         loaded.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: object) -> list[float]:
         """One score for each pair."""
         scores = super().__call__(prompts, completions)
         self.take_metrics()  # what TRL logs is the scores alone
@@ -62,11 +65,11 @@ class RewardArgumentError(RewardError, ValueError):
 class _Arguments(RewardArguments):
     """The data's columns as they are, and what TRL offers beside them."""
 
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, object] = field(default_factory=dict)
     form: CallFormat | None = None
     """How calls of tools are written, where there are any."""
 
-    def shown(self, prompt: Prompt, completion: Completion) -> Any:
+    def shown(self, prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
         """A completion as reward functions get it: text, or messages that follow the prompt's."""
         if self.form is not None:
             return conversation(completion, self.form)
@@ -92,10 +95,11 @@ class RewardFunctions:
     """The trainer's reward functions with their names and weights; after a script's own those of environments, with a weight of 1."""
 
     def __init__(
-        self, functions: Any, args: GRPOConfig, tokenizers: Any, device: torch.device, episodes: ScriptEpisodes | None = None
-    ) -> None:
+        self, functions: RewardFunction | Sequence[RewardFunction] | None, args: GRPOConfig, tokenizers: Any, device: torch.device,
+        episodes: ScriptEpisodes | None = None,
+    ) -> None:  # fmt: skip
         of_environments = [] if episodes is None else list(episodes.rewards.values())
-        listed = list(functions) if isinstance(functions, list | tuple) else [functions]
+        listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
         if functions is None and of_environments:
             listed = []
         if None in listed or not (listed or of_environments):
@@ -116,12 +120,14 @@ class RewardFunctions:
             raise RewardArgumentError(
                 f"reward_weights has {len(self.weights)} entries for {len(listed)} reward_funcs: give one for each"
             )
-        self.functions: list[Callable[..., Any]] = [
+        self.functions: list[Callable[..., object]] = [
             Judge(f, t, args, device) if isinstance(f, str | PreTrainedModel) else f for f, t in zip(listed, given, strict=True)
         ]
         self.functions += of_environments
         self.weights += [1.0] * len(of_environments)
         self.names = [_name(function) for function in self.functions]
+        self.keys = [name if self.names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(self.names)]
+        """Names of which no two are the same, as two lambdas' are."""
         self._loaded = [
             load_reward(RewardFunctionConfig(function=name, scope="batch"), {name: function})
             for name, function in zip(self.names, self.functions, strict=True)
@@ -130,7 +136,7 @@ class RewardFunctions:
         self.shown = self._arguments.shown
         self._caller = _Caller(self._arguments, None, len(listed), ProcessPool({}, 1, set()))
 
-    def score(self, batch: Batch, extras: Mapping[str, Any]) -> list[Scores]:
+    def score(self, batch: Batch, extras: Mapping[str, object]) -> list[Scores]:
         """``[function][completion]``; None where a function says that it does not apply. ``async`` ones run side by side.
 
         ``extras``: keywords beside the columns. Raises RewardError for a function that raises or returns something else.
@@ -153,38 +159,48 @@ class RewardFunctions:
 
 
 def combine(
-    scores: Sequence[Scores], weights: Sequence[float], group_size: int, objective: Objective
-) -> tuple[list[float], list[float]]:
-    """Rewards and advantages of each completion, from ``scores[function][completion]``.
+    scores: Mapping[str, Scores], weights: Sequence[float], lengths: Sequence[int], group_size: int, objective: Objective
+) -> tuple[list[float], list[float], Mapping[str, Metric]]:
+    """Rewards and advantages of each completion, and the advantage's metrics, from the scores of each function and completions' tokens.
 
-    A completion to which no function applies has the reward NaN: it is no part of its group's baseline, and its advantage is 0.
+    A completion to which no function applies has the reward NaN: it is no part of its group's baseline, and its advantage is 0. Raises
+    ConfigError for advantages of single tokens.
     """
-    scores_FN = torch.tensor([[math.nan if s is None else s for s in column] for column in scores], dtype=torch.float64)
+    scores_FN = torch.tensor([[math.nan if s is None else s for s in column] for column in scores.values()], dtype=torch.float64)
     rewards = [
         math.fsum(applicable) if (applicable := [w * s for w, s in zip(weights, row, strict=True) if s is not None]) else math.nan
-        for row in zip(*scores, strict=True)
+        for row in zip(*scores.values(), strict=True)
     ]
     rewards_N = torch.tensor(rewards, dtype=torch.float64)
-    known_N, group_N = ~rewards_N.isnan(), torch.arange(len(rewards)) // group_size
+    known_N = ~rewards_N.isnan()
+    of_N = torch.arange(len(rewards))[known_N] // group_size
+    group_N = torch.unique(of_N, return_inverse=True)[1]  # a group that no function judges is not there
     inputs = AdvantageInputs(
         rewards_N[known_N],
-        group_N[known_N],
-        torch.ones(int(known_N.sum()), dtype=torch.long),
-        {str(i): FunctionScores(w, scores_FN[i][known_N]) for i, w in enumerate(weights)},
+        group_N,
+        torch.tensor(lengths)[known_N],
+        {name: FunctionScores(w, scores_N[known_N]) for name, w, scores_N in zip(scores, weights, scores_FN, strict=True)},
     )
+    found = objective.advantages(inputs)
+    if found.advantages_N is None:
+        raise ConfigError(
+            "the function that advantage_type names returned advantages of tokens, but in groupwise.trl a completion has one: return "
+            "advantages_N, or use groupwise.train"
+        )
     advantages_N = torch.zeros_like(rewards_N)
-    advantages_N[known_N] = objective.advantages(inputs).per_completion(inputs)
-    return rewards, advantages_N.tolist()
+    advantages_N[known_N] = found.advantages_N.double()
+    return rewards, advantages_N.tolist(), found.metrics
 
 
-def _number(call: Call, batch: Batch, group: int, answer: Any) -> float | None:
+def _number(call: Call, batch: Batch, group: int, answer: object) -> float | None:
     if isinstance(answer, tuple):
         answer = BadResult("not_a_number", "returned rewards of steps instead of a number or None")
     if isinstance(answer, BadResult):
         alone = f"reward {call.reward.name!r} on the prompt {batch[group][0].problem.id!r}"
         where = alone if answer.kind == "not_a_number" else call.where(batch)
         raise RewardError(f"{where} {answer}; correct the function: it must return one number or None for each") from answer.cause
-    return answer  # type: ignore[no-any-return]
+    assert answer is None or isinstance(answer, float), "the core's caller returns floats"
+    return answer
 
 
 def _is_nan(score: object) -> bool:
@@ -194,7 +210,7 @@ def _is_nan(score: object) -> bool:
         return False
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -22,6 +22,7 @@ from groupwise.errors import DataError
 from groupwise.metrics import Max, Mean, Metric
 from groupwise.training.learner import Learner
 from groupwise.training.window import Window
+from groupwise.trl.config import GRPOConfig
 
 __all__ = [
     "EntropyControl",
@@ -58,7 +59,7 @@ class Schedule:
     accumulation: int
 
     @classmethod
-    def of(cls, args: Any, prompts: int) -> Schedule:
+    def of(cls, args: GRPOConfig, prompts: int) -> Schedule:
         """Raises DataError where the data set has fewer prompts than one generation takes."""
         needed = args.generation_batch_size // args.num_generations
         if prompts < needed:
@@ -170,7 +171,7 @@ class Part:
 class EntropyControl:
     """Masks of low-entropy tokens, and the coefficient of the entropy bonus as it is now."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self.coef = float(args.entropy_coef)
         self.last_entropy = float("inf")

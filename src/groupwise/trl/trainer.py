@@ -7,13 +7,14 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput, speed_metrics
 from transformers.utils import logging as transformers_logging
 
@@ -30,9 +31,9 @@ from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
-from groupwise.trl.episodes import open_script, roll_out
+from groupwise.trl.episodes import Factories, open_script, roll_out
 from groupwise.trl.generation import Generation, PromptSet, Rolled, generate, generation_numbers, was_cut
-from groupwise.trl.outputs import CompletionLog, Outputs, callback_handler, drain, for_all, logger, words_about
+from groupwise.trl.outputs import Callback, CompletionLog, Outputs, callback_handler, drain, for_all, logger, words_about
 from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
@@ -44,7 +45,7 @@ from groupwise.trl.parts import (
     seed_everything,
     to_config,
 )
-from groupwise.trl.rewards import RewardFunctions
+from groupwise.trl.rewards import RewardFunction, RewardFunctions
 from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, micro_step_numbers, unit_counts, whole_loss
 from groupwise.types import Prompt
 
@@ -59,6 +60,7 @@ _INTERNALS = frozenset(
 )
 """Methods of TRL's own trainer that a subclass would override in vain; those of transformers' are asked of it."""
 _MOST_DROPPED = 5
+Optimizers = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 
 
 class GRPOTrainer(Outputs):
@@ -67,7 +69,7 @@ class GRPOTrainer(Outputs):
     Args are TRL's. Raises ``GroupwiseError`` (one sentence: value, rule, remedy) for whatever is not honoured.
     """
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
         own = {
             name for part in cls.__mro__ if part not in GRPOTrainer.__mro__ for name in vars(part) if not name.startswith("__")
@@ -80,25 +82,24 @@ class GRPOTrainer(Outputs):
 
     def __init__(
         self,
-        model: Any,
-        reward_funcs: Any = None,
+        model: str | torch.nn.Module,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: Sequence[Callback] | None = None,
+        optimizers: Optimizers = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        tools: Sequence[Callable[..., object]] | None = None,
+        rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+        environment_factory: Factories = None,
     ) -> None:
         if args is None:
-            args = GRPOConfig(
-                f"{(model if isinstance(model, str) else model.config._name_or_path).rstrip('/').split('/')[-1]}-GRPO"
-            )
+            name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "model"))
+            args = GRPOConfig(f"{name.rstrip('/').split('/')[-1]}-GRPO")
         if not isinstance(args, GRPOConfig):
             raise ConfigError(
                 f"args is a {type(args).__name__} of {type(args).__module__}: import GRPOConfig from groupwise.trl too"
@@ -108,8 +109,9 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
+        self._objective = objective(args)
         train_dataset = _placeholders(args, environment_factory) if train_dataset is None else train_dataset
-        self.args: Any = args
+        self.args = args
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         if args.log_level != "passive":  # which leaves everything as it is
@@ -120,7 +122,7 @@ class GRPOTrainer(Outputs):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._given = (model, processing_class, peft_config, quantization_config, optimizers)
         self._actors = (tools, environment_factory)
-        self.rollout_func = rollout_func
+        self.rollout_func: Any = rollout_func
         if rollout_func and (tools or environment_factory or self.world.size > 1):
             raise ArgumentError(
                 "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
@@ -147,7 +149,7 @@ class GRPOTrainer(Outputs):
 
     @for_all
     def _make(
-        self, model: Any, tokenizer: Any, peft_config: Any, quantization_config: Any, optimizers: tuple[Any, Any],
+        self, model: str | torch.nn.Module, tokenizer: Any, peft_config: Any, quantization_config: Any, optimizers: Optimizers,
         checkpoint: Path | None = None,
     ) -> None:  # fmt: skip
         """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead, or its adapter."""
@@ -172,13 +174,14 @@ class GRPOTrainer(Outputs):
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
-        given, self.lr_scheduler = optimizers
-        chosen = objective(args)
+        given, scheduler = optimizers
+        self.lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
         scorer, sharding, self.engine = make_parts(
-            self.policy, self.config, self.world, given is not None, chosen.needs_reference, aside, self.episodes
+            self.policy, self.config, self.world, given is not None, self._objective.needs_reference, aside, self.episodes
         )
-        own = given and GivenOptimizer(given, self.model.parameters(), self.config.optimizer.max_grad_norm)
-        self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=chosen)
+        limit = self.config.optimizer.max_grad_norm
+        own = None if given is None else GivenOptimizer(given, self.model.parameters(), limit)
+        self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
         self.optimizer = self.learner.optimizer.adamw
         self._own_optimizer = given is not None
         sharding.check()
@@ -187,7 +190,7 @@ class GRPOTrainer(Outputs):
 
     @for_all
     @tolerate_broken_pipe()
-    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **others: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **others: object) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
 
         ``resume_from_checkpoint``: a folder ``checkpoint-N``, or True for the newest one in ``output_dir``. Of a run that has made all
@@ -315,10 +318,10 @@ class GRPOTrainer(Outputs):
             self._generation = ((epoch, index), generation)
         return self._generation[1]
 
-    def _generate(self, prompts: Sequence[Any], size: int, scope: str, numbers: dict[str, list[float]]) -> Generation:
-        extra_columns: dict[str, list[Any]] = defaultdict(list)
+    def _generate(self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]]) -> Generation:
+        extra_columns: dict[str, list[object]] = defaultdict(list)
         logged: dict[str, list[float]] = defaultdict(list)
-        extras: dict[str, Any] = {
+        extras: dict[str, object] = {
             "trainer_state": self.state,
             "log_extra": lambda column, values: extra_columns[column].extend(values),
             "log_metric": lambda name, value: logged[name].append(float(value)),
@@ -454,7 +457,7 @@ class GRPOTrainer(Outputs):
 
     @for_all
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Any = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float | None]:
         """Sample and score the evaluation prompts; names as in training, each with ``eval_`` before it."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -496,9 +499,9 @@ class GRPOTrainer(Outputs):
         self._saved = self.state.global_step
 
 
-def _placeholders(args: GRPOConfig, environment_factory: Any) -> list[dict[str, Any]]:
+def _placeholders(args: GRPOConfig, environment_factory: Factories) -> list[dict[str, Any]]:
     """Rows without a prompt, as many as will be needed, for an environment that owns its data. Raises ArgumentError where none does."""
-    if not environment_factory or isinstance(environment_factory, dict):
+    if not environment_factory or isinstance(environment_factory, Mapping):
         why = (
             "environment_factory chooses by its column 'environment'"
             if environment_factory
