@@ -17,9 +17,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
 ROOT = Path(__file__).resolve().parents[1]
 
-__all__ = ["LIMIT_BYTES", "PACKAGES", "download", "install", "main", "put_model_together", "split_model"]
+__all__ = ["LIMIT_BYTES", "PACKAGES", "download", "install", "main", "put_model_together", "split_model", "wheels_of"]
 
 LIMIT_BYTES = 60 * 2**20
 PACKAGES = (
@@ -113,14 +116,36 @@ def put_model_together(bundle: Path, folder: Path) -> Path | None:
 
 
 def install(bundle: Path, site: Path) -> Path:
-    """Unpack those of the bundle's wheels that this Python has no package of into ``site``; needs no network."""
+    """Unpack those of the bundle's wheels that this Python has no package of into ``site``: pip is given the files, and asks nobody.
+
+    Raises SystemExit where the bundle has no wheel for this Python.
+    """
     missing = [requirement for requirement in _pinned(PACKAGES) if not _is_there(requirement.split("==")[0])]
     done = site / "installed"
     if missing and not (done.exists() and done.read_text(encoding="utf-8").split() == missing):
+        wheels = [str(wheel) for wheel in wheels_of(bundle, missing)]
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
-        subprocess.run([*command, "--find-links", str(bundle), "--target", str(site), *missing], check=True)
+        subprocess.run([*command, "--target", str(site), *wheels], check=True)
         done.write_text(" ".join(missing), encoding="utf-8")
     return site
+
+
+def wheels_of(bundle: Path, requirements: Sequence[str]) -> list[Path]:
+    """The bundle's wheel of each requirement (``name==version``) for this Python: of several the one that fits it most closely.
+
+    Raises SystemExit where there is none.
+    """
+    rank = {tag: place for place, tag in enumerate(sys_tags())}
+    found: dict[str, tuple[int, Path]] = {}
+    for wheel in sorted(bundle.glob("*.whl")):
+        name, version, _, tags = parse_wheel_filename(wheel.name)
+        fits, key = min((rank[tag] for tag in tags if tag in rank), default=None), f"{name}=={version}"
+        if fits is not None and (key not in found or fits < found[key][0]):
+            found[key] = fits, wheel
+    wanted = [(f"{_normal(name)}=={version}", name) for name, version in (one.split("==") for one in requirements)]
+    if lacking := [name for key, name in wanted if key not in found]:
+        raise SystemExit(f"{bundle} has no wheel of {', '.join(lacking)} for this Python: make the bundle again with --pythons")
+    return [found[key][1] for key, _ in wanted]
 
 
 def _is_there(package: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.tags import sys_tags
 
 from benchmarks import first_light, first_light_bundle, first_light_one, first_light_several
 from benchmarks.first_light import ONE, SEVERAL, Check, Light, verdicts
@@ -249,16 +250,35 @@ def test_a_damaged_part_is_refused(tmp_path):
 
 
 def test_every_package_has_its_version_and_those_that_are_here_are_not_installed(tmp_path, monkeypatch):
+    """pip is given the wheels' files, each only once."""
     assert len(first_light_bundle._pinned(first_light_bundle.PACKAGES)) == len(first_light_bundle.PACKAGES)
-    asked = []
+    asked, (typer,) = [], first_light_bundle._pinned(["typer"])
     monkeypatch.setattr(first_light_bundle, "_is_there", lambda package: package != "typer")
     monkeypatch.setattr(first_light_bundle.subprocess, "run", lambda command, check: asked.append(command))
+    wheel = tmp_path / f"{typer.replace('==', '-')}-py3-none-any.whl"
+    wheel.touch()
     (tmp_path / "site").mkdir()
     first_light_bundle.install(tmp_path, tmp_path / "site")
     first_light_bundle.install(tmp_path, tmp_path / "site")
-    assert [[word for word in command if "==" in word] for command in asked] == [
-        [one] for one in asked[0] if one.startswith("typer==")
-    ]
+    (command,) = asked
+    assert [word for word in command if word.endswith(".whl")] == [str(wheel)]
+    assert "--no-index" in command
+
+
+def test_of_several_wheels_the_one_for_this_python_is_taken(tmp_path):
+    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    own = f"Some_Thing-1.0-{this}-{this}-{next(iter(sys_tags())).platform}.whl"
+    for name in (
+        own,
+        "Some_Thing-1.0-py3-none-any.whl",
+        "Some_Thing-1.0-cp27-cp27m-win32.whl",
+        "Some_Thing-2.0-py3-none-any.whl",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "elsewhere-1.0-cp27-cp27m-win32.whl").touch()
+    assert first_light_bundle.wheels_of(tmp_path, ["some.thing==1.0"]) == [tmp_path / own]
+    with pytest.raises(SystemExit, match="has no wheel of elsewhere for this Python"):
+        first_light_bundle.wheels_of(tmp_path, ["some-thing==1.0", "elsewhere==1.0"])
 
 
 def test_it_starts_as_a_file_from_another_folder(tmp_path):
