@@ -17,6 +17,7 @@ from groupwise.engines import make_engine
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.errors import ConfigError
+from groupwise.importing import looks_like_file
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
 from groupwise.models.load import Policy, load_policy, with_base
@@ -99,7 +100,12 @@ def _named_code(config: Config) -> list[tuple[str, str]]:
     named += [("rollout.environment", e) for e in ([environment] if isinstance(environment, str) else environment.values())]
     sources = {"data.source": data.source, "data.eval_source": data.eval_source or ""}
     named += [(setting, source) for setting, source in sources.items() if names_function(source)]
-    return [(setting, place) for setting, place in named if not place.startswith("groupwise.")]
+    # A file is nobody's module, though its folder may be called groupwise.something.
+    return [
+        (setting, place)
+        for setting, place in named
+        if not place.startswith("groupwise.") or looks_like_file(place.rpartition(":")[0])
+    ]
 
 
 def settings_to_ask(

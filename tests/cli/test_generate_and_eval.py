@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.chat import Speaker, answer_lines, settings_for_model
+from groupwise.chat import Speaker, answer_lines, refuse_named_code, settings_for_model
 from groupwise.cli.models import converse
 from groupwise.config import dump_config, load_config
+from groupwise.config.load import load_run_config
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import SamplingSettings
+from groupwise.errors import ConfigError
 from groupwise.types import Completion
 
 
@@ -244,6 +246,16 @@ def test_python_that_a_run_s_settings_name_is_not_imported(groupwise, run_folder
         elif command == "eval":
             other = groupwise(command, run_folder, f"{setting}={NAMED_CODE[setting]('of_mine:it')}".replace("'", ""))
             assert "cannot grant" not in other.stderr
+
+
+@pytest.mark.parametrize("place", ["groupwise.d/tools.py:search", "groupwise.py:search", "groupwise.d\\tools.py:search"])
+def test_a_file_that_is_called_like_a_module_of_ours_is_not_ours(place, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"rollout": {"tools": [place]}}))
+    with pytest.raises(ConfigError, match="a run's folder cannot grant that"):
+        refuse_named_code(load_run_config(config, []), config, data=False)
+    config.write_text(yaml.safe_dump({"rollout": {"tools": ["groupwise.episodes.tools:calculator"]}}))
+    refuse_named_code(load_run_config(config, []), config, data=False)
 
 
 def test_who_asks_for_it_on_the_command_line_runs_the_code(groupwise, planted, tmp_path):
