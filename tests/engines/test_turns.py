@@ -13,8 +13,8 @@ import torch
 
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.base import SampleRequest as Request
-from groupwise.engines.builtin import decode as decode_module
 from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin import given as given_module
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
@@ -187,8 +187,8 @@ def test_rows_that_leave_and_come_back_change_nobodys_tokens(
 def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_prompts, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = play(builtin(), prompts, longest=20)
-    monkeypatch.setattr(decode_module, name, value)
-    monkeypatch.setattr(decode_module, "QUERY_BLOCK", min(3, decode_module.QUERY_BLOCK))
+    monkeypatch.setattr(given_module, name, value)
+    monkeypatch.setattr(given_module, "QUERY_BLOCK", min(3, given_module.QUERY_BLOCK))
     parts = play(builtin(max_rows=4), prompts, grace_s=0.0, late=late, longest=20)
     assert parts.rows() == whole.rows()
     assert parts.logprobs() == pytest.approx(whole.logprobs(), abs=1e-5)

@@ -9,33 +9,32 @@ bf16 spend a large part of a step rearranging the weight: with 32 rows a step of
 on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16). Rearranging all of them takes about as long as two
 decode steps, so it is done again for each call of the sampler, which also is what makes it follow the policy.
 
-Between its turns a row is given tokens (``Given``). All but the last are computed beside a step, in the same matrix products, which on CPUs
-cost hardly more for that: a pass of their own would read all weights once more. The last is fed as a sampled token would be.
+What a row is given between its turns is computed beside a step (``given.py``).
 
 Axes: B rows, S groups, W rows per group (widest), K key-value heads, U query heads per key head, E head width, P prompt positions, C own
-positions there is room for, V vocabulary; T given tokens, in blocks of A rows with Q tokens each.
+positions there is room for, V vocabulary; T given tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 from groupwise.engines.builtin.cache import Cache
-from groupwise.limits import PREFILL_TOKENS, QUERY_BLOCK
+from groupwise.engines.builtin.given import Given
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16, product_gives_fp32
 from groupwise.models.native.calls import add_norm, decode_attention
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "ALLOWED", "Behind", "DecodeStep", "DecodeWeights", "Given", "Lanes", "Product", "attend", "decode", "in_bucket", "plain_product",
+    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "plain_product",
     "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
@@ -302,145 +301,6 @@ class DecodeStep:
         self.last_logprobs.copy_(logprobs)
         self.positions.add_((self.own_lengths < self.room - 1).long())
         self.own_lengths.add_(1).clamp_(max=self.room - 1)
-
-
-SCORE_BUDGET = 2**20
-"""Most elements of one block's mask."""
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """Tokens of a row that its cache lacks, before the one that it feeds next."""
-
-    row: int
-    group: int
-    prompt_length: int
-    first: int
-    """Own position of the first of them."""
-    token_ids: Sequence[int]
-
-    def pieces(self) -> list[Behind]:
-        """The same, so many tokens at a time."""
-        cuts = range(0, len(self.token_ids), QUERY_BLOCK)
-        return [replace(self, first=self.first + at, token_ids=self.token_ids[at : at + QUERY_BLOCK]) for at in cuts]
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Queries of A rows against their prompts and their own positions."""
-
-    rows: Tensor
-    groups: Tensor
-    queries: Tensor
-    """``[A, Q]`` places among the given tokens; those past a row's end repeat place 0, and nobody reads what comes out of them."""
-    prompt: int
-    """Positions of the prompts that are looked at;"""
-    own: int
-    """and own positions."""
-    masks: list[Tensor]
-    """``[A, Q, prompt + own]`` for each kind of layer: what is seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Tokens that rows are given, to be computed beside a step."""
-
-    token_ids: Tensor
-    rows: Tensor
-    """``[T]``."""
-    own: Tensor
-    """``[T]`` own position of each."""
-    positions: Tensor
-    """``[T]`` position in the row's sequence."""
-    blocks: list[_Block]
-    places: Tensor
-    """``[T]`` where each token's output lies among all blocks' queries."""
-
-    @classmethod
-    def plan(cls, behind: Sequence[Behind], windows: Sequence[int | None], device: torch.device) -> list[Given]:
-        """Passes over at most ``PREFILL_TOKENS``, one after the other. ``windows``: of each kind of layer."""
-        passes: list[list[Behind]] = [[]]
-        tokens = 0
-        for piece in (piece for row in behind for piece in row.pieces()):
-            if passes[-1] and tokens + len(piece.token_ids) > PREFILL_TOKENS:
-                passes.append([])
-                tokens = 0
-            passes[-1].append(piece)
-            tokens += len(piece.token_ids)
-        return [cls._of(part, windows, device) for part in passes if part]
-
-    @classmethod
-    def _of(cls, pieces: list[Behind], windows: Sequence[int | None], device: torch.device) -> Given:
-        pieces.sort(key=lambda piece: -len(piece.token_ids))  # alike lengths together: less padding
-        lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
-        starts, places, blocks, before = lengths.cumsum(0) - lengths, [], [], 0
-        for first, end in _blocks(pieces):
-            block = _block(pieces[first:end], starts[first:end], windows, device)
-            width = block.queries.shape[1]
-            places += [before + i * width + torch.arange(int(n)) for i, n in enumerate(lengths[first:end])]
-            before += block.queries.numel()
-            blocks.append(block)
-        own = torch.cat([piece.first + torch.arange(len(piece.token_ids)) for piece in pieces])
-        prompts = torch.tensor([piece.prompt_length for piece in pieces]).repeat_interleave(lengths)
-        return cls(
-            torch.tensor([token for piece in pieces for token in piece.token_ids], device=device),
-            torch.tensor([piece.row for piece in pieces]).repeat_interleave(lengths).to(device), own.to(device),
-            (prompts + own).to(device), blocks, torch.cat(places).to(device),
-        )  # fmt: skip
-
-    def attend(self, rotated: Tensor, value: Tensor, cache: Cache, layer: int, kind: int, scale: float | None) -> Tensor:
-        """``[T, H * E]``, of rotated queries and keys ``[T, H + K, E]`` and values ``[T, K, E]``, which are kept."""
-        heads = rotated.shape[1] - cache.kv_heads
-        prompts, own = cache.by_position(cache.prompt[layer]), cache.by_position(cache.own[layer])
-        for table, new in zip(own, (rotated[:, heads:], value), strict=True):
-            table[self.rows, :, self.own] = new
-        pieces = []
-        for block in self.blocks:
-            keys, values = (
-                torch.cat([p[:, :, : block.prompt][block.groups], o[:, :, : block.own][block.rows]], dim=2).repeat_interleave(
-                    heads // cache.kv_heads, dim=1
-                )
-                for p, o in zip(prompts, own, strict=True)
-            )
-            query = rotated[:, :heads][block.queries].transpose(1, 2)
-            attended = scaled_dot_product_attention(query, keys, values, attn_mask=block.masks[kind][:, None], scale=scale)
-            pieces.append(attended.transpose(1, 2).flatten(0, 1))
-        return torch.cat(pieces).index_select(0, self.places).flatten(1)
-
-
-def _blocks(pieces: Sequence[Behind]) -> list[tuple[int, int]]:
-    """First and end of each block of ``pieces``, the longest first."""
-    out, first = [], 0
-    while first < len(pieces):
-        end, queries = first + 1, len(pieces[first].token_ids)
-        while end < len(pieces) and (end + 1 - first) * queries * sum(_widths(pieces[first : end + 1])) <= SCORE_BUDGET:
-            end += 1
-        out.append((first, end))
-        first = end
-    return out
-
-
-def _widths(pieces: Sequence[Behind]) -> tuple[int, int]:
-    """Positions of prompts, and own ones, that some of ``pieces`` sees."""
-    return max(piece.prompt_length for piece in pieces), max(piece.first + len(piece.token_ids) for piece in pieces)
-
-
-def _block(pieces: Sequence[Behind], starts: Tensor, windows: Sequence[int | None], device: torch.device) -> _Block:
-    prompt, own = _widths(pieces)
-    lengths, firsts, prompts = (
-        torch.tensor(column)[:, None]
-        for column in zip(*((len(p.token_ids), p.first, p.prompt_length) for p in pieces), strict=True)
-    )
-    query = torch.arange(int(lengths.max()))[None]
-    at = (prompts + firsts + query)[:, :, None]
-    there = torch.cat([torch.arange(prompt).expand(len(pieces), -1), prompts + torch.arange(own)], dim=1)[:, None]
-    held = torch.cat([torch.arange(prompt) < prompts, torch.ones(len(pieces), own, dtype=torch.bool)], dim=1)[:, None]
-    seen = held & (there <= at)
-    return _Block(
-        torch.tensor([piece.row for piece in pieces], device=device), torch.tensor([piece.group for piece in pieces], device=device),
-        torch.where(query < lengths, starts[:, None] + query, 0).to(device), prompt, own,
-        [(seen if window is None else seen & (there > at - window)).to(device) for window in windows],
-    )  # fmt: skip
 
 
 def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None = None) -> Tensor:

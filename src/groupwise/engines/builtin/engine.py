@@ -24,8 +24,9 @@ from torch import Tensor
 
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.cache import Cache
-from groupwise.engines.builtin.decode import Behind, DecodeStep, DecodeWeights, Given, decode
+from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
 from groupwise.engines.builtin.draw import Draw, key_further, seed_key
+from groupwise.engines.builtin.given import Behind, Given
 from groupwise.engines.turns import Answer, Patience, Turns, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.limits import PREFILL_TOKENS

@@ -30,6 +30,7 @@ from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import decode as decoding
 from groupwise.engines.builtin import engine as builtin
+from groupwise.engines.builtin import given
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
@@ -51,6 +52,7 @@ _SOURCES = (
     build.SOURCE,
     Path(decoding.__file__),
     Path(builtin.__file__),
+    Path(given.__file__),
     *Path(attention.__file__).parent.glob("*.py"),
 )
 
