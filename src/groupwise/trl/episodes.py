@@ -183,8 +183,10 @@ def open_script(
     pool, own, rewards = None, list(tools or ()), dict[type, Callable[..., object]]()
     described = {tool.name: tool for tool in (describe(one, getattr(one, "__name__", repr(one))) for one in own)}
     if environment_factory:
-        several = isinstance(environment_factory, Mapping)
-        pool = Pool(dict(environment_factory) if several else {None: environment_factory}, None)  # type: ignore[dict-item]
+        named: dict[str | None, Callable[[], object]] = (
+            {**environment_factory} if isinstance(environment_factory, Mapping) else {None: environment_factory}
+        )
+        pool = Pool(named, None)
         for name in pool.factories:
             probe = pool.make(Problem("probe", "", "", {"environment": name}))
             own += [tool.function for tool in pool.tools_of(probe).values() if tool.function not in own]
