@@ -184,7 +184,7 @@ def open_script(
     described = {tool.name: tool for tool in (describe(one, getattr(one, "__name__", repr(one))) for one in own)}
     if environment_factory:
         named: dict[str | None, Callable[[], object]] = (
-            {**environment_factory} if isinstance(environment_factory, Mapping) else {None: environment_factory}
+            dict(environment_factory.items()) if isinstance(environment_factory, Mapping) else {None: environment_factory}
         )
         pool = Pool(named, None)
         for name in pool.factories:
