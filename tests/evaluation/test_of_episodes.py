@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from groupwise.evaluation.figures import figures, headline_verdict
-from groupwise.evaluation.judging import evaluation_of
+from groupwise.evaluation.judging import evaluation_of, training_effect
 from groupwise.evaluation.models import compare_models
 from groupwise.evaluation.records import make_record
 from groupwise.tracking.console import ConsoleTracker
@@ -93,6 +93,18 @@ def test_models_are_compared_by_success_where_an_environment_judges():
     assert (row["verdict"], row["fixed"], row["difference"]) == ("success", 6, 1.0)
     assert "] success; 6 problems fixed" in next(iter(comparison_lines([row])))
     assert headline_verdict(records(episode()), records(episode(reward=1.0))) == "strict"
+
+
+def test_an_environment_that_was_down_all_along_judges_no_comparison():
+    """At the end of a run its models are compared: by what is known of a problem in both evaluations."""
+    down = records(*[episode(reason="environment_error", last="no")] * 3)
+    known = records(*[episode(reward=1.0)] * 3)
+    assert headline_verdict(known, known) == "success"
+    assert headline_verdict(known, down) == headline_verdict(down, down) == "strict"
+    half = [*down[:1], *known[1:]], [*known[:1], *down[1:]]  # each problem is known in one of the two
+    assert headline_verdict(*half) == "strict"
+    base, final = (evaluation_of(one, stage=s, mode="greedy", conditions=ASKED) for one, s in ((known, "base"), (down, "final")))
+    assert training_effect({"base": base, "final": final})["verdict"] == "strict"
 
 
 def test_trackers_get_numbers_that_the_table_explains():

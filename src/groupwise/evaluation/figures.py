@@ -168,7 +168,8 @@ def paired_comparison(
     names = [name for name in before if all(record[key] is not None for record in (*before[name], *after[name]))]
     if not names:
         raise DataError(
-            "math-verify gave no verdict on any problem that two evaluations share: check that it is installed and starts"
+            f"no problem that two evaluations share has a verdict ({key}) in both: check that math-verify is installed and starts, or that "
+            "the environment answers"
         )
     rights = [(count_right(before[name], key), count_right(after[name], key)) for name in names]
     samples = len(next(iter(before.values())))
@@ -199,8 +200,15 @@ def crosstab(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def headline_verdict(*evaluations: Sequence[Record]) -> str:
-    """The verdict by which evaluations are compared: ``success`` where an environment judged all episodes, else ``strict``."""
-    return "success" if all(records and all("success" in one for one in records) for records in evaluations) else "strict"
+    """By which verdict evaluations are compared: ``success`` where an environment judged all episodes, and of some problem in all
+    evaluations the verdict is known; else ``strict``."""
+    if not all(records and all("success" in one for one in records) for records in evaluations):
+        return "strict"
+    known = (
+        {problem for problem, samples in by_problem(records).items() if all(one["success"] is not None for one in samples)}
+        for records in evaluations
+    )
+    return "success" if set.intersection(*known) else "strict"
 
 
 def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:
