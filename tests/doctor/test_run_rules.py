@@ -318,6 +318,12 @@ def test_a_die_that_is_rolled_again_is_no_loop(tmp_path):
     assert "calls-in-a-loop" not in findings_of(tmp_path / "run", played(write=with_calls(*rolls)))
 
 
+def test_a_run_of_episodes_without_a_reward_in_its_metrics_is_read_all_the_same(tmp_path):
+    looping = with_calls(ASKED, ASKED, ASKED, share=0.5)
+    found = findings_of(tmp_path / "run", played(write=looping, without=["reward/mean"]))
+    assert "calls-in-a-loop" in found
+
+
 def test_calls_in_another_format_are_pointed_at(tmp_path):
     def other(step, p, group, sample, answer):
         return Written(f'<tool_call>{{"name": "search", "step": {step + sample}}}</tool_call>', calls=())

@@ -133,8 +133,8 @@ def pays_without_the_tool(run: RunRecord) -> Evidence | None:
 
 def recorded_late(run: RunRecord) -> list[CompletionRecord]:
     """The recorded episodes of the last fifth of the steps; none where there are no tools."""
-    return [] if not len(series(run, "episodes/calls")) else completions_between(run, late_steps(run))
+    return completions_between(run, late_steps(run)) if len(series(run, "episodes/calls")) else []
 
 
 def late_steps(run: RunRecord) -> tuple[int, int]:
-    return series(run, "reward/mean").late_steps
+    return series(run, "episodes/calls").late_steps
