@@ -60,7 +60,7 @@ def project():
     (folder / ".env").write_text("KEY=hidden")
     deep = folder / "data" / "kept" / "well"
     deep.mkdir(parents=True)
-    for name in (".env", "id_rsa", "server.pem", "credentials.json", "secrets"):
+    for name in (".env", "id_rsa", "server.pem", "SERVER.KEY", "Credentials.json", "secrets"):
         (deep / name).write_text("KEY=hidden")
     (deep / "open.txt").write_text("seen")
     for run in (folder / "runs" / "first", folder / "results" / "second", deep / "third", folder / "data" / "runs" / "fourth"):

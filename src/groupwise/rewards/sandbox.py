@@ -50,7 +50,7 @@ _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _SETATTR = 442  # mount_setattr(2), the same number on every architecture
 _CAPABILITIES = (2, 5, 19, 21)  # DAC_READ_SEARCH, to import what only root may read; KILL, SYS_PTRACE, SYS_ADMIN, to make calls
 _KEYS = re.compile(
-    r"^\.|^id_(rsa|dsa|ecdsa|ed25519)$|\.(pem|key|p12|pfx|jks|kdbx|keystore)$|^(credentials|secrets?)(\.(?!pyi?$)\w+)?$"
+    r"(?i)^\.|^id_(rsa|dsa|ecdsa|ed25519)$|\.(pem|key|p12|pfx|jks|kdbx|keystore)$|^(credentials|secrets?)(\.(?!pyi?$)\w+)?$"
 )
 """Names in the user's folders that are not seen."""
 _MOST = 20_000
