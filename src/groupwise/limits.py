@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ATTENTION_SCORES",
     "CACHE_ROOM",
     "GRADIENT_BUCKET",
     "LOGIT_COLUMNS",
@@ -23,6 +24,8 @@ On GPUs gaps cost less, and new tables mean that a graph is captured again."""
 QUERY_BLOCK = 256
 """Queries of one sequence that the library's attention kernels are given at a time: bounds the mask, and skips most of the causal upper
 half."""
+ATTENTION_SCORES = 2**24
+"""Most elements of the mask of one rectangle of attention per head, over its sequences: bounds the memory of the repeated prompts."""
 LOGIT_COLUMNS, MIN_LOGIT_COLUMNS = 4096, 256
 """Columns of the vocabulary that the output head computes at a time, and the fewest, for very many rows;"""
 _ALIGNED_COLUMNS = 64

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from groupwise.limits import QUERY_BLOCK
+from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
 from groupwise.models.ops import rotate_heads
 from groupwise.models.packing import Packed, Span
@@ -71,8 +71,7 @@ def plan_attention(
     return [AttentionPlan(cos, sin, None, library[w]) for (cos, sin), w in zip(ropes, needed, strict=True)]
 
 
-SCORE_BUDGET = 2**24
-"""Most elements of one block's mask per head: bounds the memory of the repeated prompts."""
+SCORE_BUDGET = ATTENTION_SCORES
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from groupwise.limits import (
+    ATTENTION_SCORES,
     CACHE_ROOM,
     LOGIT_COLUMNS,
     LOGIT_ROWS,
@@ -82,12 +83,8 @@ def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
             for offset in range(0, length, QUERY_BLOCK):
                 end = min(length, offset + QUERY_BLOCK)
                 width = prefix + end
-                most = max(most, min(sequences, max(1, _SCORES // ((end - offset) * width))) * width)
+                most = max(most, min(sequences, max(1, ATTENTION_SCORES // ((end - offset) * width))) * width)
     return 6 * setup.weight_bytes * setup.shape.attended * most
-
-
-_SCORES = 2**24
-"""Elements of a rectangle's mask over its sequences at most (``models/attention.py``)."""
 
 
 def _module_row(setup: Setup) -> int:
