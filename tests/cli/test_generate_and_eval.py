@@ -138,7 +138,10 @@ def test_a_conversation_ends_with_the_input(speaker, monkeypatch):
         raise EOFError
 
     monkeypatch.setattr("builtins.input", end)
-    converse(speaker, io.StringIO())
+    out = io.StringIO()
+    converse(speaker, out)
+    assert out.getvalue().startswith(speaker.policy.name)
+    assert speaker.messages == []
 
 
 def test_the_answer_is_limited_to_what_the_context_leaves(speaker):
