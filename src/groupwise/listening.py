@@ -74,10 +74,9 @@ class Handler(BaseHTTPRequestHandler):
     def is_trusted(self) -> bool:
         """Whether the request may be read; what it is refused with is answered, and its body is not read."""
         headers, refusal = self.headers, None
-        given = headers.get("Authorization", "").encode("utf-8", errors="replace")
         if headers.get("Origin") is not None or not self._is_host(headers.get("Host", "")):
             refusal = 403, "this server answers no browsers"
-        elif self.secret is not None and not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
+        elif not self.knows(headers.get("Authorization", "").encode("utf-8", errors="replace")):
             refusal = 401, "the secret is missing, or is not this server's"
         elif self.command == "POST" and headers.get_content_type() not in self.content_types:
             refusal = 415, f"the content type of a message must be {' or '.join(self.content_types)}"
@@ -85,6 +84,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.refuse(*refusal)
         return refusal is None
+
+    def knows(self, authorization: bytes) -> bool:
+        """Whether a request with this header may ask."""
+        return self.secret is None or hmac.compare_digest(authorization, f"Bearer {self.secret}".encode())
 
     def _is_host(self, given: str) -> bool:
         """Whether a client that wants this machine may have said so. A page whose name was made to lead here says its own name."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.serving.asking import Refused, read_ask
-from groupwise.serving.strict import fits, unread_keyword
+from groupwise.serving.asking import Refused, fits, read_ask, unread_keyword
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

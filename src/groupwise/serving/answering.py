@@ -12,8 +12,8 @@ from typing import Any
 
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.tools import Tool, arguments_by_name
+from groupwise.serving.asking import fits
 from groupwise.serving.sampler import Choice
-from groupwise.serving.strict import fits
 
 __all__ = ["Answer", "calls_in"]
 

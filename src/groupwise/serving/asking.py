@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.episodes.tools import Tool
-from groupwise.serving.strict import unread_keyword
 
-__all__ = ["Ask", "Refused", "read_ask"]
+__all__ = ["Ask", "Refused", "fits", "read_ask", "unread_keyword"]
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -236,3 +235,59 @@ def _calls(given: Sequence[Any], place: str) -> list[Mapping[str, Any]]:
             raise Refused(f"each of the tool_calls of {place} must have a function with name and arguments in JSON", "messages")
         calls.append({"type": "function", "id": str(one.get("id", "")), "function": {"name": name, "arguments": arguments}})
     return calls
+
+
+# Schemas of strict tools, of the keywords that descriptions of functions mostly have.
+
+_READ = frozenset(("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf"))
+_SAID = frozenset(("title", "description", "default", "examples", "$schema"))
+"""Words for the reader, which rule nothing out."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,),
+    "null": (type(None),),
+}  # fmt: skip
+
+
+def unread_keyword(schema: object) -> str | None:
+    """A keyword that ``fits`` does not know; None where it knows all."""
+    return next(_unread(schema), None)
+
+
+def _unread(schema: object) -> Iterator[str]:
+    if not isinstance(schema, dict):
+        if not isinstance(schema, bool):
+            yield repr(schema)
+        return
+    yield from sorted(set(schema) - _READ - _SAID)
+    types = schema.get("type", [])
+    yield from (str(one) for one in ([types] if isinstance(types, str) else types) if one not in _TYPES)
+    for below in (*schema.get("properties", {}).values(), *schema.get("anyOf", ())):
+        yield from _unread(below)
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            yield from _unread(schema[name])
+
+
+def fits(value: Any, schema: Mapping[str, Any] | bool) -> bool:
+    """Whether ``value`` is one of those that ``schema`` describes."""
+    if isinstance(schema, bool):
+        return schema
+    types = schema.get("type")
+    if types is not None and not any(_is_a(value, one) for one in ([types] if isinstance(types, str) else types)):
+        return False
+    if ("enum" in schema and value not in schema["enum"]) or ("const" in schema and value != schema["const"]):
+        return False
+    if "anyOf" in schema and not any(fits(value, one) for one in schema["anyOf"]):
+        return False
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return all(name in value for name in schema.get("required", ())) and all(
+            fits(one, known.get(name, others)) for name, one in value.items()
+        )
+    return not isinstance(value, list) or all(fits(one, schema.get("items", True)) for one in value)
+
+
+def _is_a(value: object, wanted: str) -> bool:
+    if isinstance(value, bool) and wanted != "boolean":
+        return False
+    return isinstance(value, _TYPES[wanted]) or (wanted == "integer" and isinstance(value, float) and value.is_integer())

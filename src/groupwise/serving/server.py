@@ -14,16 +14,16 @@ import select
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from groupwise.config.schema import Config
 from groupwise.errors import TrainingError
 from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, is_loopback, listening_error
 from groupwise.serving.asking import Refused
-from groupwise.serving.service import Exchange, Service, open_service
+from groupwise.serving.service import Exchange, open_service
 
-__all__ = ["KEY", "Server", "find_key", "open_server"]
+__all__ = ["KEY", "Answering", "ChatHandler", "Server", "find_key", "open_server"]
 
 KEY = "GROUPWISE_SERVE_KEY"
 
@@ -35,18 +35,40 @@ _LOOK_EVERY_S = 0.5
 _CODES = {401: "invalid_api_key"}
 
 
+class Answering(Protocol):
+    """What a server answers by."""
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it samples."""
+
+    def begin(self, body: object) -> Exchange:
+        """Have an answer sampled. Raises Refused."""
+
+    def close(self) -> None:
+        """End what is still being answered."""
+
+
 class Server:
     """Answers in threads of its own from construction until ``close``.
 
     Args:
         key: what clients must know; None where everybody who reaches the address may ask.
+        handler: of one connection.
     """
 
-    def __init__(self, service: Service, host: str = "127.0.0.1", port: int = 0, *, key: str | None = None) -> None:
+    def __init__(
+        self, service: Answering, host: str = "127.0.0.1", port: int = 0, *, key: str | None = None,
+        handler: type[ChatHandler] | None = None, connections: int = MOST_CONNECTIONS,
+    ) -> None:  # fmt: skip
         """Port 0 takes a free one. Raises OSError where the port is taken."""
         own = {"service": service, "secret": key, "host": host, "began": int(time.time())}
         self.service = service
-        self._http = BoundedServer((host, port), type("Handler", (_Handler,), own), MOST_CONNECTIONS)
+        self._http = BoundedServer((host, port), type("Handler", (handler or ChatHandler,), own), connections)
         self.port = self._http.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
@@ -59,7 +81,7 @@ class Server:
 
     def wait(self) -> None:
         """Until it does not sample any more; a signal gets through. Raises TrainingError."""
-        while self.service.sampler.is_alive:
+        while self.service.is_alive:
             time.sleep(_LOOK_EVERY_S)
         raise TrainingError("the sampling thread has ended: start the server again")
 
@@ -88,8 +110,10 @@ def open_server(config: Config, max_tokens: int, name: str, host: str, port: int
         raise listening_error(error, host, port) from error
 
 
-class _Handler(Handler):
-    service: Service
+class ChatHandler(Handler):
+    """One connection of a client."""
+
+    service: Answering
     began: int
 
     def refuse(self, status: int, words: str) -> None:
@@ -102,7 +126,7 @@ class _Handler(Handler):
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         if path == "/health":
-            alive = self.service.sampler.is_alive
+            alive = self.service.is_alive
             self.answer(200 if alive else 503, {"status": "ok" if alive else "ended"})
             return
         if not self.is_trusted():

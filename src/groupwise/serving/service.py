@@ -25,7 +25,7 @@ from groupwise.serving.asking import Ask, Refused, read_ask
 from groupwise.serving.sampler import Choice, FullError, Sampler
 from groupwise.types import Problem
 
-__all__ = ["Exchange", "Service", "open_service"]
+__all__ = ["Calls", "Exchange", "Service", "open_service"]
 
 
 @dataclass
@@ -80,8 +80,12 @@ class Service:
         self.context_length = policy.context_length
         # The sampling thread has the policy's own tokenizer, and those who ask share this one: it is for one thread at a time.
         self._tokenizer, self._lock = copy.deepcopy(policy.tokenizer), threading.Lock()
-        self._calls = _Calls.of(self._tokenizer, policy.end_token_ids, prompt, call_format)
+        self._calls = Calls.of(self._tokenizer, policy.end_token_ids, prompt, call_format)
         self.engine, self.sampler = engine, Sampler(engine, policy.tokenizer, policy.end_token_ids)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.sampler.is_alive
 
     def begin(self, body: object) -> Exchange:
         """Have an answer sampled. Raises Refused."""
@@ -133,7 +137,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
+class Calls:
     """How a model is shown tools, calls and results."""
 
     form: CallFormat | None
@@ -143,7 +147,7 @@ class _Calls:
     """for this reason."""
 
     @classmethod
-    def of(cls, tokenizer: Any, end_token_ids: Sequence[int], prompt: PromptConfig, call_format: str) -> _Calls:
+    def of(cls, tokenizer: Any, end_token_ids: Sequence[int], prompt: PromptConfig, call_format: str) -> Calls:
         if prompt.style != "chat":
             return cls(None, None, f"its prompts have no turns (prompt.style is {prompt.style})")
         try:
