@@ -11,19 +11,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 __all__ = [
-    "CUT_SHORT", "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores", "ToolCall", "Turn",
+    "CUT_SHORT", "FAILURES", "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores",
+    "ToolCall", "Turn",
     "number_occurrences",
 ]  # fmt: skip
 
-FinishReason = Literal["stop", "length", "max_turns", "context_full", "environment_error", "timeout"]
+FinishReason = Literal["stop", "length", "max_turns", "context_full", "environment_error", "timeout", "new_conversation"]
 """``stop``: the policy sampled one of the model's end tokens, and nothing answered it. ``length``: it hit the token limit first.
 ``max_turns``: what it did in its last turn would have been answered. ``context_full``: the answer did not fit within the token limit.
-``environment_error`` and ``timeout``: the environment raised, or took too long."""
+``environment_error`` and ``timeout``: the environment raised, or took too long. ``new_conversation``: an agent's program asked
+about something else than how its conversation goes on."""
 CUT_SHORT: dict[str, str] = {
     "length": "cut at the token limit", "max_turns": "cut at the limit of turns", "context_full": "no room for what came back",
     "environment_error": "the environment failed", "timeout": "the environment took too long",
+    "new_conversation": "the agent asked about something else",
 }  # fmt: skip
 """What people read of every reason but ``stop``."""
+FAILURES: tuple[FinishReason, ...] = ("environment_error", "timeout", "new_conversation")
+"""After which nobody knows what an episode was worth."""
 CallFailure = Literal["invalid", "raised", "timed_out"]
 """``invalid``: nothing was called, since the call could not be read or there is no such tool or argument."""
 
@@ -144,6 +149,11 @@ class Completion:
     def stopped(self) -> bool:
         """Whether it ended by itself, and not at a limit."""
         return self.finish_reason == "stop"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment failed."""
+        return self.finish_reason in FAILURES
 
     @property
     def sampled(self) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.data import algebra
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardFailure, RewardSuite, calling
-from groupwise.types import Group
+from groupwise.types import Group, ToolCall, Turn
 
 from .conftest import RIGHT, make_completions, make_prompt, make_suite
 
@@ -456,3 +456,21 @@ def test_functions_are_told_every_reference_answer():
         prompt, make_completions("<answer>0.667</answer>", "<answer>2/3</answer>")
     )
     assert scored.components["correctness"] == (2.0, 2.0)
+
+
+def test_a_group_whose_environment_failed_is_judged_by_no_function():
+    """Its text would score 0: a judgement of a policy that was not heard to the end. Running statistics do not hear of it either."""
+    told = ToolCall("step", {}, "error: lost connection", "raised")
+    whole, ended = make_completions("x", "y")
+    turns = (Turn("assistant", "y", len(ended.token_ids), (told,)),)
+    pair = [whole, replace(ended, finish_reason="environment_error", turns=turns)]
+    asked = []
+    suite = make_suite({"f": lambda completions: asked.extend(completions) or [0.0] * len(completions)}, on_error="skip")
+    scoring = suite.score_all([(make_prompt(), pair), (make_prompt(), make_completions("v", "w"))])
+    (failure,) = scoring.failures
+    assert (failure.kind, len(scoring.groups), len(asked)) == ("environment", 1, 2)
+    assert failure.message == (
+        "the environment failed in completion 1 of problem 'gsm8k:train:0' (environment_error): error: lost connection"
+    )
+    with pytest.raises(RewardError, match="lost connection; correct the environment, or set rewards.on_error=skip to leave"):
+        make_suite({"f": constant(0.0)}).score(make_prompt(), pair)

@@ -97,7 +97,7 @@ def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes:
     """
     turns = _worked_turns(prompt.problem, style, episodes)
     if episodes is not None:
-        return episodes.play_script(prompt.problem, turns, tokenizer.eos_token_id)
+        return episodes.play_script(prompt, turns, tokenizer.eos_token_id)
     ids = [*tokenizer(turns[0], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return ids, [True] * len(ids)
 

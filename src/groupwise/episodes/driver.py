@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
 from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes
@@ -23,11 +24,32 @@ from groupwise.episodes.tools import Tool, Toolbox
 from groupwise.errors import TrainingError
 from groupwise.metrics import Metric
 from groupwise.rewards.calling import Background, CallRaised, CallTimedOut
-from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
+from groupwise.types import FAILURES, Completion, FinishReason, Problem, Prompt, Turn
 
-__all__ = ["EpisodeEngine", "Episodes"]
+__all__ = ["Agents", "EpisodeEngine", "Episodes"]
 
 logger = logging.getLogger("groupwise")
+
+
+class Agents(Protocol):
+    """Programs of which each plays an episode: it asks for the policy's turns by itself, and its first request is the prompt."""
+
+    def opening(
+        self, problem: Problem, system: str | None
+    ) -> tuple[Sequence[Any], str | None, Sequence[Mapping[str, Any]] | None]:
+        """What the program of ``problem`` asks first: messages, a system prompt and schemas of tools, for the chat template.
+
+        Raises TrainingError where it asks nothing.
+        """
+
+    def start_together(self, problems: Sequence[Problem]) -> None:
+        """Find the openings of ``problems`` side by side."""
+
+    def open(self) -> AbstractContextManager[Callable[[Prompt], Partner]]:
+        """Who answers in an episode of a prompt. All programs that were started have ended afterwards."""
+
+
+PartnerOf = Callable[[Prompt], tuple[Partner, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +67,17 @@ class Episodes:
     """Turns that are answered at once; 0 for one after the other, in the thread that samples."""
     grace_s: float | None = GRACE_S
     """How long answers are awaited before their episodes leave the batch; None awaits all (``engines/turns.py``)."""
+    agents: Agents | None = None
+    """In place of tools and environments."""
+
+    @contextmanager
+    def open(self) -> Iterator[PartnerOf]:
+        """Who answers the policy in an episode of a prompt, and what is said at the start, as ``partner`` has it."""
+        if self.agents is None:
+            yield lambda prompt: self.partner(prompt.problem)
+        else:
+            with self.agents.open() as partner_of:
+                yield lambda prompt: (partner_of(prompt), None)
 
     def partner(self, problem: Problem) -> tuple[Partner, str | None]:
         """Who answers the policy in one episode of ``problem``, and what is said at the start.
@@ -62,20 +95,26 @@ class Episodes:
     def are_over(self, partners: Sequence[Partner]) -> None:
         """Told of those of one call, in the order of its completions."""
 
-    def play_script(self, problem: Problem, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
-        """Token ids of an episode of ``problem`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
+    def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
+        """Token ids of an episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
         said. They are really answered."""
         ids: list[int] = []
         sampled: list[bool] = []
-        partner, _ = self.partner(problem)
-        for number, text in enumerate(turns):
-            own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
-            ids, sampled = ids + own, sampled + [True] * len(own)
-            if number == len(turns) - 1 or (reply := partner.reply(text)).ended is not None:
-                break
-            given = self.template.given(reply.given, partner.role)
-            ids, sampled = ids + given, sampled + [False] * len(given)
+        with self.open() as partner_of:
+            partner, _ = partner_of(prompt)
+            for number, text in enumerate(turns):
+                own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
+                ids, sampled = ids + own, sampled + [True] * len(own)
+                turn = Completion(text, tuple(own), (0.0,) * len(own), "stop")
+                if number == len(turns) - 1 or (reply := partner.reply(turn)).ended is not None:
+                    break
+                given = self.tokens_of(reply, partner)
+                ids, sampled = ids + given, sampled + [False] * len(given)
         return ids, sampled
+
+    def tokens_of(self, reply: Reply, partner: Partner) -> list[int]:
+        """What the policy is given between its turns."""
+        return list(reply.given_ids) or self.template.given(reply.given, partner.role)
 
 
 class EpisodeEngine(Engine):
@@ -115,13 +154,13 @@ class EpisodeEngine(Engine):
         def go_on(place: int, turn: Completion) -> list[int] | None:
             episode = played.get((place, turn.sample))
             if episode is None:
-                begun = _begin(self.episodes, request.prompts[place], turn, request.settings.max_tokens)
+                begun = _begin(self.episodes, partner_of, request.prompts[place], turn, request.settings.max_tokens)
                 episode = played[place, turn.sample] = begun
             else:
                 episode.take(turn)
             return episode.be_answered()
 
-        with Background(self.episodes.concurrent, "episode") as background:
+        with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
 
             def answer(place: int, turn: Completion) -> Any:
                 return background.submit(partial(go_on, place, turn))
@@ -136,9 +175,9 @@ class EpisodeEngine(Engine):
         return [tuple(episode.completion() for episode in group) for group in groups]
 
 
-def _begin(episodes: Episodes, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
+def _begin(episodes: Episodes, partner_of: PartnerOf, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
     """The episode of which the first turn is sampled. Raises TrainingError where it begins otherwise than the prompt says."""
-    partner, said = episodes.partner(prompt.problem)
+    partner, said = partner_of(prompt)
     if said and prompt.messages is not None and not prompt.messages[-1]["content"].endswith(said):
         raise TrainingError(
             f"reset of the environment began problem {prompt.problem.id} with {said[-80:]!r}, and before with "
@@ -156,6 +195,8 @@ class _Episode:
     first: Completion
     max_tokens: int
     partner: Partner
+    last: Completion = field(init=False)
+    """The turn that was sampled last, as far as there was room for it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -173,17 +214,20 @@ class _Episode:
 
     def take(self, turn: Completion) -> None:
         """Append a turn that was sampled, as far as there is room."""
-        kept = min(len(turn.token_ids), self.room)
-        whole = kept == len(turn.token_ids)
-        self.token_ids += turn.token_ids[:kept]
-        self.logprobs += turn.logprobs[:kept]
-        self.turns.append(Turn("assistant", turn.text if whole else self._text(turn.token_ids[:kept]), kept))
-        if not (whole and turn.stopped):
+        kept = turn.token_ids[: self.room]
+        if len(kept) < len(turn.token_ids):
+            logprobs = turn.logprobs[: len(kept)]
+            turn = replace(turn, text=self._text(kept), token_ids=kept, logprobs=logprobs, finish_reason="length")
+        self.last = turn
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.turns.append(Turn("assistant", turn.text, len(kept)))
+        if not turn.stopped:
             self.finish_reason = "length"
 
     def be_answered(self) -> list[int] | None:
         """The tokens that it is given after its last turn, appended; or None at its end, with what it was worth."""
-        given = self._hear(self.partner.reply(self.turns[-1].text)) if self.finish_reason is None else None
+        given = self._hear(self.partner.reply(self.last)) if self.finish_reason is None else None
         if given is None:
             self._judge()
         return given
@@ -196,7 +240,7 @@ class _Episode:
         if sum(turn.sampled for turn in self.turns) >= self.episodes.max_turns:
             self.finish_reason = "max_turns"
             return None
-        given = self.episodes.template.given(reply.given, self.partner.role)
+        given = self.episodes.tokens_of(reply, self.partner)
         if len(given) >= self.room:  # no token of the policy would fit behind them
             self.finish_reason = "context_full"
             return None
@@ -209,13 +253,13 @@ class _Episode:
     def _judge(self) -> None:
         """The rewards of its turns and of the whole; none where the environment failed."""
         try:
-            whole = self.partner.reward()
+            whole = self.partner.reward(None if self.last.stopped else self.last)
         except (CallRaised, CallTimedOut, TypeError, ValueError) as failure:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
             logger.warning(
                 "get_reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
             )
-        if self.finish_reason in ("environment_error", "timeout"):
+        if self.finish_reason in FAILURES:
             return
         parts = [*(turn.reward for turn in self.turns), whole]
         known = [part for part in parts if part is not None]

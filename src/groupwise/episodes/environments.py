@@ -21,7 +21,7 @@ from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.importing import import_member, in_one_line
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
-from groupwise.types import FinishReason, Problem, ToolCall
+from groupwise.types import Completion, FinishReason, Problem, ToolCall
 
 __all__ = ["Environments", "Partner", "Reply", "ToolUse"]
 
@@ -37,6 +37,8 @@ class Reply:
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
     """For this turn."""
+    given_ids: tuple[int, ...] = ()
+    """The tokens of ``given`` up to the policy's next turn, where they are not as the chat template writes them in the partner's role."""
 
 
 class Partner(Protocol):
@@ -45,11 +47,13 @@ class Partner(Protocol):
     role: str | None
     """That it speaks in; None for that of tools."""
 
-    def reply(self, text: str) -> Reply:
-        """The answer to a turn. It may wait; it raises nothing."""
+    def reply(self, turn: Completion) -> Reply:
+        """The answer to a turn, which the policy has ended. It may wait; it raises nothing."""
 
-    def reward(self) -> float | None:
-        """Of the episode that has ended, apart from its turns; lets its environment go. Raises CallRaised or CallTimedOut."""
+    def reward(self, unheard: Completion | None) -> float | None:
+        """Of the episode that has ended, apart from its turns; lets its environment go. Raises CallRaised or CallTimedOut.
+
+        ``unheard``: its last turn, where a token limit ended it, so that it was not answered."""
 
 
 @dataclass(slots=True)
@@ -64,14 +68,14 @@ class ToolUse:
     environment: Any = None
     role: str | None = None
 
-    def reply(self, text: str) -> Reply:
-        asked = self.format.read(text)
+    def reply(self, turn: Completion) -> Reply:
+        asked = self.format.read(turn.text)
         if not asked:
             return Reply(ended="stop")
         calls = tuple(map(self.toolbox.call, asked))
         return Reply(tuple(call.result for call in calls), calls=calls)
 
-    def reward(self) -> float | None:
+    def reward(self, unheard: Completion | None) -> float | None:
         judge = getattr(self.environment, "get_reward", None)
         try:
             return None if judge is None else float(call_with_limit(judge, {}, self.toolbox.timeout_s))
@@ -87,10 +91,10 @@ class Steps:
     timeout_s: float | None
     role: str | None = "user"
 
-    def reply(self, text: str) -> Reply:
+    def reply(self, turn: Completion) -> Reply:
         step = self.environment.step
         try:
-            taken = call_with_limit(partial(step, text), {}, self.timeout_s)
+            taken = call_with_limit(partial(step, turn.text), {}, self.timeout_s)
             observation, reward, done, _ = taken
             reward = None if reward is None else float(reward)
             return Reply(() if done else (shortened(as_text(observation, "step")),), "stop" if done else None, reward=reward)
@@ -102,7 +106,7 @@ class Steps:
             why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info)"
             return Reply(ended="environment_error", calls=(_failed("raised", why),))
 
-    def reward(self) -> float | None:
+    def reward(self, unheard: Completion | None) -> float | None:
         let_go(self.environment, self.timeout_s)
         return 0.0  # its turns have theirs; a policy that never finished one earned nothing
 

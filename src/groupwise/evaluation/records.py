@@ -62,7 +62,7 @@ def make_record(prompt: Prompt, completion: Completion, style: AnswerStyle, samp
 def of_environment(completion: Completion) -> dict[str, Any]:
     """What the environment said the episode was worth, and whether that is a success: more than 0. Both are ``None`` where it failed;
     absent where no environment gives a reward."""
-    if completion.reward is None and completion.finish_reason not in ("environment_error", "timeout"):
+    if completion.reward is None and not completion.failed:
         return {}
     return {"reward": completion.reward, "success": None if completion.reward is None else completion.reward > 0}
 

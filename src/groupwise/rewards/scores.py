@@ -119,7 +119,7 @@ def _token_at(completion: Completion, decode: Decode) -> Callable[[int], int]:
     return index
 
 
-FailureKind = Literal["raised", "timed_out", "wrong_length", "not_a_number", "bad_step"]
+FailureKind = Literal["raised", "timed_out", "wrong_length", "not_a_number", "bad_step", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,8 @@ def remedy(kind: FailureKind) -> str:
         return "make it faster, raise rewards.timeout_s, or set rewards.on_error=skip to leave such groups out"
     if kind == "bad_step":
         return "steps end within their completion, so correct the function, or set rewards.on_error=skip to leave such groups out"
-    return "correct the function, or set rewards.on_error=skip to leave such groups out and count them"
+    what = "environment" if kind == "environment" else "function"
+    return f"correct the {what}, or set rewards.on_error=skip to leave such groups out and count them"
 
 
 _NO_DEVIATION = 1e-8

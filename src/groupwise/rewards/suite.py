@@ -328,7 +328,7 @@ class RewardSuite:
         components: list[dict[str, list[Score]]] = [
             {r.name: [None] * len(completions) for r in self.rewards} for _, completions in batch
         ]
-        failures: dict[int, RewardFailure] = {}
+        failures = {g: self._apply_on_error(failure) for g, pair in enumerate(batch) if (failure := _unplayed(*pair)) is not None}
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
         calls, done = list(plan_calls(self.rewards, batch)), 0
@@ -370,6 +370,16 @@ def _failure(call: Call, batch: Batch, group: int, bad: BadResult) -> RewardFail
     alone = bad.kind in ("not_a_number", "bad_step")  # of one completion, whatever else the call saw
     where = f"reward {call.reward.name!r} on problem {problem_id!r}" if alone else call.where(batch)
     return RewardFailure(call.reward.name, problem_id, bad.kind, f"{where} {bad}")
+
+
+def _unplayed(prompt: Prompt, completions: Sequence[Completion]) -> RewardFailure | None:
+    """A group in which an environment failed: what its functions say of such a completion would be no judgement of the policy."""
+    for i, completion in enumerate(completions):
+        if completion.failed:
+            why = f": {completion.calls[-1].result}" if completion.calls else ""
+            where = f"the environment failed in completion {i} of problem {prompt.problem.id!r} ({completion.finish_reason}){why}"
+            return RewardFailure("environment", prompt.problem.id, "environment", where)
+    return None
 
 
 def _has_outcomes(group: Group) -> bool:

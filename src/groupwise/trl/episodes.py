@@ -110,13 +110,13 @@ class Rounds:
     left: float
     role: str | None = None
 
-    def reply(self, text: str) -> Reply:
-        if self.left <= 0 and self.partner.format.read(text):
+    def reply(self, turn: Completion) -> Reply:
+        if self.left <= 0 and self.partner.format.read(turn.text):
             return Reply(ended="max_turns")
         self.left -= 1
-        return self.partner.reply(text)
+        return self.partner.reply(turn)
 
-    def reward(self) -> None:
+    def reward(self, unheard: Completion | None) -> None:
         """That of an environment is asked for by a reward function."""
 
 
