@@ -73,11 +73,11 @@ class _Answers:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def reply(self, text: str) -> Reply:
+    def reply(self, turn: Completion) -> Reply:
         time.sleep(self.seconds)
         return Reply((_ANSWER,))
 
-    def reward(self) -> float | None:
+    def reward(self, unheard: Completion | None) -> float | None:
         return None
 
 

@@ -77,7 +77,7 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
 
 
 def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) -> None:
-    """Raise ConfigError where ``run_config``, a run's settings, names Python that judging its model would import, such as tools.
+    """Raise ConfigError where ``run_config``, a run's settings, names code that judging its model would run, such as tools.
 
     ``data``: whether its problems are read. ``trust_remote_code``, which no file can set, allows it. What the command names
     itself and what groupwise brings are allowed.
@@ -88,7 +88,7 @@ def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) ->
     for setting, place in _named_code(config):
         if (setting, place) in theirs and (data or not setting.startswith("data.")):
             raise ConfigError(
-                f"{run_config} sets {setting} to {place}, Python that would be imported, and a run's folder cannot grant that: if you "
+                f"{run_config} sets {setting} to {place}, code that would be run, and a run's folder cannot grant that: if you "
                 "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code)"
             )
 
@@ -96,8 +96,11 @@ def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) ->
 def _named_code(config: Config) -> list[tuple[str, str]]:
     """Settings with the places of Python that is not groupwise's own."""
     environment, data = config.rollout.environment or {}, config.data
+    places = [environment] if isinstance(environment, str) else list(environment.values())
+    if config.rollout.command is not None:  # which is nobody's but the user's, whatever its name begins with
+        places = [f"the command {' '.join(config.rollout.command)}"]
     named = [("rollout.tools", tool) for tool in config.rollout.tools if ":" in tool]
-    named += [("rollout.environment", e) for e in ([environment] if isinstance(environment, str) else environment.values())]
+    named += [("rollout.environment", place) for place in places]
     sources = {"data.source": data.source, "data.eval_source": data.eval_source or ""}
     named += [(setting, source) for setting, source in sources.items() if names_function(source)]
     # A file is nobody's module, though its folder may be called groupwise.something.

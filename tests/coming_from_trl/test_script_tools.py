@@ -352,9 +352,9 @@ def test_each_completion_has_its_own_environment_whenever_it_ends(tiny_folder, c
 
     reply = Rounds.reply
 
-    def hearing(self, text):
-        self.partner.environment.heard = text
-        return reply(self, text)
+    def hearing(self, turn):
+        self.partner.environment.heard = turn.text
+        return reply(self, turn)
 
     def reward(completions, environments, **_):
         for one, (message,) in zip(environments, completions, strict=True):

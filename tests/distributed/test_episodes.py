@@ -1,6 +1,7 @@
 """Episodes that two processes play between them are those that one plays."""
 
 import json
+import sys
 
 import pytest
 
@@ -31,3 +32,31 @@ def test_episodes_of_two_processes_are_those_of_one(train_in, talkative, sums, f
     for ours, theirs in zip(alone, together, strict=True):
         for name in ("episodes/turns", "episodes/given_tokens", "reward/mean", "policy/loss", "optimizer/grad_norm"):
             assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4, abs=1e-6), name
+
+
+AGENT = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": json.load(sys.stdin)["prompt"]}]
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+for _ in range(2):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    messages.append({"role": "user", "content": "And?"})
+print(json.dumps({"reward": sum(letter.islower() for letter in messages[-2]["content"])}))
+"""
+
+
+def test_agents_of_two_processes_play_as_those_of_one(train_in, talkative, sums, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = tiny_config(
+        talkative, sums, rollout={"environment": {"command": f"{sys.executable} {tmp_path / 'agent.py'}"}, "max_completion_tokens": 150},
+        rewards={"functions": [{"function": "environment"}]}, output={"log_completions": 9},
+    )  # fmt: skip
+    (alone, one), (together, two) = train_in(1, "one", config), train_in(2, "two", config)
+    first, second = recorded(one), recorded(two)
+    assert sum(len(row["turns"]) > 1 for row in first) > 5, "the test needs episodes of several turns"
+    assert [row["turns"] for row in second] == [row["turns"] for row in first]
+    assert [row["reward"] for row in second] == [row["reward"] for row in first]
+    for ours, theirs in zip(alone, together, strict=True):
+        assert theirs.metrics["policy/loss"] == pytest.approx(ours.metrics["policy/loss"], rel=1e-4, abs=1e-6)

@@ -472,5 +472,5 @@ def test_a_group_whose_environment_failed_is_judged_by_no_function():
     assert failure.message == (
         "the environment failed in completion 1 of problem 'gsm8k:train:0' (environment_error): error: lost connection"
     )
-    with pytest.raises(RewardError, match="lost connection; correct the environment, or set rewards.on_error=skip to leave"):
+    with pytest.raises(RewardError, match=r"lost connection; correct the environment, or set rewards\.on_error=skip to leave"):
         make_suite({"f": constant(0.0)}).score(make_prompt(), pair)

@@ -97,7 +97,7 @@ def test_a_run_s_own_tools_are_neither_needed_nor_imported(tiny_folder, tmp_path
     tool.write_text("raise SystemExit('imported')\n")
     named = [f"rollout.tools=[{tool}:search]", "model.dtype=float32", "model.device=cpu", "prompt.system=Use tools."]
     (tmp_path / "run" / "config.yaml").write_text(dump_config(load_config("quickstart-tools", named)))
-    with pytest.raises(ConfigError, match="Python that would be imported"):
+    with pytest.raises(ConfigError, match="code that would be run"):
         settings_to_ask(str(tmp_path / "run"))
     config, longest = settings_to_ask(str(tmp_path / "run"), max_tokens=3, plays=False)
     server = open_server(config, longest, "run", "127.0.0.1", 0, None)

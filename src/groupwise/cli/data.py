@@ -88,9 +88,10 @@ def _first_turn(config: Config, tokenizer: Any) -> Callable[[Problem, str | None
         return None
     from groupwise.episodes import open_episodes, render_episode
     from groupwise.models.load import end_token_ids, generation_config, load_model_config
+    from groupwise.serving.agents import open_agents
 
     ends = end_token_ids(tokenizer, load_model_config(config.model), generation_config(config.model))
-    episodes = open_episodes(config, tokenizer, ends)
+    episodes = open_episodes(config, tokenizer, ends, open_agents)
     return lambda problem, system: render_episode(problem, tokenizer, config.prompt, system, episodes)
 
 

@@ -5,6 +5,7 @@ Defaults are the recipe that was tested. Nothing here imports torch, so a config
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -206,14 +207,16 @@ class RolloutConfig(Section):
     `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""
     environment: str | dict[str, str] | None = None
     """A class whose instances play an episode each, as in TRL: `my_game.py:Guess`. Several by name, which a problem's column
-    `environment` chooses from: `{guess: my_game.py:Guess}`. `rewards.functions` has `environment` for what it gives."""
+    `environment` chooses from: `{guess: my_game.py:Guess}`. Or a program that asks for each turn at a base URL, as agents do:
+    `{command: python my_agent.py}`. `rewards.functions` has `environment` for what it gives."""
     max_turns: int = Field(default=4, ge=2)
     """With `tools` or an `environment`: turns of the policy, the answer included."""
     call_format: Literal["auto", "tags", "hermes", "llama3"] = "auto"
     """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `tags`: `<call>name(arguments)</call>`.
     `auto` follows the chat template."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that a call may take; then the policy is told so. An environment's step that takes longer ends the episode."""
+    """Seconds that a call may take; then the policy is told so. An environment's step that takes longer ends the episode, and so does an
+    agent that neither asks nor ends."""
     concurrent_tool_calls: int = Field(default=16, ge=1)
     """Episodes in which calls are made side by side."""
     rewritten_history: Literal["refuse", "append"] = "refuse"
@@ -241,6 +244,27 @@ class RolloutConfig(Section):
                     "it out"
                 )
         return self
+
+    @model_validator(mode="after")
+    def check_command(self) -> RolloutConfig:
+        if not isinstance(self.environment, dict) or "command" not in self.environment:
+            return self
+        if len(self.environment) > 1:
+            raise ValueError(
+                "environment has a command and other names, but an agent's command plays all problems: keep one of them"
+            )
+        if self.tools:
+            raise ValueError("an agent brings its own tools with its requests: leave tools out, or environment's command")
+        if not self.command:
+            raise ValueError("environment's command is empty: give one, such as python my_agent.py")
+        return self
+
+    @property
+    def command(self) -> list[str] | None:
+        """The words of the agent's command; None where no agent plays. Raises ValueError for quotes that do not end."""
+        if not isinstance(self.environment, dict) or "command" not in self.environment:
+            return None
+        return shlex.split(self.environment["command"])
 
     @property
     def has_episodes(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from groupwise.data.answers import AnswerStyle
 from groupwise.data.prompts import render, worked_completion
 from groupwise.engines import Engine
 from groupwise.engines.turns import GRACE_S
-from groupwise.episodes.driver import EpisodeEngine, Episodes
+from groupwise.episodes.driver import Agents, EpisodeEngine, Episodes
 from groupwise.episodes.environments import Environments
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
 from groupwise.episodes.templates import TurnTemplate
@@ -24,11 +24,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) -> Episodes | None:
-    """How the run's episodes are played; None without tools and environment.
+OpenAgents = Callable[[Config, TurnTemplate, CallFormat, Sequence[int]], Agents]
+"""Makes what plays the agent's command of a config (``serving.agents``, which stands above this package)."""
+
+
+def open_episodes(
+    config: Config, tokenizer: Any, end_token_ids: Sequence[int], open_agents: OpenAgents | None = None
+) -> Episodes | None:
+    """How the run's episodes are played; None without tools and environment. ``open_agents``: None where no agent can be played.
 
     Raises:
-        ConfigError: a tool or an environment cannot be found or described, prompts have no turns, or the chat template rewrites history.
+        ConfigError: a tool or an environment cannot be found or described, prompts have no turns, the chat template rewrites history, or an
+            agent cannot be played here.
         ModelError: the chat template cannot hold a conversation of several turns.
     """
     rollout = config.rollout
@@ -37,10 +44,19 @@ def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) 
     if config.prompt.style != "chat":
         raise ConfigError(f"an episode needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
     tools = load_tools(rollout.tools, rollout.tool_timeout_s)
-    environments = None if rollout.environment is None else Environments.load(rollout.environment, rollout.tool_timeout_s)
     template = TurnTemplate(tokenizer, end_token_ids)
     named = format_of_template(tokenizer.chat_template) if rollout.call_format == "auto" else rollout.call_format
-    for role in (None, "user") if environments is not None else (None,):
+    environments, agents = None, None
+    if rollout.command is not None:
+        if open_agents is None:
+            raise ConfigError(
+                "rollout.environment has an agent's command, which train and eval play: to talk to the model itself, set "
+                "rollout.environment=null; to let the agent talk to it, start groupwise serve"
+            )
+        agents = open_agents(config, template, FORMATS[named], end_token_ids)
+    elif rollout.environment is not None:
+        environments = Environments.load(rollout.environment, rollout.tool_timeout_s)
+    for role in (None, "user") if rollout.environment is not None else (None,):
         if rollout.rewritten_history == "refuse" and (how := template.rewrites(role)):
             raise ConfigError(
                 f"the chat template of {config.model.name} rewrites what was said before ({how}), so that a chat program would not show "
@@ -49,6 +65,7 @@ def open_episodes(config: Config, tokenizer: Any, end_token_ids: Sequence[int]) 
     return Episodes(
         tools, environments, FORMATS[named], template, rollout.max_turns, rollout.tool_timeout_s, rollout.concurrent_tool_calls,
         grace_s=None if config.training.deterministic else GRACE_S,
+        agents=agents,
     )  # fmt: skip
 
 
@@ -63,6 +80,9 @@ def render_episode(
     """The prompt of ``problem``: as ``data.prompts.render`` has it, with what its environment says at the start, and with the tools."""
     if episodes is None:
         return render(problem, tokenizer, prompt, system)
+    if episodes.agents is not None:
+        messages, system, schemas = episodes.agents.opening(problem, system)
+        return replace(render(replace(problem, question=messages), tokenizer, prompt, system, schemas), problem=problem)
     said, tools = None, list(episodes.tools.values())
     if episodes.environments is not None:
         said, more = episodes.environments.opening(problem)

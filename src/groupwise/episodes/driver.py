@@ -70,6 +70,11 @@ class Episodes:
     agents: Agents | None = None
     """In place of tools and environments."""
 
+    def start_together(self, problems: Sequence[Problem]) -> None:
+        """Find out side by side how those begin of which only an agent knows it."""
+        if self.agents is not None:
+            self.agents.start_together(problems)
+
     @contextmanager
     def open(self) -> Iterator[PartnerOf]:
         """Who answers the policy in an episode of a prompt, and what is said at the start, as ``partner`` has it."""
@@ -257,7 +262,7 @@ class _Episode:
         except (CallRaised, CallTimedOut, TypeError, ValueError) as failure:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
             logger.warning(
-                "get_reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
+                "the reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
             )
         if self.finish_reason in FAILURES:
             return

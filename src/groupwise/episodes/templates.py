@@ -38,11 +38,15 @@ class TurnTemplate:
         self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
         """Of a tool's result. A template that does not know tools is given it as the user's words."""
-        self._tail([""], self.role)
+        self._tail([{"role": self.role, "content": ""}])
 
     def given(self, texts: Sequence[str], role: str | None = None) -> list[int]:
         """The tokens that follow a turn of the policy up to its next. One message for each text; ``role``: another than a tool's."""
-        return self.tokenizer(self._tail(texts, role or self.role), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+        return self.given_messages([{"role": role or self.role, "content": text} for text in texts])
+
+    def given_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The same for messages, each in its role. Raises ModelError where the template refuses them."""
+        return self.tokenizer(self._tail(messages), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     def rewrites(self, role: str | None = None) -> str | None:
         """How the template changes what stands already when a conversation goes on; None where it only appends. ``role``: of what is given
@@ -62,9 +66,10 @@ class TurnTemplate:
                 messages += [_assistant(said), {"role": role, "content": "43"}]
         return None
 
-    def _tail(self, texts: Sequence[str], role: str) -> str:
+    def _tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What stands after the end token of the policy's turn."""
-        given = [{"role": role, "content": self.harmless(text)} for text in texts]
+        roles = [self.role if message["role"] == "tool" else message["role"] for message in messages]
+        given = [{"role": role, "content": self.harmless(m["content"])} for role, m in zip(roles, messages, strict=True)]
         text = self._render([_user("Go on."), _assistant(_MARK), *given])
         after = text[text.index(_MARK) + len(_MARK) :]
         ended = next((end for end in self._ends if end and after.startswith(end)), None)

@@ -319,9 +319,10 @@ def held_out_prompts(
     """
     from groupwise.data.prompts import drop_long_prompts
 
-    prompts = [
-        render_episode(problem, tokenizer, config.prompt, system, episodes) for problem in problems[: config.evaluation.problems]
-    ]
+    chosen = problems[: config.evaluation.problems]
+    if episodes is not None:
+        episodes.start_together(chosen)
+    prompts = [render_episode(problem, tokenizer, config.prompt, system, episodes) for problem in chosen]
     if not prompts:
         raise DataError(NO_PROBLEMS)
     completion_tokens = sampling_settings(config, "sampled").max_tokens

@@ -61,6 +61,7 @@ def evaluate_model(
         load_tokenizer,
         with_base,
     )
+    from groupwise.serving.agents import open_agents
 
     revision = config.model.revision if model == config.model.name else None  # a revision belongs to the model it was set for
     model_config, adapter = with_base(config.model.model_copy(update={"name": model, "revision": revision}))
@@ -72,7 +73,7 @@ def evaluate_model(
     hf_config = load_model_config(model_config)
     room = context_length(hf_config, tokenizer)
     room = min(room, check_vllm(config.rollout, hf_config, model) or room)
-    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)))
+    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)), open_agents)
     prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes)
     world = world or World()
     policy = load_policy(model_config)

@@ -18,7 +18,7 @@ from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
 from groupwise.importing import in_one_line
 from groupwise.types import Problem, Prompt
 
-__all__ = ["Choice", "FullError", "Sampler"]
+__all__ = ["Choice", "FullError", "Sampler", "pieces_of"]
 
 logger = logging.getLogger("groupwise")
 
@@ -61,6 +61,13 @@ class _Text:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+
+
+def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text that comes with each token."""
+    text = _Text(tokenizer)
+    pieces = [text.add(token) for token in token_ids]
+    return [*pieces[:-1], pieces[-1] or text.rest()] if pieces else []
 
 
 @dataclass(eq=False)

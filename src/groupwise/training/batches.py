@@ -35,7 +35,7 @@ class Batches:
         indices = problems_for_step(
             len(available), self.config.rollout.prompts_per_step, step, self.config.training.seed, self.config.data.shuffle
         )
-        return number_occurrences(available[i] for i in indices)
+        return number_occurrences(available.take(indices))
 
     def refill_prompts(self, step: int, refill: int, count: int) -> list[Prompt]:
         """Further problems for a step whose groups have no variance; a function of seed, step and round (from 1) alone."""
@@ -46,7 +46,7 @@ class Batches:
             step * rounds + refill - 1,
             self.config.training.seed + _REFILL_SEED,
         )
-        return number_occurrences(available[i] for i in indices[:count])
+        return number_occurrences(available.take(indices[:count]))
 
     def prompt_of(self, checkpoint: Path | None, problem_id: str) -> Prompt:
         """The prompt of a problem in a batch that ``checkpoint`` holds. Raises CheckpointError where the data no longer has it."""

@@ -38,6 +38,7 @@ from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.rewards.suite import RewardSuite
+from groupwise.serving.agents import open_agents
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
@@ -48,14 +49,16 @@ from groupwise.types import Problem, Prompt
 __all__ = ["LazyPrompts", "Prepared", "check_trainable", "prepare"]
 
 Render = Callable[[Problem], Prompt]
+StartTogether = Callable[[Sequence[Problem]], None]
 
 
 class LazyPrompts(Sequence[Prompt]):
     """Prompts rendered when they are asked for, and kept: a run of 100 steps uses a few hundred of 20,000 problems."""
 
-    def __init__(self, problems: Sequence[Problem], render_one: Render) -> None:
+    def __init__(self, problems: Sequence[Problem], render_one: Render, start_together: StartTogether | None = None) -> None:
+        """``start_together``: told of several before they are rendered one after the other."""
         self.problems = problems
-        self._render = render_one
+        self._render, self._start_together = render_one, start_together
         self._kept: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
@@ -67,11 +70,17 @@ class LazyPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            return self.take(range(*index.indices(len(self))))
         position = range(len(self))[index]
         if position not in self._kept:
             self._kept[position] = self._render(self.problems[position])
         return self._kept[position]
+
+    def take(self, indices: Sequence[int]) -> list[Prompt]:
+        """Those prompts."""
+        if self._start_together is not None:
+            self._start_together([self.problems[i] for i in indices if i not in self._kept])
+        return [self[i] for i in indices]
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
@@ -133,7 +142,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)))
+    episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
     context = context_length(hf_config, tokenizer)
     context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
@@ -145,14 +154,15 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     dropped: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
     limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
-    train = _fitting(problems.train, render_one, limit, config, "training", dropped)
+    start_together = None if episodes is None else episodes.start_together
+    train = _fitting(problems.train, render_one, limit, config, "training", dropped, start_together)
     config = _with_steps(config, len(train))
     suite.check_prompt(train[0])
     check_worked_examples(config, train, tokenizer, answer_style, context, episodes)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
     limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
-    held_out = _fitting(chosen, render_one, limit, config, "held-out", dropped)
+    held_out = _fitting(chosen, render_one, limit, config, "held-out", dropped, start_together)[:]
     wordiest = max(range(len(train)), key=lambda i: len(str(train.problems[i].question)))  # thousands would take long to render
     longest = max(len(one.token_ids) for one in (train[wordiest], *held_out))
     short = memory_shortage(config, resolve_device(config.model.device), longest, processes)
@@ -160,7 +170,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         config=config,
         problems=problems,
         train_prompts=train,
-        held_out_prompts=list(held_out),
+        held_out_prompts=held_out,
         rewards=suite,
         tokenizer=tokenizer,
         answer_style=answer_style,
@@ -218,28 +228,37 @@ def _prompt_limit(config: Config, context: int, completion_tokens: int, setting:
 
 
 def _fitting(
-    problems: Sequence[Problem], render_one: Render, limit: int, config: Config, which: str, dropped: list[str]
-) -> LazyPrompts:
+    problems: Sequence[Problem], render_one: Render, limit: int, config: Config, which: str, dropped: list[str],
+    start_together: StartTogether | None,
+) -> LazyPrompts:  # fmt: skip
     """The problems whose prompts have at most ``limit`` tokens, as lazy prompts.
 
-    Raises DataError for one that is longer (or, with ``data.on_long_prompt`` drop, where none is left).
+    Raises DataError for one that is longer (or, with ``data.on_long_prompt`` drop, where none is left). An agent's prompt needs a run of
+    its program, so each is only measured when it is rendered, unless long ones are to be dropped.
     """
+
+    def render_short(problem: Problem) -> Prompt:
+        ((prompt,), _) = drop_long_prompts([render_one(problem)], limit, "error")
+        return prompt
+
     if not problems:
         return LazyPrompts(problems, render_one)
-    everything = LazyPrompts(problems, render_one)
+    if config.rollout.command is not None and config.data.on_long_prompt == "error":
+        return LazyPrompts(problems, render_short, start_together)
+    everything = LazyPrompts(problems, render_one, start_together)
     # What an environment says at the start may be of any length.
     surely_fits = _length_bound(everything, limit) if config.rollout.environment is None else lambda problem: False
     suspects = [index for index, problem in enumerate(problems) if not surely_fits(problem)]
-    long = {index for index in suspects if len(everything[index].token_ids) > limit}
+    long = {index for index, prompt in zip(suspects, everything.take(suspects), strict=True) if len(prompt.token_ids) > limit}
     if not long:
         return everything
     if config.data.on_long_prompt == "error" or len(long) == len(problems):
-        drop_long_prompts([everything[index] for index in suspects], limit, config.data.on_long_prompt)
+        drop_long_prompts(everything.take(suspects), limit, config.data.on_long_prompt)
     dropped.append(
         f"{len(long):,} of {len(problems):,} {which} prompts are longer than {limit} tokens and were dropped "
         "(data.on_long_prompt=drop)."
     )
-    return LazyPrompts([problem for index, problem in enumerate(problems) if index not in long], render_one)
+    return LazyPrompts([problem for index, problem in enumerate(problems) if index not in long], render_one, start_together)
 
 
 def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]:
