@@ -1,4 +1,5 @@
-"""What CONTRIBUTING.md shows is done as it says: a reward scores, a data set is found by its name, a family equals transformers."""
+"""What CONTRIBUTING.md shows is done as it says: a reward scores, a loss has its gradient, an engine samples, a data set is found by its
+name, a family equals transformers."""
 
 import json
 import re
@@ -7,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.config.schema import Config, DataConfig
+from groupwise.algorithm import LossInputs, Objective
+from groupwise.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
 from groupwise.data.named import NAMED
 from groupwise.data.sources import load_problems
+from groupwise.engines import SamplingSettings, make_engine
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.families import FAMILIES
+from groupwise.models.load import Policy
 from groupwise.rewards.suite import RewardSuite
+from groupwise.types import Problem, Prompt
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 
@@ -30,6 +35,34 @@ def test_the_reward_scores_by_its_file(tmp_path):
     (function,) = [reward.function for reward in suite.rewards]
     talks = [[{"role": "assistant", "content": text}] for text in ("It is 4.", "It is 4", "")]
     assert function(completions=talks) == [1.0, 0.0, 0.0]
+
+
+def test_the_loss_is_a_policy_gradient_that_tilts(tmp_path):
+    path = tmp_path / "my_loss.py"
+    path.write_text(example("a loss"), encoding="utf-8")
+    objective = Objective.from_config(AlgorithmConfig(loss={"type": f"{path}:loss", "settings": {"tilt": 0.25}}, kl=None))
+    logprobs_T = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages_T, sequence_T = torch.tensor([2.0, 2.0, -3.0]), torch.tensor([0, 0, 1])
+    objective.loss(LossInputs(logprobs_T, logprobs_T.detach(), advantages_T, sequence_T, 2)).loss_T.sum().backward()
+    assert logprobs_T.grad.tolist() == [-0.5, -0.5, 3.0]
+
+
+def test_the_engine_samples_by_its_file(tmp_path):
+    class Letters:
+        def encode(self, text, add_special_tokens):
+            return [ord(letter) for letter in text]
+
+    path = tmp_path / "my_engine.py"
+    path.write_text(example("an engine"), encoding="utf-8")
+    engine = make_engine(Policy(None, Letters(), (2, 3), 256, "some/model"), RolloutConfig(engine=f"{path}:ByRote"))
+    engine.refresh(7)
+    prompts = [Prompt(Problem(name, "", ""), "", (5, 6)) for name in "ab"]
+    groups = engine.sample(prompts, 3, SamplingSettings(max_tokens=30, temperature=0.7), seed=1, scope="s")
+    assert [[(c.sample, c.policy_version, c.temperature) for c in group] for group in groups] == [
+        [(i, 7, 0.7) for i in range(3)]
+    ] * 2
+    assert {bytes(c.token_ids).decode() for group in groups for c in group} == {"<answer>4</answer>\x02"}
+    assert {len(c.logprobs) for group in groups for c in group} == {19}
 
 
 def test_the_data_set_is_found_by_its_name(tmp_path, monkeypatch):
