@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
@@ -101,8 +101,8 @@ def check_model(config: ModelConfig) -> None:
         )
 
 
-def load_model_config(config: ModelConfig) -> Any:
-    """The model's Hugging Face config (a ``PretrainedConfig``), without its weights."""
+def load_model_config(config: ModelConfig) -> PreTrainedConfig:
+    """The model's Hugging Face config, without its weights."""
     with _explained(config, "config"):
         return AutoConfig.from_pretrained(_source(config), **_origin(config))
 
@@ -160,7 +160,7 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     return config.model_copy(update={"name": base, "lora": None}), adapter
 
 
-def end_token_ids(tokenizer: Any, hf_config: Any, generation_config: Any = None) -> tuple[int, ...]:
+def end_token_ids(tokenizer: Any, hf_config: PreTrainedConfig, generation_config: Any = None) -> tuple[int, ...]:
     """Every token that ends the model's turn: what the tokenizer, the config and the generation config call eos (a number or a
     list each), and the special token that the chat template puts right after the assistant's words. Ascending, without repeats.
 
@@ -176,7 +176,7 @@ def end_token_ids(tokenizer: Any, hf_config: Any, generation_config: Any = None)
     return tuple(sorted(ids if turn_end is None else ids | {turn_end}))
 
 
-def context_length(hf_config: Any, tokenizer: Any = None) -> int:
+def context_length(hf_config: PreTrainedConfig, tokenizer: Any = None) -> int:
     """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models)."""
     text_config = hf_config.get_text_config()
     for holder, name in ((text_config, "max_position_embeddings"), (tokenizer, "model_max_length")):

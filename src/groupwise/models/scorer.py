@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from groupwise.config.schema import ModelConfig
 from groupwise.models.adapters import AdapterScorer, KeepsAdapter, ReferenceWithoutAdapter, drops_out, is_adapted
@@ -30,7 +31,7 @@ Trunk = Decoder | ModuleScorer
 class Scorer(Protocol):
     """Log-probabilities of given completions, and the tensors that are trained."""
 
-    module: Any
+    module: PreTrainedModel
     device: torch.device
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

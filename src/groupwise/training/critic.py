@@ -235,4 +235,5 @@ def _width(scorer: Scorer) -> int:
 
 
 def _embedded(scorer: Scorer) -> int:
-    return len(scorer.module.get_input_embeddings().weight)
+    embedding: Any = scorer.module.get_input_embeddings()
+    return len(embedding.weight)

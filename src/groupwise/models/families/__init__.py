@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from groupwise.models.families.family import Family, Settings
 from groupwise.models.families.gemma3 import GEMMA3
 from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = ["FAMILIES", "Family", "Settings", "why_uncovered"]
 
@@ -14,12 +18,12 @@ FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRA
 """By transformers' ``model_type``."""
 
 
-def why_uncovered(config: Any) -> str | None:
+def why_uncovered(config: PreTrainedConfig | Settings) -> str | None:
     """``None`` if the lean decoder computes models with this config, else the reason in a few words.
 
     ``config``: a ``PreTrainedConfig``, or its settings by name.
     """
-    settings: Settings = config if isinstance(config, dict) else config.to_dict()
+    settings: Settings = config if isinstance(config, Mapping) else config.to_dict()
     if (family := FAMILIES.get(settings["model_type"])) is None:
         return f"architecture {settings['model_type']!r} is not one of {', '.join(FAMILIES)}"
     return family.why_uncovered(settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,13 @@ from groupwise.models.scorer import Scorer
 from groupwise.training.optimizer import LossScale, MasterAdamW, adds_up_itself
 from groupwise.training.sharding.divided import Divided, Rows, lean, local, materialize, read_by_one, read_rows, rows_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
 
 
-def check_fsdp2(config: Config, hf_config: Any) -> None:
+def check_fsdp2(config: Config, hf_config: PreTrainedConfig) -> None:
     """Raise ConfigError for what FSDP2 does not go with, and where torch is too old for it."""
     refuse_undividable(config, "fsdp2", why_uncovered(hf_config))
     if not _torch_fits():

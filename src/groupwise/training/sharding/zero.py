@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -34,6 +34,9 @@ from groupwise.models.families import why_uncovered
 from groupwise.models.layer import Blocks
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.divided import Divided, lean, local, materialize, read_by_one
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = ["Zero", "ZeroAdamW", "check_zero", "give_settings", "import_deepspeed", "make_engine"]
 
@@ -289,7 +292,7 @@ def _of_stage_3(zero: Any, parameter: Any, rank: int) -> _Stretch | None:
     return None if count <= 0 else _Stretch(first, count, zero.fp32_partitioned_groups_flat[group], start)
 
 
-def check_zero(config: Config, hf_config: Any, name: str) -> None:
+def check_zero(config: Config, hf_config: PreTrainedConfig, name: str) -> None:
     """Raise ConfigError for what ZeRO does not go with, and where DeepSpeed is not installed."""
     refuse_undividable(config, name, why_uncovered(hf_config))
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
