@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 from nested import inputs_of
-from pydantic import ValidationError
 
 from groupwise.algorithm import KL, BatchCounts, Objective, kl_in_reward, kl_penalty, policy_loss
 from groupwise.algorithm.advantages import ADVANTAGES, BASELINES, SCALES
@@ -22,7 +21,8 @@ from groupwise.algorithm.losses import LOSSES
 from groupwise.config.algorithm import KLConfig
 from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES, ClipLoss, GroupAdvantage, LossSection, ValueConfig
 from groupwise.config.presets import PRESETS
-from groupwise.config.schema import AlgorithmConfig, Config
+from groupwise.config.schema import AlgorithmConfig, Config, CorrectionConfig, OptimizerConfig
+from groupwise.errors import ConfigError
 
 CLIP = {"ratio": "token", "epsilon": 0.2, "epsilon_high": None, "dual_clip": None}
 GROUP = {"baseline": "group_mean", "scale": "group_std", "epsilon": 1e-4}
@@ -154,21 +154,45 @@ def test_a_resolved_config_reads_back_the_same():
         ({"loss": {"dual_clip": 1.1}}, "above the upper clip bound 1.2"),
         ({"preset": "dapo", "loss": {"dual_clip": 1.25}}, "above the upper clip bound 1.28"),
         ({"delta": 4}, "algorithm.delta has moved: write algorithm.loss.dual_clip, which is the same cap"),
-        ({"preset": "cispo", "loss": {"dual_clip": 8}}, "not permitted"),
+        ({"preset": "cispo", "loss": {"dual_clip": 8}}, "algorithm.loss.dual_clip is not a setting of type cispo, but of clip"),
         ({"advantage": {"baseline": "none"}}, "divided by about 0; set baseline to 'group_mean'"),
-        ({"preset": "ppo", "advantage": {"scale": "group_std"}}, "not permitted"),
+        (
+            {"preset": "ppo", "advantage": {"scale": "group_std"}},
+            "algorithm.advantage.scale is not a setting of type gae, but of group",
+        ),
         ({"advantage": {"baseline": "none", "scale": "batch_std"}}, "divided by about 0; set baseline to 'batch_mean'"),
         ({"advantage": {"baseline": "none", "scale": "centred_std"}}, "divided by about 0; set baseline to 'batch_mean'"),
         ({"kl": {"placement": "token_reward"}}, "the KL would be divided by about 0"),
         ({"preset": "rloo", "updates_per_batch": 2}, "after the first update the batch is off-policy"),
         ({"preset": "ppo", "advantage": {"gamma": 0}}, "greater than 0"),
-        ({"preset": "ppo", "advantage": {"lam": 1.5}}, "less than or equal to 1"),
+        ({"preset": "ppo", "advantage": {"lam": 1.5}}, "algorithm.advantage.lam is 1.5, but must be at most 1"),
         ({"preset": "ppo", "value": {"clip": 0}}, "greater than 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, sentence: str):
-    with pytest.raises(ValidationError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         AlgorithmConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "sentence"),
+    [
+        (AlgorithmConfig, {"beta": 0}, "algorithm.beta has moved: write algorithm.kl.beta, and in place of 0 algorithm.kl=null"),
+        (KLConfig, {"kl_target": 0.1}, "algorithm.kl.kl_target is not a setting: write algorithm.kl.target"),
+        (ClipLoss, {"epsilon": 0}, "algorithm.loss.epsilon is 0, but must be greater than 0: "),
+        (
+            ClipLoss,
+            {"delta": 4.0},
+            "algorithm.loss.delta is not a setting: write algorithm.loss.dual_clip, which is the same cap",
+        ),
+        (CorrectionConfig, {"cap": 0.5}, "algorithm.correction.cap is 0.5, but must be at least 1: largest weight"),
+        (OptimizerConfig, {"lr": 1e-6}, "optimizer.lr is not a setting: did you mean optimizer.learning_rate?"),
+    ],
+)
+def test_a_section_built_in_python_answers_as_yaml_does(section: type, settings: dict, sentence: str):
+    with pytest.raises(ConfigError) as refused:
+        section(**settings)
+    assert str(refused.value).startswith(sentence)
 
 
 def every_combination(estimator: str) -> Iterator[dict[str, dict[str, object]]]:
@@ -198,7 +222,7 @@ def test_every_combination_works_or_is_refused(estimator):
     for chosen in every_combination(estimator):
         try:
             objective = Objective.from_config(AlgorithmConfig(**chosen))
-        except ValidationError:  # for what, the test above says
+        except ConfigError:  # for what, the test above says
             refused += 1
             continue
         advantages_T = advantages_as_trained(objective, rewards, values, old_logprobs_T, reference_logprobs_T, sequence_T)

@@ -9,7 +9,7 @@ import pytest
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import formula
 from groupwise.config.presets import PRESETS
-from groupwise.config.problems import shown as written
+from groupwise.config.section import shown as written
 
 KEYS = ["name", "title", "paper", "url", "summary", "beyond", "settings", "choices", "formula"]
 CHOICES = ["baseline", "scale", "ratio", "surrogate", "clip_range", "aggregation", "kl"]

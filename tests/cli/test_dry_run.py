@@ -290,7 +290,10 @@ ADAPTER = "model.lora={rank: 8}"
     [
         (["training.sharding=zero2", ADAPTER], "training.sharding is zero2, which does not go with model.lora"),
         (["training.sharding=fsdp2", "optimizer.offload=true"], "which does not go with optimizer.offload"),
-        (["training.sharding=fsdp2", "training.offload_reference=true"], "which does not go with training.offload_reference"),
+        (
+            ["training.sharding=fsdp2", "training.offload_reference=true", "algorithm.kl={beta: 0.1}"],
+            "which does not go with training.offload_reference",
+        ),
     ],
 )
 def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwise, small, no_weights, overrides, said):

@@ -93,7 +93,7 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
 @pytest.mark.parametrize(
     ("override", "section", "name", "value"),
     [
-        ("stale_samples=behaviour", "algorithm", "stale_samples", "behaviour"),
+        ("on_bad_answer=drop", "data", "on_bad_answer", "drop"),
         ("optimizer.learning_rate=1e-5", "optimizer", "learning_rate", 1e-5),
         ("max_grad_norm=null", "optimizer", "max_grad_norm", None),
         ("optimizer.betas=[0.8, 0.95]", "optimizer", "betas", (0.8, 0.95)),

@@ -7,9 +7,9 @@ import random
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.errors import ConfigError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite
 from groupwise.rewards.scores import RunningStatistics, Shaper
@@ -152,9 +152,9 @@ def test_without_either_nothing_changes_and_nothing_is_kept():
 
 @pytest.mark.parametrize("clip", [(1.0, 1.0), (2.0, -2.0)])
 def test_a_clip_the_wrong_way_round_is_refused(clip):
-    with pytest.raises(ValidationError, match="its lower end must be below its upper one"):
+    with pytest.raises(ConfigError, match="its lower end must be below its upper one"):
         RewardsConfig(clip=clip)
-    with pytest.raises(ValidationError, match="its lower end must be below its upper one"):
+    with pytest.raises(ConfigError, match="its lower end must be below its upper one"):
         RewardFunctionConfig(function="length", clip=clip)
 
 

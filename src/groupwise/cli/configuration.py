@@ -14,7 +14,8 @@ from groupwise.config import recipes as shipped_recipes
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import formula, in_words
 from groupwise.config.presets import PRESETS
-from groupwise.config.problems import shown, unknown_key
+from groupwise.config.problems import unknown_key
+from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
 __all__ = ["algorithms", "config", "recipes"]

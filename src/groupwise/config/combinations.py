@@ -1,16 +1,15 @@
-"""Combinations of settings: notes on those without effect or with a surprising one, and refusal of what cannot be divided among processes
-(``training.sharding``), for the trainer and for a plan, which needs no torch.
+"""Combinations of settings: notes on those with a surprising effect, or with none where a refusal would be in the way (``inert`` has the
+others); and refusal of what cannot be divided among processes (``training.sharding``), for the trainer and for a plan without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel
-
+from groupwise.config.inert import chosen
 from groupwise.config.objective import GroupAdvantage
-from groupwise.config.problems import shown
 from groupwise.config.schema import Config
+from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
 __all__ = ["note_on_processes", "notes", "refuse_undividable", "unsaved_work"]
@@ -56,16 +55,6 @@ def note_on_processes(config: Config, processes: int) -> list[str]:
     ]
 
 
-def _chosen(section: BaseModel, *names: str) -> list[str]:
-    """The names among ``names`` that were set to something other than their default."""
-    fields = type(section).model_fields
-    return [
-        name
-        for name in names
-        if name in section.model_fields_set and getattr(section, name) != fields[name].get_default(call_default_factory=True)
-    ]
-
-
 def _without_effect(path: str, value: object, reason: str) -> str:
     return f"{path}={shown(value)} has no effect here: {reason}."
 
@@ -77,21 +66,14 @@ def _algorithm(config: Config) -> Iterator[str]:
             "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
             "ratio is 1 and nothing is clipped"
         )
+        # A note alone: a published recipe's clip is kept for runs with more updates.
         clipping = [name for name in _CLIPPING if name in type(algorithm.loss).model_fields]
-        for name in _chosen(algorithm.loss, *clipping):
+        for name in chosen(algorithm.loss, *clipping):
             yield _without_effect(f"algorithm.loss.{name}", getattr(algorithm.loss, name), once)
     if algorithm.value is not None and algorithm.updates_per_batch == 1:
         unmoved = "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed"
-        if _chosen(algorithm.value, "clip"):
+        if chosen(algorithm.value, "clip"):
             yield _without_effect("algorithm.value.clip", algorithm.value.clip, unmoved)
-    if config.rollout.ahead == 0:
-        newest = "rollout.ahead is 0, so every batch is sampled by the newest weights"
-        if _chosen(algorithm, "stale_samples"):
-            yield _without_effect("algorithm.stale_samples", algorithm.stale_samples, newest)
-    if config.clips_against_the_sampler and "correction" in algorithm.model_fields_set and algorithm.correction is not None:
-        yield (
-            "algorithm.correction has no effect here: algorithm.stale_samples is behaviour, which has the sampler in its ratio already."
-        )
     if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
     if config.training.steps == 0:
@@ -120,15 +102,12 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    generated = data.source == "arithmetic"
-    if not generated and data.eval_source != "arithmetic":
-        for name in _chosen(data.arithmetic, *type(data.arithmetic).model_fields):
+    # Notes alone: a script that makes any recipe's run small sets them whatever its source is.
+    if data.source != "arithmetic" and data.eval_source != "arithmetic":
+        for name in chosen(data.arithmetic, *type(data.arithmetic).model_fields):
             yield _without_effect(f"data.arithmetic.{name}", getattr(data.arithmetic, name), f"data.source is {data.source}")
-    if generated:
-        for name in _chosen(data, "subset", "split", "prompt_column", "answer_column", "answer_format"):
-            yield _without_effect(f"data.{name}", getattr(data, name), "the arithmetic generator has no such thing")
     if data.eval_source is not None or data.eval_split is not None:
-        for name in _chosen(data, "holdout"):
+        for name in chosen(data, "holdout"):
             named = "data.eval_source" if data.eval_source is not None else "data.eval_split"
             yield _without_effect(f"data.{name}", data.holdout, f"held-out problems come from {named}")
     elif data.holdout == 0:
@@ -141,14 +120,11 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    optimizer, warm = config.optimizer, config.warm_start
-    if config.training.offload_reference and (config.algorithm.kl is None or config.model.lora):
-        yield _without_effect("training.offload_reference", True, "this run keeps no copy of the policy as its reference")
-    if optimizer.schedule == "constant":
-        for name in _chosen(optimizer, "final_fraction"):
-            yield _without_effect(f"optimizer.{name}", optimizer.final_fraction, "optimizer.schedule is constant")
-    if config.model.dtype == "float32":
-        for name in _chosen(optimizer, "precision"):
+    optimizer = config.optimizer
+    if (
+        config.model.dtype == "float32"
+    ):  # a note alone: the dtype is the machine's to say, and the recipe's precision is for others
+        for name in chosen(optimizer, "precision"):
             if optimizer.precision != "masters-8bit":
                 yield _without_effect(f"optimizer.{name}", optimizer.precision, "float32 weights are their own master copy")
     elif optimizer.precision == "pure" and optimizer.learning_rate < 1e-5 and config.model.lora is None:
@@ -161,28 +137,26 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"optimizer.learning_rate={optimizer.learning_rate:g} is a rate for all weights: an adapter (model.lora) wants one about ten "
             "times higher, 1e-5 to 1e-4 for models of 0.5B and more."
         )
-    if warm.steps == 0:
-        for name in _chosen(warm, "examples_per_step", "learning_rate"):
-            yield _without_effect(f"warm_start.{name}", getattr(warm, name), "warm_start.steps is 0")
+    if config.warm_start.steps == 0:  # a note alone: 0 is the switch of a warm start that is otherwise described
+        for name in chosen(config.warm_start, "examples_per_step", "learning_rate"):
+            yield _without_effect(f"warm_start.{name}", getattr(config.warm_start, name), "warm_start.steps is 0")
 
 
 def _evaluation(config: Config) -> Iterator[str]:
     evaluation = config.evaluation
-    if "sampled" not in evaluation.modes:
-        for name in _chosen(evaluation, "temperature", "seed"):
+    if "sampled" not in evaluation.modes:  # a note alone: modes are chosen for one evaluation, and a trial sets its temperature
+        for name in chosen(evaluation, "temperature", "seed"):
             yield _without_effect(f"evaluation.{name}", getattr(evaluation, name), "evaluation.modes has no sampled mode")
+    # A note alone, as for checkpoints: the interval is the recipe's, and the run was cut short for a try.
     if evaluation.every > config.training.steps > 0:
         yield _without_effect("evaluation.every", evaluation.every, f"the run has only {config.training.steps} steps")
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    if not any(entry.isolate for entry in config.rewards.functions):
-        for name in _chosen(config.rewards, "processes"):
-            yield _without_effect(f"rewards.{name}", config.rewards.processes, "no reward function has isolate")
     advantage, kl = config.algorithm.advantage, config.algorithm.kl
     divided = isinstance(advantage, GroupAdvantage) and advantage.scale == "group_std"
     if divided and (kl is None or kl.placement == "loss") and config.rewards.clip is None:
-        for name in _chosen(config.rewards, "normalise"):
+        for name in chosen(config.rewards, "normalise"):  # a note alone: what is logged changes
             reason = "algorithm.advantage.scale is group_std, so the size of a whole reward cancels out anyway"
             yield _without_effect(f"rewards.{name}", config.rewards.normalise, reason)
     for i, entry in enumerate(config.rewards.functions):
@@ -192,21 +166,13 @@ def _rewards(config: Config) -> Iterator[str]:
 
 def _output(config: Config) -> Iterator[str]:
     output = config.output
-    for name, users in (("project", {"wandb", "trackio"}), ("offline", {"wandb"})):
-        if not users & set(output.trackers):
-            reason = f"output.trackers does not name {' or '.join(sorted(users))}"
-            for chosen in _chosen(output, name):
-                yield _without_effect(f"output.{chosen}", getattr(output, chosen), reason)
-    if config.model.lora is None:
-        for name in _chosen(output, "adapter_only"):
-            yield _without_effect(f"output.{name}", output.adapter_only, "model.lora is null, so there is no adapter")
     if output.log_tokens > output.log_completions:
-        for name in _chosen(output, "log_tokens"):
+        for name in chosen(output, "log_tokens"):  # a note alone: it acts as far as groups are recorded
             yield _without_effect(f"output.{name}", output.log_tokens, f"output.log_completions is {output.log_completions}")
     if unsaved := unsaved_work(config):
         yield f"{unsaved}. Set output.checkpoint_every."
-    if output.checkpoint_every == 0:
-        for name in _chosen(output, "keep_checkpoints"):
+    if output.checkpoint_every == 0:  # a note alone, for the same reason; and a stopped run writes one checkpoint all the same
+        for name in chosen(output, "keep_checkpoints"):
             yield _without_effect(f"output.{name}", output.keep_checkpoints, "output.checkpoint_every is 0")
     elif output.checkpoint_every > config.training.steps:
         yield _without_effect(

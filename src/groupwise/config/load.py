@@ -17,12 +17,15 @@ from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from groupwise.config.algorithm import COMMON, kind_in
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
 from groupwise.config.former import in_sections
-from groupwise.config.problems import UNKNOWN, shown, unknown_key
+from groupwise.config.inert import INERT
+from groupwise.config.problems import UNKNOWN, unknown_key
 from groupwise.config.schema import Config
+from groupwise.config.section import shown
 from groupwise.errors import ConfigError, printable
 
 __all__ = [
@@ -68,7 +71,7 @@ def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
             stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so. Or a mapping from
             such keys (or sections) to values, which are taken as they are. A section given with a ``type`` replaces the file's; where the
             type changes in another way (``loss.type=cispo``, ``preset=rloo``), the file's settings of the former type are left out,
-            with a warning.
+            with a warning. So is what the file sets and would do nothing beside them, without one.
 
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
@@ -82,7 +85,7 @@ def load_run_config(path: Path, overrides: Overrides = ()) -> Config:
     """The same of the ``config.yaml`` of a run, which may be somebody else's, or an earlier version's: what it says of
     ``trust_remote_code`` is left out, and settings that have moved are read."""
     with _in_one_line():
-        return _build(_of_a_run(_read(path)), overrides)
+        return _build(_of_a_run(_read(path)), overrides, of_a_run=True)
 
 
 def build_config(settings: Mapping[str, Any], overrides: Overrides = ()) -> Config:
@@ -105,7 +108,11 @@ def build_known(settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
         except ConfigError as error:
             failure = error.__cause__
             assert isinstance(failure, ValidationError)
-            paths = [_remove(merged, without_tags(error["loc"]), error["type"] in UNKNOWN) for error in failure.errors()]
+            paths = [
+                _remove(merged, place, error["type"] in UNKNOWN)
+                for error in failure.errors()
+                for place in _inert_in(error) or [without_tags(error["loc"])]
+            ]
         known = [path for path in dict.fromkeys(paths) if path]
         if not known:
             return None, left_out
@@ -148,17 +155,45 @@ def _in_one_line() -> Iterator[None]:
         raise ConfigError(printable(told)) from None
 
 
-def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "") -> Config:
+def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "", *, of_a_run: bool = False) -> Config:
+    """``of_a_run``: the settings are a run's, and what does nothing in them is left out without a word: an earlier version let it be."""
     merged = _merge({}, settings)
     written: dict[str, Any] = {}
+    asked: set[str] = set()
     for path, value in _pairs(overrides):
         _set(merged, path, value)
-        if path.split(".")[0] == "algorithm":
+        section, _, name = path.partition(".")
+        asked |= {f"{section}.{name.split('.')[0]}"} if name else {f"{section}.{one}" for one in value or ()}
+        if section == "algorithm":
             _set(written, path, value)
     _leave_former_types(merged.get("algorithm"), settings.get("algorithm") or {}, written.get("algorithm") or {})
     _spell_out_rewards(merged)
     _check_values(merged, "", source)
-    return Config.model_validate(merged)
+    try:
+        return Config.model_validate(merged)
+    except ConfigError as error:
+        left = _leave_inert(merged, asked, error.__cause__) if overrides or of_a_run else []
+        if not left:
+            raise
+    config = Config.model_validate(merged)
+    if not of_a_run:
+        log.info("%s left out: the file sets it, and beside the overrides it would do nothing", ", ".join(left))
+    return config
+
+
+def _leave_inert(merged: dict[str, Any], asked: set[str], failure: object) -> list[str]:
+    """Take out of ``merged`` the settings that do nothing, and return their paths; none where an override (``asked``) sets one itself, or
+    where anything else is wrong."""
+    errors = failure.errors() if isinstance(failure, ValidationError) else []
+    places = [place for error in errors for place in _inert_in(error)]
+    if not places or any(error["type"] != INERT for error in errors) or asked & {".".join(map(str, place)) for place in places}:
+        return []
+    return [_remove(merged, place, True) for place in places]
+
+
+def _inert_in(error: ErrorDetails) -> list[Sequence[str | int]]:
+    """Where the settings stand that an error says to do nothing."""
+    return [path.split(".") for path in error["ctx"]["paths"]] if error["type"] == INERT else []
 
 
 def _leave_former_types(merged: Any, file: Any, written: Any) -> None:

@@ -10,8 +10,10 @@ from pydantic_core import ErrorDetails
 
 from groupwise.config.fields import REMARKS, field_paths, find_field, kinds_of, schema_path, sections, suggest
 from groupwise.config.former import FORMER, former_key
+from groupwise.config.inert import INERT
+from groupwise.config.section import shown
 
-__all__ = ["UNKNOWN", "explain_failure", "place", "shown", "unknown_key"]
+__all__ = ["UNKNOWN", "explain_failure", "place", "unknown_key"]
 
 _WHOLE, _NUMBER, _TRUTH, _TEXT = "a whole number", "a number", "true or false", "text"
 _RULES = {
@@ -98,18 +100,10 @@ def _built_in(section: str) -> list[str]:
     return [kind for model in sections().get(section, ()) for kind in kinds_of(model)]
 
 
-def shown(value: object) -> str:
-    """A value as its author would recognise it in the YAML, cut when long."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _bad_value(path: str, kind: str | None, errors: Sequence[ErrorDetails]) -> str:
     error = errors[0]
+    if error["type"] == INERT:
+        return str(error["ctx"]["sentence"])
     if error["type"] == "value_error":
         message = str(error.get("ctx", {}).get("error", error["msg"]))
         return message if not path or path.split(".")[0] in message else f"{path} is {shown(error['input'])}: {message}"

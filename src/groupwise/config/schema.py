@@ -9,8 +9,10 @@ import shlex
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from groupwise.config.algorithm import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig
+from groupwise.config.inert import INERT, without_effect
 from groupwise.config.objective import ValueConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section, explained
@@ -517,6 +519,14 @@ class Config(Section):
             correction = None if self.rollout.engine_reads_the_policy else CorrectionConfig()
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"correction": correction})
             self.algorithm.model_fields_set.discard("correction")
+        return self
+
+    @model_validator(mode="after")
+    def refuse_inert(self) -> Config:
+        if inert := without_effect(self):
+            first, *others = inert.values()
+            more = f" ({len(others)} more {'do' if len(others) > 1 else 'does'} nothing too)" if others else ""
+            raise PydanticCustomError(INERT, "{sentence}", {"sentence": first + more, "paths": list(inert)})
         return self
 
     @property

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from groupwise.errors import ConfigError
 
-__all__ = ["OWN", "REGISTERED", "SENTENCES", "Section", "check_own", "explained", "type_of"]
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+__all__ = ["OWN", "REGISTERED", "SENTENCES", "Section", "check_own", "explained", "shown", "type_of"]
 
 OWN = "own"
 """Tag of a type that is not built in: a registered name, or a function by its file or import path."""
@@ -32,7 +37,25 @@ SENTENCES = cast(Sentences, None)
 """Set to ``config.problems`` when the package is imported, which knows the schema that is made of sections."""
 
 
-class Section(BaseModel):
+class _Explains(ModelMetaclass):
+    """Makes a section that is built in Python, such as ``AlgorithmConfig(beta=0)``, answer in one sentence, as YAML does.
+
+    A metaclass, because pydantic calls a section's own ``__init__`` for the sections inside a config too: a mistake there would lose its
+    place, and the mistakes beside it.
+    """
+
+    if not TYPE_CHECKING:  # what a call takes and returns is the class's to say
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            """Raises ConfigError."""
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as failure:
+                kind = cls.model_fields.get("type")
+                raise explained(failure, cls, type_of(values) or type_of({"type": kind and kind.default})) from failure
+
+
+class Section(BaseModel, metaclass=_Explains):
     """Common rules: unknown keys are refused, field docstrings are descriptions, values are checked on assignment too."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
@@ -50,17 +73,26 @@ class Section(BaseModel):
         try:
             self._assign(name, value)
         except ValidationError as failure:
-            raise explained(failure, self) from failure
+            raise explained(failure, type(self), type_of(self)) from failure
 
     def _assign(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
 
 
-def explained(failure: ValidationError, section: Section | None = None) -> ConfigError:
-    """pydantic's failure as a ConfigError in one sentence. ``section``: what it was about, where it was not a whole config."""
-    if section is None:
-        return ConfigError(SENTENCES.explain_failure(failure))
-    return ConfigError(SENTENCES.explain_failure(failure, SENTENCES.place(type(section)), type_of(section)))
+def explained(failure: ValidationError, section: type[BaseModel] | None = None, kind: str | None = None) -> ConfigError:
+    """pydantic's failure as a ConfigError in one sentence. ``section``: what it was about, where it was not a whole config; ``kind``: its
+    type, where it comes in several."""
+    return ConfigError(SENTENCES.explain_failure(failure, SENTENCES.place(section) if section else "", kind))
+
+
+def shown(value: object) -> str:
+    """A value as its author would recognise it in the YAML, cut when long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def type_of(section: object) -> str | None:

@@ -367,7 +367,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 def _settings(name: str, given: Mapping[str, Any]) -> RewardModelConfig:
     try:
-        return RewardModelConfig(name=name, **given)
+        return RewardModelConfig.model_validate({**given, "name": name})
     except ValidationError as failure:
         first = failure.errors()[0]
         setting = ".".join(str(part) for part in first["loc"])

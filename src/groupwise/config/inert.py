@@ -1,0 +1,71 @@
+"""Settings that would do nothing beside the others: a config that has one is refused, so that nobody waits for an effect that cannot come.
+
+Within ``algorithm`` the sections' types say it already; these rules look at several sections. What a program may well set for any recipe
+(a smaller held-out set, no warm start, an interval longer than a short run) gets a note instead: ``combinations``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from groupwise.config.section import shown
+
+if TYPE_CHECKING:
+    from groupwise.config.schema import Config
+
+__all__ = ["INERT", "chosen", "without_effect"]
+
+INERT = "inert"
+"""pydantic's type of error for them."""
+
+
+def chosen(section: BaseModel, *names: str) -> list[str]:
+    """The names among ``names`` that were set to something other than their default."""
+    fields = type(section).model_fields
+    return [
+        name
+        for name in names
+        if name in section.model_fields_set and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]
+
+
+def without_effect(config: Config) -> dict[str, str]:
+    """The settings that were written and do nothing in this run, each with a sentence that says so."""
+    out = {}
+    for place, names, reason, remedy in _rules(config):
+        section: BaseModel = getattr(config, place)
+        for name in chosen(section, *names):
+            value = getattr(section, name)
+            told = "set" if isinstance(value, BaseModel) else shown(value)
+            out[f"{place}.{name}"] = f"{place}.{name} is {told}, but {reason}: leave it out, or {remedy}"
+    return out
+
+
+def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """A section, settings of it that do nothing in this run, why, and what would make them act."""
+    data, algorithm, output = config.data, config.algorithm, config.output
+    if data.source == "arithmetic" and data.eval_source in (None, "arithmetic"):
+        columns = ("subset", "split", "prompt_column", "answer_column", "answer_format")
+        yield "data", columns, "data.source is arithmetic, whose generator has no such thing", "name another source"
+    if not any(entry.isolate for entry in config.rewards.functions):
+        yield "rewards", ("processes",), "no reward function has isolate", "set isolate in an entry of rewards.functions"
+    if config.rollout.ahead == 0:
+        newest = "rollout.ahead is 0, so every batch is sampled by the newest weights"
+        yield "algorithm", ("stale_samples",), newest, "set rollout.ahead"
+    if config.clips_against_the_sampler:
+        ratio = "algorithm.stale_samples is behaviour, which has the sampler in its ratio already"
+        yield "algorithm", ("correction",), ratio, "set stale_samples to decoupled"
+    if config.optimizer.schedule == "constant":
+        yield "optimizer", ("final_fraction",), "optimizer.schedule is constant", "set schedule to linear or cosine"
+    if algorithm.kl is None or config.model.lora is not None:
+        none = "this run keeps no copy of the policy as its reference"
+        yield "training", ("offload_reference",), none, "train all weights with algorithm.kl"
+    for name, users in (("project", ("wandb", "trackio")), ("offline", ("wandb",))):
+        if not set(users) & set(output.trackers):
+            services = " or ".join(users)
+            yield "output", (name,), f"output.trackers does not name {services}", "add it there"
+    if config.model.lora is None:
+        yield "output", ("adapter_only",), "model.lora is null, so there is no adapter", "set model.lora"

@@ -1,0 +1,112 @@
+"""A setting that would do nothing beside the others is refused; one of the file, beside overrides, is left out."""
+
+import logging
+
+import pytest
+import yaml
+
+from groupwise.config import load_config
+from groupwise.config.load import build_config, build_known, load_run_config
+from groupwise.config.schema import Config
+from groupwise.errors import ConfigError
+
+INERT = {
+    "data.prompt_column": (
+        "q",
+        "data.source is arithmetic, whose generator has no such thing: leave it out, or name another source",
+    ),
+    "data.split": ("test", "data.source is arithmetic"),
+    "rewards.processes": (4, "no reward function has isolate: leave it out, or set isolate in an entry of rewards.functions"),
+    "algorithm.stale_samples": ("uncorrected", "rollout.ahead is 0, so every batch is sampled by the newest weights"),
+    "optimizer.final_fraction": (0.1, "optimizer.schedule is constant: leave it out, or set schedule to linear or cosine"),
+    "output.project": ("mine", "output.trackers does not name wandb or trackio: leave it out, or add it there"),
+    "output.offline": (True, "output.trackers does not name wandb"),
+    "output.adapter_only": (True, "model.lora is null, so there is no adapter"),
+}
+ACTS = {
+    "data.prompt_column": {"data": {"source": "gsm8k"}},
+    "data.split": {"data": {"source": "gsm8k"}},
+    "rewards.processes": {"rewards": {"functions": [{"function": "accuracy", "isolate": "process", "timeout_s": 1}]}},
+    "algorithm.stale_samples": {"rollout": {"ahead": 1}},
+    "optimizer.final_fraction": {"optimizer": {"schedule": "linear"}},
+    "output.project": {"output": {"trackers": ["trackio"]}},
+    "output.offline": {"output": {"trackers": ["jsonl", "wandb"]}},
+    "output.adapter_only": {"model": {"lora": {}}},
+}
+"""What makes each act."""
+
+
+def settings(path, value, more=None):
+    section, name = path.split(".")
+    more = more or {}
+    return {**more, section: {**more.get(section, {}), name: value}}
+
+
+@pytest.mark.parametrize("path", INERT)
+def test_a_setting_that_would_do_nothing_is_refused(path):
+    value, reason = INERT[path]
+    written = {True: "true"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
+    for refused in (lambda: build_config(settings(path, value)), lambda: Config(**settings(path, value)),
+                    lambda: load_config(None, {path: value})):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            refused()
+        assert str(error.value).startswith(f"{path} is {written}, but {reason}")
+
+
+@pytest.mark.parametrize("path", INERT)
+def test_it_is_taken_where_it_acts_and_where_it_is_its_default(path):
+    value, section = INERT[path][0], path.split(".")[0]
+    acting = build_config(settings(path, value, ACTS[path]))
+    assert getattr(getattr(acting, section), path.split(".")[1]) == value
+    build_config(settings(path, Config().model_dump()[section][path.split(".")[1]]))
+
+
+@pytest.mark.parametrize("path", INERT)
+def test_an_override_leaves_out_what_the_file_says_and_no_longer_acts(path, tmp_path, caplog):
+    value = INERT[path][0]
+    file, plain = tmp_path / "recipe.yaml", Config()
+    file.write_text(yaml.safe_dump(settings(path, value, ACTS[path])), encoding="utf-8")
+    ((switch, chosen),) = [(s, n) for s, names in ACTS[path].items() for n in names]
+    off = {f"{switch}.{chosen}": plain.model_dump()[switch][chosen]}
+    with caplog.at_level(logging.INFO, logger="groupwise.config.load"):
+        assert load_config(file, off) == load_config(None, off)
+    assert f"{path} left out: the file sets it" in caplog.text
+    with pytest.raises(ConfigError, match=rf"^{path} is "):
+        load_config(file, off | {path: value})
+
+
+def test_a_reference_that_is_not_kept_is_not_offloaded():
+    for without in ({"algorithm": {"kl": None}}, {"model": {"lora": {}}}):
+        with pytest.raises(ConfigError, match=r"training\.offload_reference is true, but this run keeps no copy of the policy"):
+            build_config({"training": {"offload_reference": True}, **without})
+    assert build_config({"training": {"offload_reference": True}}).training.offload_reference
+
+
+def test_a_correction_beside_a_ratio_to_the_sampler_is_refused():
+    stale = {"rollout": {"ahead": 1}, "algorithm": {"stale_samples": "behaviour"}}
+    with pytest.raises(
+        ConfigError, match=r"algorithm.correction is set, but algorithm.stale_samples is behaviour, which has the sampler"
+    ):
+        build_config({**stale, "algorithm": {**stale["algorithm"], "correction": {"level": "token"}}})
+    build_config({**stale, "rollout": {"ahead": 1, "engine": "vllm"}})  # the correction that follows the engine was not asked for
+
+
+def test_columns_of_a_held_out_source_act_beside_the_generator():
+    data = {"data": {"prompt_column": "q", "eval_source": "rows.jsonl"}}
+    assert build_config(data).data.prompt_column == "q"
+
+
+def test_several_are_counted():
+    with pytest.raises(ConfigError, match=r"optimizer.final_fraction is 0.1, .* \(1 more does nothing too\)$"):
+        build_config({"optimizer": {"final_fraction": 0.1}, "output": {"adapter_only": True}})
+
+
+def test_the_folder_of_an_earlier_run_is_read_without_them(tmp_path, caplog):
+    old = {"optimizer": {"final_fraction": 0.1}, "output": {"adapter_only": True}, "training": {"steps": 7}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old), encoding="utf-8")
+    with caplog.at_level(logging.INFO, logger="groupwise.config.load"):
+        assert load_run_config(tmp_path / "config.yaml") == build_config({"training": {"steps": 7}})
+    assert not caplog.text
+    known, left_out = build_known(old)
+    assert known == build_config({"training": {"steps": 7}})
+    assert sorted(left_out) == ["optimizer.final_fraction", "output.adapter_only"]
