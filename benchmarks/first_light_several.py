@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from benchmarks.first_light_one import Found, Place, answer, judge, write_tiny_model
+from benchmarks.first_light_place import Found, Place, answer, judge, write_tiny_model
 from groupwise.planner.hardware import named_in
 
 __all__ = ["fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]

@@ -14,9 +14,10 @@ import pytest
 import torch
 from packaging.tags import sys_tags
 
-from benchmarks import first_light, first_light_bundle, first_light_one, first_light_several
+from benchmarks import first_light, first_light_bundle, first_light_one, first_light_place, first_light_several
 from benchmarks.first_light import ONE, SEVERAL, Check, Light, verdicts
-from benchmarks.first_light_one import Found, Place, builtin
+from benchmarks.first_light_one import builtin
+from benchmarks.first_light_place import Found, Place
 from groupwise.models import attention, layer
 from groupwise.planner.hardware import HARDWARE
 from groupwise.training.optimizer import MasterAdamW
@@ -73,7 +74,7 @@ def test_the_page_says_what_is_looked_at():
 def test_nothing_is_wrong_here(check, name):
     found = check(name)
     assert found.verdict == "as expected", found
-    json.dumps(first_light_one._plain(found.numbers))
+    json.dumps(first_light_place._plain(found.numbers))
 
 
 @pytest.mark.slow
