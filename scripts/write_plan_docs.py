@@ -43,6 +43,7 @@ SETUPS = (
         "gsm8k-1.5b-24gb --hardware rtx-4090 optimizer.precision=masters optimizer.offload=true",
     ),
     SetUp("1.5B as a reproduction of a tutorial has it, on a card of 24 GB", "tutorial-1.5b --hardware rtx-3090"),
+    SetUp("1.5B with an adapter and a calculator on a card of 24 GB", "tools-1.5b --hardware rtx-4090 --completion-tokens 256"),
     SetUp("0.5B and a length reward on two RTX 4090", "length-0.5b-2gpu --hardware rtx-4090 --world-size 2"),
     SetUp("1.5B on eight GPUs of 80 GB", "gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8"),
     SetUp("7B on eight GPUs of 80 GB", "gsm8k-7b-8gpu --hardware a100-80gb --world-size 8"),

@@ -15,7 +15,9 @@ from groupwise.config import load_config
 from groupwise.config.load import recipes
 from groupwise.doctor import diagnose_settings
 
-GSM8K = ["gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu", "tutorial-1.5b"]
+GSM8K = [
+    "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu", "tools-1.5b", "tutorial-1.5b",
+]  # fmt: skip
 LESS = {"rollout.max_completion_tokens": 3, "training.steps": 2, "evaluation.problems": 2, "model.device": "cpu"}
 
 
@@ -148,6 +150,7 @@ def test_a_gsm8k_recipe_runs_on_real_rows(name, tiny_qwen_folder, gsm8k, tmp_pat
     assert ("<reasoning>" in group.prompt.text) is (name != "length-0.5b-2gpu")
     assert group.prompt.problem.question in group.prompt.text
     assert group.prompt.problem.answer.lstrip("-").isdigit()
+    assert ('"name": "calculator"' in group.prompt.text) is (name == "tools-1.5b"), "the chat template describes the tool"
 
 
 @pytest.mark.parametrize("name", [pytest.param("polaris-3b", marks=pytest.mark.slow), "polaris-3b-qlora"])
