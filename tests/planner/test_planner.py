@@ -399,8 +399,8 @@ def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
         return make_plan(load_config("gsm8k-0.5b", ["rollout.engine=vllm", *settings]), HARDWARE["rtx-4090"]).phases
 
     weights = 2 * KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"].parameters
-    assert item(found(), "learning", "vLLM") == int(0.3 * HARDWARE["rtx-4090"].memory_bytes)
-    assert item(found("rollout.vllm.cache_gib=2"), "learning", "vLLM") == weights + 2 * GIB
+    assert item(found(), "sampling", "vLLM") == int(0.3 * HARDWARE["rtx-4090"].memory_bytes)
+    assert item(found("rollout.vllm.cache_gib=2"), "sampling", "vLLM") == weights + 2 * GIB
     elsewhere = found("rollout.vllm.url=http://127.0.0.1:8300")
     assert {i.name for phase in elsewhere for i in phase.items}.isdisjoint({"vLLM", "KV cache", "prefill", "samplers' weights"})
     divided = make_plan(
@@ -410,6 +410,12 @@ def test_vllm_takes_its_share_of_the_gpu_or_nothing_of_it():
     ).phases
     assert item(divided, "sampling", "gathered weights") == 0, "the server reads none of them"
     assert item(divided, "learning", "gathered weights") > 0
+    for kept in ("rollout.vllm.sleep_mode=false", "rollout.ahead=1"):
+        phases = found("rollout.vllm.cache_gib=4", kept)
+        assert all(item(phases, p.name, "vLLM") == weights + 4 * GIB for p in phases), kept
+    for phase in (slept := found("rollout.vllm.cache_gib=4")):
+        learns = phase.name in ("learning", "output head", "optimiser step", "warm start")
+        assert item(slept, phase.name, "vLLM") == (2 * GIB if learns else weights + 4 * GIB), phase.name
     beside = found("rollout.ahead=1")
     assert item(beside, "learning", "samplers' weights") == 0, "its weights are the copy"
 

@@ -8,10 +8,13 @@ from contextlib import nullcontext
 import pytest
 from transformers import AutoModelForCausalLM
 
+import groupwise.engines.vllm.engine as engine_module
+import groupwise.training.run as run_module
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.evaluation import evaluate_model
+from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.sharding import Replicas
 from tests.engines.vllm.model_backend import ModelBackend
@@ -90,6 +93,25 @@ def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, s
     of_whole = {s.step: [c.token_ids for g in s.groups for c in g.completions] for s in whole}
     for step in steps:
         assert [c.token_ids for g in step.groups for c in g.completions] == of_whole[step.step]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_vllm_in_this_process_sleeps_while_the_policy_learns(
+    ahead, tiny_folder, small_config, letters, quiet, tmp_path, monkeypatch
+):
+    """... the warm start included; not where it samples meanwhile."""
+    backend = ModelBackend(AutoModelForCausalLM.from_pretrained(tiny_folder), sleeps=True)
+    monkeypatch.setattr(engine_module, "check_versions", lambda: None)
+    monkeypatch.setattr(engine_module, "_own", lambda policy, rollout: Service(backend, spool=tmp_path))
+    asleep, learnt = [], []
+    learn, warm = Learner.learn, run_module.warm_start
+    monkeypatch.setattr(Learner, "learn", lambda *given, **named: learnt.append(backend.asleep) or learn(*given, **named))
+    monkeypatch.setattr(run_module, "warm_start", lambda *given, **named: asleep.append(backend.asleep) or warm(*given, **named))
+    sections = {"rollout": {"engine": "vllm", "ahead": ahead}, "warm_start": {"steps": 1}}
+    train(small_config(**sections, training={"steps": 2}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert learnt == [not ahead] * 2
+    assert asleep == [True]
+    assert not backend.asleep, "the last weights were pushed"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "builtin"])

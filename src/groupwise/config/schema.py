@@ -172,6 +172,9 @@ class VllmConfig(Section):
     """Without `url`: memory for keys and values. Set it on CPUs."""
     eager: bool = False
     """Without `url`: no compilation; up in seconds, and slower."""
+    sleep_mode: bool = True
+    """Without `url`, on a GPU: vLLM hands its memory back while the policy learns (not with `ahead`). `false` where a model comes out of
+    vLLM's sleep mode damaged, which ends the run after a push."""
 
 
 ENGINES = ("auto", "builtin", "transformers", "vllm")

@@ -81,6 +81,9 @@ class Engine(ABC):
     def refresh(self, policy_version: int) -> None:
         """The policy's weights have changed in place; anything derived from them is renewed before the next sample."""
 
+    def release_memory(self) -> None:  # noqa: B027 - most have none while they do not sample
+        """Learning begins: memory of the device that is not needed before the next ``refresh`` may go. For all processes at once."""
+
     def sample(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, settings: SamplingSettings, *, seed: int, scope: str,
         on_progress: Progress | None = None,

@@ -144,6 +144,10 @@ class EpisodeEngine(Engine):
         """See ``Engine.refresh``."""
         self.engine.refresh(policy_version)
 
+    def release_memory(self) -> None:
+        """See ``Engine.release_memory``."""
+        self.engine.release_memory()
+
     def metrics(self) -> dict[str, Metric]:
         """See ``Engine.metrics``."""
         return self.engine.metrics()

@@ -157,7 +157,9 @@ def phases(setup: Setup) -> list[Phase]:
         written = [*_checkpoint(setup), *(passing["sampling"] if setup.config.output.checkpoint_in_background else ())]
         passing["checkpoint"] = [*written, *beside]
     passing["final model"] = _final_model(setup)
-    during = [_phase(name, [*state(setup), *items, _fragmentation(setup, items)]) for name, items in passing.items()]
+    during = [
+        _phase(name, [*state(setup, name in _LEARNING), *items, _fragmentation(setup, items)]) for name, items in passing.items()
+    ]
     during = [_with_aligned_blocks(setup, p) if p.name in ("learning", "output head") else p for p in during]
     before = [_phase("loading", _loading(setup))]
     if setup.config.warm_start.steps:
@@ -165,6 +167,7 @@ def phases(setup: Setup) -> list[Phase]:
     return [*before, *during]
 
 
+_LEARNING = {"reference", "learning", "output head", "optimiser step"}
 _LOADED = {"process", "weights", "adapter", "reward models", "vLLM"}
 """What of a run's state is there before it learns."""
 
@@ -185,7 +188,7 @@ def _warm_start(setup: Setup) -> Phase:
     """Supervised passes, before there is a reference or a critic: an example is a group of one, as long as a completion may be."""
     examples = warm_start(setup)
     fullest = max(_learning(examples), key=lambda items: sum(item.bytes for item in items))
-    phase = _phase("warm start", [*state(examples), *fullest, _fragmentation(examples, fullest)])
+    phase = _phase("warm start", [*state(examples, learns=True), *fullest, _fragmentation(examples, fullest)])
     return _with_aligned_blocks(examples, phase)
 
 

@@ -160,6 +160,14 @@ class Setup:
         return self.config.rollout.engine == "vllm"
 
     @property
+    def vllm_sleeps(self) -> bool:
+        """Whether vLLM, on the policy's own GPU, hands its memory back between sampling and the next weights."""
+        rollout = self.config.rollout
+        return (
+            self.by_vllm and rollout.vllm.url is None and self.device == "cuda" and rollout.vllm.sleep_mode and not rollout.ahead
+        )
+
+    @property
     def by_builtin(self) -> bool:
         """Whether the built-in engine samples, which computes a prompt once for its group; otherwise the model's own module, or vLLM."""
         return self.shape.lean and self.config.rollout.engine in ("auto", "builtin")

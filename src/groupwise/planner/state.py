@@ -166,8 +166,8 @@ _BITSANDBYTES = 45 * _MIB
 """On the CPU; peft imports it too."""
 
 
-def state(setup: Setup) -> list[Item]:
-    """Everything that lives in every phase."""
+def state(setup: Setup, learns: bool = False) -> list[Item]:
+    """Everything that lives in every phase, ``learns``: in one of those from the first pass to the optimiser's step."""
     with_bitsandbytes = setup.device == "cpu" and (setup.adapted or setup.config.optimizer.precision == "masters-8bit")
     process = _PROCESS[setup.device] + (_BITSANDBYTES if with_bitsandbytes else 0)
     items = [
@@ -177,7 +177,7 @@ def state(setup: Setup) -> list[Item]:
         *_adapter(setup),
         *_optimiser(setup),
         *_reference(setup),
-        *_vllm(setup),
+        *_vllm(setup, learns),
         Item("samplers' weights", setup.copies * setup.weight_bytes * setup.shape.parameters, "s P for each step ahead"),
     ]
     critic = critic_of(setup)
@@ -268,15 +268,22 @@ def _reference(setup: Setup) -> list[Item]:
     return [reference, average] if kl is not None and kl.reference_mixing < 1 else [reference]
 
 
-def _vllm(setup: Setup) -> list[Item]:
-    """vLLM in the trainer's own process: its weights and its cache, or its share of a GPU, which is both."""
+def _vllm(setup: Setup, learns: bool) -> list[Item]:
+    """vLLM in the trainer's own process: its weights and its cache, or its share of a GPU, which is both; what is left of it where it
+    sleeps while the policy ``learns``."""
     settings, weights = setup.config.rollout.vllm, setup.weight_bytes * setup.shape.parameters
     if not setup.by_vllm or settings.url is not None:
         return []
+    if learns and setup.vllm_sleeps:
+        return [Item("vLLM", _ASLEEP, "asleep: captured graphs and workspaces, an allowance")]
     if settings.cache_gib is not None:
         return [Item("vLLM", weights + int(settings.cache_gib * 2**30), "s P + rollout.vllm.cache_gib")]
     taken = int(settings.gpu_memory_share * setup.device_bytes)
     return [Item("vLLM", max(weights, taken), "rollout.vllm.gpu_memory_share of the GPU, its s P of weights included")]
+
+
+_ASLEEP = 2 * 2**30
+"""Assumed. vLLM's own tests of its sleep mode let small models keep 2 to 3 GiB, the driver's context included."""
 
 
 def _critic(critic: Setup) -> list[Item]:

@@ -219,6 +219,7 @@ class Run:
         settings = self.config.warm_start
         if settings.steps == 0:
             return
+        self.engine.release_memory()
         abandonable, setup = self.signals.abandonable(), self._planned([self.prepared.train_prompts[0]])
         room = self._room_to_learn(
             None if setup is None else plan_of_warm_start(setup), self.config.rollout.max_completion_tokens, "the warm start"
@@ -335,6 +336,8 @@ class Run:
         if not rollout.groups:
             return []
         self.writer.finish()  # it writes from the weights that are about to change
+        if self.ahead is None:  # else it samples meanwhile
+            self.engine.release_memory()
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
         with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
             learnt = self.learner.learn(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engines.vllm.backend import GroupwiseWorker
+from groupwise.engines.vllm.backend import GroupwiseWorker, _Load, _Sleep
+from groupwise.engines.vllm.transfer import handles_to
+
+FULL = {"compared": 2, "repacked": 0, "sharded": 0}
 
 
 class Fused(nn.Module):
@@ -74,9 +81,19 @@ def files_of(tensors, tmp_path):
 
 def test_fused_parameters_are_compared_whole_and_a_tied_head_is_packed_again(tensors, tmp_path):
     model = Fused()
-    assert Worker(model).groupwise_load(files_of(tensors, tmp_path)) == {"compared": 2, "repacked": 0, "sharded": 0}
+    assert Worker(model).groupwise_load(files_of(tensors, tmp_path)) == FULL
     assert torch.equal(model.head.cpu_linear, tensors["embed.weight"])
     assert "load_weights" not in vars(model)  # the model is left as it was
+
+
+def test_the_memory_of_another_process_is_read_and_compared(tensors):
+    """Handles are opened once, and what they lead to is read three times: names, weights, comparison."""
+    script = "import sys\nfrom tests.engines.vllm.test_worker import Fused, Worker\n"
+    script += "model = Fused()\nprint(Worker(model).groupwise_load(sys.stdin.buffer.read()), float(model.embed.weight.sum()))"
+    handles, _kept = handles_to(tensors.items())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], input=handles, capture_output=True, env=environment, check=True)
+    assert done.stdout.decode().strip() == f"{FULL} {float(tensors['embed.weight'].sum())}"
 
 
 def test_a_part_of_a_fused_parameter_that_did_not_come_is_named(tensors, tmp_path):
@@ -105,3 +122,49 @@ def test_a_parameter_that_the_kernels_keep_elsewhere_is_counted_as_repacked(tens
             return loaded
 
     assert Worker(Packs()).groupwise_load(files_of(tensors, tmp_path)) == {"compared": 1, "repacked": 1, "sharded": 0}
+
+
+class Recorder:
+    """vLLM's engine: what it is asked, in order."""
+
+    def __init__(self, **answers):
+        self.asked, self.answers = [], {"is_sleeping": False, "collective_rpc": [FULL], "reset_prefix_cache": True, **answers}
+
+    def __getattr__(self, name):
+        def call(*given, **named):
+            self.asked.append((name, *given, *named.values()))
+            if isinstance(self.answers.get(name), Exception):
+                raise self.answers[name]
+            return self.answers.get(name)
+
+        return call
+
+
+def test_vllm_that_slept_has_memory_for_weights_first_and_for_its_cache_last():
+    load, engine = _Load(["a"], "run:1"), Recorder(is_sleeping=True)
+    load.run(engine)
+    rpc = ("collective_rpc", "groupwise_load", (["a"],))
+    assert engine.asked == [
+        ("is_sleeping",), ("wake_up", ["weights"]), rpc, ("wake_up", ["kv_cache"]), ("reset_prefix_cache",),
+        ("set_weight_version", "run:1"),
+    ]  # fmt: skip
+    assert load.result.result() == FULL
+    load, engine = _Load(["a"], "run:1"), Recorder()
+    load.run(engine)
+    assert [name for name, *_ in engine.asked] == ["is_sleeping", "collective_rpc", "reset_prefix_cache", "set_weight_version"]
+
+
+def test_vllm_forgets_its_weights_and_keeps_no_copy_of_them():
+    sleep, engine = _Sleep(), Recorder()
+    sleep.run(engine)
+    assert engine.asked == [("sleep", 2)]
+    assert sleep.result.result() is None
+
+
+@pytest.mark.parametrize("made", [lambda: _Load([], "run:1"), _Sleep])
+def test_what_vllm_does_not_do_is_told_to_whoever_asked(made):
+    failing = {"collective_rpc": AssertionError("no room"), "sleep": AssertionError("no room")}
+    item = made()
+    item.run(Recorder(**failing))
+    with pytest.raises(ValueError, match="AssertionError: no room"):
+        item.result.result()

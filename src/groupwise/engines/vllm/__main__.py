@@ -102,7 +102,7 @@ def _start_vllm(args: argparse.Namespace, model: str) -> VllmBackend:
     options = VllmOptions(
         model=model, dtype=args.dtype, max_model_tokens=args.max_model_tokens, max_sequences=args.max_sequences,
         memory_share=args.gpu_memory_share, cache_gib=args.cache_gib, tensor_parallel=args.tensor_parallel, eager=args.eager,
-        block_tokens=args.block_tokens,
+        block_tokens=args.block_tokens, sleeps=args.sleep_mode,
     )  # fmt: skip
     return VllmBackend(options, own_process=True)
 
@@ -200,6 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens in a block of the prefix cache (vLLM's choice; CPU: 32)"
+    )
+    how.add_argument(
+        "--sleep-mode",
+        action="store_true",
+        help="on the GPU that the run learns on: hand memory back while it does (not with ahead)",
     )
     how.add_argument("--eager", action="store_true", help="no compilation: up in seconds, and slower")
     return out

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import Broken, Job, Refused, check_versions, found_vllm, shape_of
+from groupwise.engines.vllm.transfer import Named, Source, device_id, opened, read
 from groupwise.errors import ModelError
 
 __all__ = ["EXTENSION", "GroupwiseWorker", "VllmBackend", "VllmOptions"]
@@ -30,14 +31,19 @@ EXTENSION = "groupwise.engines.vllm.backend.GroupwiseWorker"
 class GroupwiseWorker:
     """Methods that ``collective_rpc`` finds on every worker."""
 
-    def groupwise_load(self, files: Sequence[str]) -> dict[str, int]:
-        """Replace the model's weights by those of ``files`` (safetensors, names as in a checkpoint), and compare afterwards.
+    def groupwise_device(self) -> str:
+        """Which GPU this worker computes on; empty on a CPU."""
+        return device_id(torch.device(self.device))  # type: ignore[attr-defined]
+
+    def groupwise_load(self, source: Source) -> dict[str, int]:
+        """Replace the model's weights by those of ``source`` (names as in a checkpoint), and compare afterwards.
 
         vLLM's own reloading does the work: it fuses (q, k and v; gate and up), shards, and repacks for its kernels, into the memory
         that compiled graphs know. Returns how many of the model's parameters were ``compared`` with the files, bit for bit, and how
         many could not be (``repacked``, ``sharded``). Raises ValueError, naming it, for a parameter that no tensor filled, or that
         holds something else.
         """
+        source = opened(source)
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         loaded: set[str] = set()
         original = model.load_weights
@@ -48,26 +54,16 @@ class GroupwiseWorker:
 
         model.load_weights = noting
         try:
-            self.reload_weights(weights_iterator=_read(files))  # type: ignore[attr-defined]
+            self.reload_weights(weights_iterator=read(source))  # type: ignore[attr-defined]
         finally:
             del model.load_weights
-        missing = _missing(model, loaded, {name for name, _ in _read(files, empty=True)})
+        missing = _missing(model, loaded, {name for name, _ in read(source, empty=True)})
         if missing:
             raise ValueError(f"{len(missing)} tensors of vLLM's model were not among those sent, the first {missing[0]}")
         _pack_again(model)
         if self.parallel_config.world_size > 1:  # type: ignore[attr-defined]
             return {"compared": 0, "repacked": 0, "sharded": len(loaded)}
-        return _compare(model, files)
-
-
-def _read(files: Sequence[str], empty: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in the files; with ``empty`` the names alone."""
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (the object is no mapping)
-                yield name, torch.empty(0) if empty else tensors.get_tensor(name)
+        return _compare(model, source)
 
 
 def _missing(model: nn.Module, loaded: set[str], sent: set[str]) -> list[str]:
@@ -93,12 +89,12 @@ def _pack_again(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, files: Sequence[str]) -> dict[str, int]:
-    """Every parameter that is still in a checkpoint's form against what the files say of it."""
+def _compare(model: nn.Module, source: Sequence[str] | Named) -> dict[str, int]:
+    """Every parameter that is still in a checkpoint's form against what the source says of it."""
     parameters = dict(model.named_parameters())
     fused = {part: (whole, place) for whole, parts in _fusions(model).items() for place, part in enumerate(parts)}
     pieces: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in _read(files):
+    for name, tensor in read(source):
         part = next((p for p in name.split(".") if p in fused), None)
         whole, place = fused[part] if part else ("", 0)
         target = name if part is None or name in parameters else name.replace(f".{part}.", f".{whole}.")
@@ -145,6 +141,8 @@ class VllmOptions:
     """Without compilation and CUDA graphs: up at once, and slower."""
     block_tokens: int | None = None
     """Tokens that a block of the prefix cache has; only whole blocks of a prompt are shared by its group."""
+    sleeps: bool = False
+    """On a GPU: memory is handed back on request, until the next weights come (vLLM's sleep mode)."""
     seed: int = 0
 
 
@@ -165,21 +163,25 @@ class VllmBackend:
             32 if current_platform.is_cpu() else None
         )  # on CPUs vLLM takes 128: few prompts have that
         # vLLM 0.32 breaks down on CPUs where a prompt is cut for a step and its request has a seed ("CPU Generator does not use offset")
-        uncut: dict[str, Any] = {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
+        more: dict[str, Any] = {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
+        if options.sleeps and current_platform.is_sleep_mode_available():
+            more["enable_sleep_mode"] = True
+        self.sleeps = bool(more.get("enable_sleep_mode"))
         cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
         arguments = EngineArgs(
             model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
             gpu_memory_utilization=options.memory_share, kv_cache_memory_bytes=cache, enforce_eager=options.eager,
             tensor_parallel_size=options.tensor_parallel, block_size=block, seed=options.seed, enable_prefix_caching=True,
             logprobs_mode="processed_logprobs", generation_config="vllm", skip_tokenizer_init=True, disable_log_stats=True,
-            worker_extension_cls=EXTENSION, **uncut,
+            worker_extension_cls=EXTENSION, **more,
         )  # fmt: skip
         try:
             self.engine = LLMEngine.from_engine_args(arguments)
         except Exception as error:  # whatever vLLM raises: it has no common base
             raise ModelError(f"vLLM cannot start with {options.model!r} ({_brief(error)}): see its own lines above") from error
         self.options = options
-        self._inbox: queue.SimpleQueue[_Call | _Load | None] = queue.SimpleQueue()
+        self.devices: list[str] = self.engine.collective_rpc("groupwise_device")
+        self._inbox: queue.SimpleQueue[_Call | _Load | _Sleep | None] = queue.SimpleQueue()
         self.broken = threading.Event()
         self._failed: BaseException | None = None
         self._steps = 0
@@ -193,13 +195,21 @@ class VllmBackend:
         return {
             "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
             "dtype": str(config.dtype).removeprefix("torch."), "max_model_tokens": config.max_model_len,
+            "devices": self.devices, "sleeps": self.sleeps,
         }  # fmt: skip
 
-    def load(self, files: Sequence[str], label: str) -> dict[str, Any]:
+    def load(self, source: Source, label: str) -> dict[str, Any]:
         """See ``Backend.load``."""
-        load = _Load(list(files), label)
+        load = _Load(source, label)
         self._inbox.put(load)
         return load.result.result()
+
+    def release_memory(self) -> None:
+        """See ``Backend.release_memory``."""
+        if self.sleeps:
+            sleep = _Sleep()
+            self._inbox.put(sleep)
+            sleep.result.result()
 
     def sample(
         self, settings: SamplingSettings, jobs: Sequence[Job], stop: Sequence[int], stream: bool
@@ -245,8 +255,8 @@ class VllmBackend:
                 for item in self._arrivals(wait=not calls):
                     if item is None:
                         return
-                    if isinstance(item, _Load):
-                        assert not calls, "weights may change only while nothing is being sampled"
+                    if isinstance(item, _Load | _Sleep):
+                        assert not calls, "weights may change, or go, only while nothing is being sampled"
                         item.run(self.engine)
                     else:
                         calls |= self._add(item, numbers)
@@ -273,7 +283,7 @@ class VllmBackend:
             refusal = Broken(f"vLLM broke down ({_brief(error)})")
             if item is None:
                 return
-            if isinstance(item, _Load):
+            if isinstance(item, _Load | _Sleep):
                 item.result.set_exception(refusal)
             else:
                 item.rows.put(refusal)
@@ -345,22 +355,47 @@ class _Call:
 class _Load:
     """New weights, and what became of them."""
 
-    files: list[str]
+    source: Source
     label: str
     result: Future[dict[str, Any]] = field(default_factory=Future)
 
     def run(self, engine: Any) -> None:
+        """Where vLLM slept, memory for weights comes before they are read, and that of keys and values once the source is let go."""
         try:
-            reports = engine.collective_rpc("groupwise_load", args=(self.files,))
+            slept = engine.is_sleeping()
+            if slept:
+                engine.wake_up(["weights"])
+            reports = engine.collective_rpc("groupwise_load", args=(self.source,))
+            if slept:
+                engine.wake_up(["kv_cache"])
             if not engine.reset_prefix_cache():
                 raise ValueError("vLLM did not forget the prefixes that it computed under the old weights")
             engine.set_weight_version(self.label)
             self.result.set_result(reports[0])
         except Exception as error:  # a worker's ValueError comes back as another type from another process
-            if type(error).__name__ == "EngineDeadError":  # vLLM's process went while nothing was asked of it
-                self.result.set_exception(Broken(f"vLLM broke down ({_brief(error)})"))
-                raise
-            self.result.set_exception(ValueError(_brief(error)))
+            _tell(self.result, error)
+
+
+@dataclass
+class _Sleep:
+    """Weights, keys and values are forgotten, and their memory handed back. What is captured and compiled stays, at its addresses."""
+
+    result: Future[None] = field(default_factory=Future)
+
+    def run(self, engine: Any) -> None:
+        try:
+            engine.sleep(level=2)
+            self.result.set_result(None)
+        except Exception as error:
+            _tell(self.result, error)
+
+
+def _tell(result: Future[Any], error: Exception) -> None:
+    """What went wrong; raised again where vLLM's process went while nothing was asked of it."""
+    if type(error).__name__ == "EngineDeadError":
+        result.set_exception(Broken(f"vLLM broke down ({_brief(error)})"))
+        raise error
+    result.set_exception(ValueError(_brief(error)))
 
 
 def _parameters(call: _Call, job: Job) -> Any:

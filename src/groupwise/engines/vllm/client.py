@@ -25,6 +25,7 @@ from groupwise.engines.vllm.protocol import (
     find_secret,
     settings_values,
 )
+from groupwise.engines.vllm.transfer import Source
 from groupwise.errors import ConfigError
 
 __all__ = ["Client"]
@@ -34,6 +35,8 @@ _CONNECT_S = 10.0
 
 class Client:
     """One connection per call: a server that was restarted in between is simply found again."""
+
+    in_process = False
 
     def __init__(self, url: str, *, patience_s: float = 300.0, shared: Path | None = None, secret: str | None = None) -> None:
         """``patience_s``: how long the server may be silent within a call. ``shared``: a folder that both see, for weights. ``secret``:
@@ -104,11 +107,19 @@ class Client:
             path.unlink(missing_ok=True)
         self._files.clear()
 
-    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]:
+    def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]:
+        if source is not None:
+            assert isinstance(source, bytes), "tensors and files of this process mean nothing to another"
+            asked = urlencode({"id": weights, "version": version})
+            with self._call("POST", f"/groupwise/handles?{asked}", source, self.patience_s) as answer:
+                return self._values(answer)
         try:
             return self._post("/groupwise/commit", {"id": weights, "version": version, "sha256s": list(sha256s)})
         finally:
             self._forget_files()
+
+    def release_memory(self, weights: str) -> None:
+        self._post("/groupwise/release", {"id": weights})
 
     def sample(
         self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool = False
@@ -171,7 +182,7 @@ class Client:
         """The secret is found again where a server has made one meanwhile."""
         self._secret = self._secret or find_secret()
         told = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        kind = "application/octet-stream" if path.startswith("/groupwise/bucket") else "application/json"
+        kind = "application/octet-stream" if path.startswith(("/groupwise/bucket", "/groupwise/handles")) else "application/json"
         return {"Connection": "close", **told, **({"Content-Type": kind} if method == "POST" else {})}
 
     def _values(self, answer: http.client.HTTPResponse) -> dict[str, Any]:

@@ -6,6 +6,7 @@ every push a few tokens are sampled there and scored here.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -35,8 +36,9 @@ from groupwise.engines.vllm.protocol import (
     check_versions,
     owner_of,
 )
-from groupwise.engines.vllm.pushing import Patience, check_pushable, push
+from groupwise.engines.vllm.pushing import Patience, check_pushable, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
+from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.types import Completion, Prompt
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
 __all__ = ["VllmEngine", "check_vllm", "open_vllm_engine", "request_seed"]
+
+logger = logging.getLogger("groupwise")
 
 PROBE_NATS = 0.3
 """Mean difference of log-probabilities, sampled there and scored here, beyond which the two models are not the same. Between bf16 kernels
@@ -87,6 +91,9 @@ class VllmEngine(Engine):
         self.policy_version = 0
         self._owner = self.world.on_rank0(lambda: uuid.uuid4().hex[:12])
         self.divided = False
+        self.in_place = True
+        """Whether vLLM reads the weights where they are, if it can; not any more once that has failed."""
+        self._sleeps = self._slept = False
         self._pushes = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._push_s = self._probed = 0.0
@@ -94,6 +101,7 @@ class VllmEngine(Engine):
         self._let_go: Callable[[], None] = lambda: None
         try:
             self.refresh(0)
+            self._sleeps = self.world.on_rank0(self._may_sleep)
         except BaseException:
             self.close()  # nobody else will: the server would stay this process's
             raise
@@ -112,9 +120,29 @@ class VllmEngine(Engine):
         self._pushes += 1
         whole = self.collect(self.policy)
         self.divided = whole is not self.policy
+        if self._slept:
+            reclaim_memory()  # what this process has freed, and keeps, vLLM needs now
+        self._slept = False
         self.world.on_rank0(lambda: self._push(whole))
         self._probed = max(self._probed, self.world.on_rank0(lambda: self._probe(whole)))
         self._push_s += time.perf_counter() - started
+
+    def release_memory(self) -> None:
+        """See ``Engine.release_memory``: vLLM on the policy's own GPU forgets its weights, which the next push brings, and its cache."""
+        self.world.all_gather_object(None)  # from here on no process samples
+        self._slept = self._sleeps
+        self.world.on_rank0(self._release)
+
+    def _release(self) -> None:
+        if not self._sleeps:
+            return
+        try:
+            self.link.release_memory(self.weights)
+        except Refused as refused:
+            logger.warning(f"{refused}; it keeps its memory from here on")
+            self._sleeps = False
+        except Unreachable:
+            pass  # the next push waits for it
 
     def metrics(self) -> dict[str, Metric]:
         """What pushing and sampling came to since this was asked last; names as in ``tracking.metric_table``."""
@@ -262,10 +290,14 @@ class VllmEngine(Engine):
     def _push(self, policy: Policy | None) -> None:
         """Push the weights, in the first process and in one that finds the weights lost."""
         assert policy is not None, "the first process was not given the whole weights"
-        push(
+        self.in_place = push(
             self.link, policy, self.weights, self.policy_version,
-            take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s,
+            take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s, in_place=self.in_place,
         )  # fmt: skip
+
+    def _may_sleep(self) -> bool:
+        found = self.link.hello()
+        return bool(found.get("sleeps")) and (self.link.in_process or shares_device(found, self.policy.model.device))
 
     def _take_hold(self) -> None:
         """Reserve the server for this run. Raises what `Link.hold` does."""
@@ -394,6 +426,6 @@ def _own(policy: Policy, rollout: RolloutConfig) -> Any:
     options = VllmOptions(
         model=str(policy.model.config._name_or_path), dtype=str(policy.model.dtype).removeprefix("torch."),
         max_model_tokens=policy.context_length, max_sequences=rollout.max_concurrent_sequences, memory_share=settings.gpu_memory_share,
-        cache_gib=settings.cache_gib, eager=settings.eager,
+        cache_gib=settings.cache_gib, eager=settings.eager, sleeps=settings.sleep_mode and not rollout.ahead,
     )  # fmt: skip
     return Service(VllmBackend(options, own_process=False))

@@ -8,6 +8,8 @@ an answer. It is in GROUPWISE_VLLM_SECRET on both sides, or in a file of the use
     POST /groupwise/begin      {id}: an update begins
     POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see
     POST /groupwise/commit     {id, version, sha256s}: where exactly these parts are there, load them, compare, forget what was cached
+    POST /groupwise/handles    ?id=&version=: in place of parts and commit, handles to the trainer's memory, on the same GPU
+    POST /groupwise/release    {id}: these weights are done with; the GPU's memory may be handed back until the next ones come
     POST /groupwise/sample     {weights, settings, jobs, stream}: one JSON object a line, as completions end
 
 Weights have an id, ``<owner>:<push>``: the trainer's own name for one state of one run's policy. Each sampling request names the id that
@@ -25,12 +27,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
 from groupwise.listening import checked_secret
+
+if TYPE_CHECKING:
+    from groupwise.engines.vllm.transfer import Source
 
 __all__ = [
     "PROTOCOL",
@@ -56,7 +61,7 @@ __all__ = [
     "shape_of",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 SECRET = "GROUPWISE_VLLM_SECRET"
 
 _SHAPE = (
@@ -111,12 +116,15 @@ class Link(Protocol):
     """The server, from the trainer's side: in the same process, or over HTTP. All calls raise the exceptions above."""
 
     where: str
+    in_process: bool
+    """Whether vLLM's worker reads this process's memory."""
 
     def hello(self) -> dict[str, Any]: ...
     def hold(self, owner: str, who: str) -> Callable[[], None]: ...
     def begin(self, weights: str) -> str | None: ...
     def bucket(self, weights: str, index: int, data: bytes, sha256: str) -> None: ...
-    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]: ...
+    def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]: ...
+    def release_memory(self, weights: str) -> None: ...
     def sample(
         self, weights: str, settings: SamplingSettings, jobs: Sequence[Job], *, stop: Sequence[int], stream: bool
     ) -> Any: ...

@@ -6,6 +6,7 @@ Tensors travel as in a checkpoint, an adapter merged into them, in parts of boun
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from groupwise.engines.vllm.protocol import BeginAgain, Link, Refused, StaleWeights, Unreachable, check_server, digest_of
+from groupwise.engines.vllm.transfer import Source, device_id, handles_to
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
-__all__ = ["Patience", "check_pushable", "named_weights", "packed_buckets", "push"]
+__all__ = ["Patience", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device"]
+
+logger = logging.getLogger("groupwise")
 
 
 def check_pushable(model: Any, name: str) -> None:
@@ -38,8 +42,8 @@ def check_pushable(model: Any, name: str) -> None:
 
 @torch.no_grad()
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a checkpoint would hold, under its name there, on the CPU. Tied ones come once, under the first name. An adapter is
-    added up in fp32 and rounded once, layer by layer: no second copy of the model.
+    """Every tensor that a checkpoint would hold, under its name there, where it lies. Tied ones come once, under the first name. An
+    adapter is added up in fp32 and rounded once, layer by layer: no second copy of the model.
     """
     seen: set[int] = set()
     merged = dict(_merged_layers(model)) if is_adapted(model) else {}
@@ -55,7 +59,7 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         else:
             seen.add(tensor.data_ptr())
-        yield name.replace(".base_layer.", "."), tensor.detach().to("cpu").contiguous()
+        yield name.replace(".base_layer.", "."), tensor.detach().contiguous()
 
 
 def _merged_layers(model: Any) -> Iterator[tuple[str, Any]]:
@@ -73,7 +77,7 @@ def packed_buckets(model: Any, limit: int) -> Iterator[tuple[bytes, str]]:
         if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > limit:
             yield _packed(part)
             part = {}
-        part[name] = tensor
+        part[name] = tensor.to("cpu")
     if part:
         yield _packed(part)
 
@@ -92,35 +96,73 @@ def push(
     take_hold: Callable[[], None],
     bucket_bytes: int,
     patience_s: float,
-) -> None:
+    in_place: bool = True,
+) -> bool:
     """Have the policy's weights held there under the id ``weights``. The policy must stand still meanwhile: what is interrupted is sent
     again from its beginning, and what is held in the end is compared, by its digest, with what was sent last. ``take_hold`` of the server
     comes first each time, since one that was restarted does not know whose it is.
+
+    Where vLLM computes on the policy's own device it reads the weights in place, unless not ``in_place``. Where that fails they are sent
+    in parts, which is said. Returns whether they were read in place.
 
     Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
     """
     patience = Patience(patience_s)
     while True:
+        source = None
         try:
-            check_server(link, policy.model.config, policy.name)  # it may have been restarted, with something else
+            found = check_server(link, policy.model.config, policy.name)  # it may have been restarted, with something else
             take_hold()
             held, sent = link.begin(weights), list[str]()
-            for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
-                sent.append(sha256)
-                if held is None:
-                    link.bucket(weights, index, data, sha256)
-            told = {"weights": weights, "digest": held} if held is not None else link.commit(weights, version, sent)
+            if in_place and held is None:
+                source, _kept = _in_place(link, policy.model, found)
+            if source is None and held != digest_of(
+                ()
+            ):  # else another process of the run was quicker, and its were read in place
+                for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
+                    sent.append(sha256)
+                    if held is None:
+                        link.bucket(weights, index, data, sha256)
+            told = {"weights": weights, "digest": held} if held is not None else link.commit(weights, version, sent, source)
         except (Unreachable, BeginAgain) as error:
             patience.wait(error, "the weights cannot be pushed")
             continue
-        except (Refused, StaleWeights, ConfigError) as refused:
-            raise TrainingError(f"vLLM at {link.where} does not take the weights: {refused}") from refused
+        except Refused as refused:
+            if source is None:
+                raise _not_taken(link, refused) from refused
+            logger.warning(
+                f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
+            )
+            in_place = False
+            continue
+        except (StaleWeights, ConfigError) as refused:
+            raise _not_taken(link, refused) from refused
         if (told.get("weights"), told.get("digest")) != (weights, digest_of(sent)):
             raise TrainingError(
                 f"vLLM at {link.where} says that it holds the weights {told.get('weights')} of digest {str(told.get('digest'))[:12]}, but "
                 f"{weights} of {digest_of(sent)[:12]} were pushed: restart it, and continue with --resume"
             )
-        return
+        return in_place
+
+
+def _in_place(link: Link, model: Any, found: dict[str, Any]) -> tuple[Source | None, list[Tensor]]:
+    """How vLLM can read the weights where they are, with what must live meanwhile; None where it cannot."""
+    if link.in_process:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()  # vLLM's thread has a queue of its own
+        return lambda: named_weights(model), []
+    if shares_device(found, model.device):
+        return handles_to(named_weights(model))
+    return None, []
+
+
+def shares_device(found: dict[str, Any], device: torch.device) -> bool:
+    """Whether the server that said ``found`` computes on this GPU, and on no other."""
+    return device.type == "cuda" and found.get("devices") == [device_id(device)]
+
+
+def _not_taken(link: Link, refused: Exception) -> TrainingError:
+    return TrainingError(f"vLLM at {link.where} does not take the weights: {refused}")
 
 
 class Patience:

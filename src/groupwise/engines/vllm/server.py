@@ -122,7 +122,13 @@ class _Handler(Handler):
             else:
                 service.bucket(asked["id"], index, body, asked["sha256"])
             return {"sha256": asked["sha256"]}
+        if path == "/groupwise/handles":
+            asked = {name: values[0] for name, values in parse_qs(query).items()}
+            return service.commit(asked["id"], int(asked["version"]), [], bytes(body))
         values = json.loads(body)
+        if path == "/groupwise/release":
+            service.release_memory(values["id"])
+            return {"released": values["id"]}
         if path == "/groupwise/begin":
             return {"held": service.begin(values["id"])}
         if path == "/groupwise/commit":

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Job, Refused, StaleWeights, digest_of, owner_of
+from groupwise.engines.vllm.transfer import Source
 
 __all__ = ["MOST_BYTES", "Backend", "Service"]
 
@@ -30,12 +31,17 @@ class Backend(Protocol):
     """What computes."""
 
     def about(self) -> dict[str, Any]:
-        """``backend`` (name and version), ``model``, ``shape`` (see `shape_of`), ``dtype``, ``max_model_tokens``."""
+        """``backend`` (name and version), ``model``, ``shape`` (see `shape_of`), ``dtype``, ``max_model_tokens``; ``devices``, the GPU of
+        each worker (`device_id`), and ``sleeps``, whether memory can be handed back."""
         ...
 
-    def load(self, files: Sequence[str], label: str) -> dict[str, Any]:
+    def load(self, source: Source, label: str) -> dict[str, Any]:
         """Replace the weights, and forget what was computed from the old ones. Nothing is being sampled meanwhile. Raises ValueError
         where the tensors do not fit, or are not what the model holds afterwards."""
+        ...
+
+    def release_memory(self) -> None:
+        """Hand back the GPU's memory, weights included, until the next ``load``; nothing where it cannot. Nothing is being sampled."""
         ...
 
     def sample(
@@ -70,6 +76,8 @@ class _Lease:
 
 class Service:
     """Implements ``protocol.Link`` over a backend in this process. Calls may come from several threads."""
+
+    in_process = True
 
     def __init__(
         self,
@@ -178,9 +186,9 @@ class Service:
         with self._lock:
             update.arrived[index] = (path, sha256)
 
-    def commit(self, weights: str, version: int, sha256s: Sequence[str]) -> dict[str, Any]:
+    def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]:
         """Load what arrived, as soon as no completion is under way any more. All or nothing: unless exactly the parts that ``sha256s``
-        names are there, the old weights stay.
+        names are there, the old weights stay. ``source``: what is loaded where nothing was sent in parts.
 
         Returns the backend's report, with the ``weights`` and the ``digest`` that are held then. Raises BeginAgain where parts are missing
         or are others, Refused where the backend does not take them; in the latter case nothing is held, since some of the model may have
@@ -192,11 +200,29 @@ class Service:
             self.weights = None  # before anything changes; what is sampled from here on would be from neither
             started = time.perf_counter()
             try:
-                report = self.backend.load([str(update.arrived[i][0]) for i in sorted(update.arrived)], weights)
+                arrived = [str(update.arrived[i][0]) for i in sorted(update.arrived)]
+                report = self.backend.load(arrived if source is None else source, weights)
             except ValueError as error:
                 raise Refused(f"the weights {weights} were not loaded: {error}") from error
             self.weights, self.version, self.digest = weights, version, digest_of(sha256s)
             return {**report, "seconds": time.perf_counter() - started, "weights": self.weights, "digest": self.digest}
+
+    def release_memory(self, weights: str) -> None:
+        """These weights are done with: hand back the GPU's memory, as soon as no completion is under way. Others stay as they are."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._loading)
+            if weights != self.weights:
+                return
+            self._loading, self.weights = True, None
+            self._lock.wait_for(lambda: not self._sampling)
+        try:
+            self.backend.release_memory()
+        except ValueError as error:
+            raise Refused(f"vLLM did not hand back its memory: {error}") from error
+        finally:
+            with self._lock:
+                self._loading = False
+                self._lock.notify_all()
 
     @contextmanager
     def _taken_for_loading(self, weights: str, sha256s: Sequence[str]) -> Iterator[_Update | None]:
