@@ -73,6 +73,11 @@ SEVERAL = (
     Check(
         "vllm", 180, "vLLM on the last GPU samples with the weights that are learnt: mismatch below 0.02 nats, versions in order"
     ),
+    Check(
+        "colocated",
+        180,
+        "vLLM on the GPU that learns reads the weights there within 1 s, and gives 15% of the card back meanwhile",
+    ),
 )
 MODULES = {"one": "benchmarks.first_light_one", "several": "benchmarks.first_light_several"}
 

@@ -10,8 +10,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from safetensors.torch import load_file
 from benchmarks.first_light_place import Found, Place, answer, judge, write_tiny_model
 from groupwise.planner.hardware import named_in
 
-__all__ = ["fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]
+__all__ = ["colocated", "fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]
 
 _REWARD = """
 def letters(completions, **columns):
@@ -116,6 +118,7 @@ def _trained(place: Place, name: str, processes: int, **sections: dict[str, Any]
     recipe.write_text(yaml.safe_dump(written), encoding="utf-8")
     words = [sys.executable, "-m", "groupwise", "train", str(recipe), "--num-processes", str(processes)]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    folder.with_suffix(".log").write_text(done.stdout + done.stderr, encoding="utf-8")
     if done.returncode:
         print(done.stdout, done.stderr)
         raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "nothing was said").splitlines()[-1])
@@ -168,11 +171,58 @@ def vllm(place: Place, server: Sequence[str] | None = None) -> Found:
 
     vLLM is taken from this Python, or from that of ``VLLM_PYTHON``.
     """
-    python = os.environ.get("VLLM_PYTHON") or (sys.executable if find_spec("vllm") else "")
-    if server is None and not (place.on_gpu and python):
-        return Found("not here", "there is no vLLM (VLLM_PYTHON names its Python), or no GPU", "nothing is said about vLLM")
-    if server is None and (refused := _alone(place)) is not None:
+    if server is None and (refused := _no_vllm(place) or _alone(place)) is not None:
         return refused
+    return _by_server(place, server, torch.cuda.device_count() - 1, []).found()
+
+
+def colocated(place: Place, server: Sequence[str] | None = None) -> Found:
+    """A server on the GPU that the run learns on: it reads the weights there, and gives its memory back meanwhile. One GPU is enough."""
+    if server is None and (refused := _no_vllm(place)) is not None:
+        return refused
+    done = _by_server(place, server, 0, ["--gpu-memory-share", "0.3", "--sleep-mode"])
+    found = done.found()
+    if found.verdict != "as expected" or not place.on_gpu:
+        return found
+    numbers = {**found.numbers, "shared": done.shared, "in_place": done.in_place, "given_back": done.swing}
+    seen = f"{found.seen}; weights {'read in place' if done.in_place else 'sent'}, {done.swing:.0%} of the card given back"
+    slower = "" if done.in_place else "CUDA IPC does not work here" if done.shared else "the two sides see another GPU"
+    slower = slower or ("vLLM keeps its memory while the policy learns" if done.swing < 0.15 else "")
+    return judge(seen, numbers, slower=slower or ("a push takes longer than 1 s" if min(done.pushes[1:]) > 1 else ""))
+
+
+def _no_vllm(place: Place) -> Found | None:
+    if place.on_gpu and _vllm_python():
+        return None
+    return Found("not here", "there is no vLLM (VLLM_PYTHON names its Python), or no GPU", "nothing is said about vLLM")
+
+
+def _vllm_python() -> str:
+    return os.environ.get("VLLM_PYTHON") or (sys.executable if find_spec("vllm") else "")
+
+
+@dataclass
+class _Sampled:
+    """What a run that a server sampled for came to."""
+
+    gaps: list[float]
+    pushes: list[float]
+    seconds: float
+    shared: bool
+    """Whether server and run are on one GPU, as the program finds out itself."""
+    in_place: bool
+    swing: float
+    """Share of the GPU that was in use at one moment and free at another."""
+
+    def found(self) -> Found:
+        numbers = {"mismatch": self.gaps, "push_s": self.pushes, "seconds": self.seconds}
+        seen = f"{len(self.gaps)} steps in {self.seconds:.0f} s; mismatch {', '.join(f'{gap:.4f}' for gap in self.gaps)} nats"
+        return judge(
+            seen, numbers, wrong="" if max(self.gaps) < 0.02 else "vLLM samples by other weights or another distribution"
+        )
+
+
+def _by_server(place: Place, server: Sequence[str] | None, gpu: int, options: list[str]) -> _Sampled:
     model = place.folder / "tiny-model"
     if not model.exists():
         write_tiny_model(model, head_width=64)  # vLLM's kernels know no narrower heads
@@ -180,16 +230,17 @@ def vllm(place: Place, server: Sequence[str] | None = None) -> Found:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    last = str(torch.cuda.device_count() - 1) if place.on_gpu else ""
-    command = [*(server or [python, "-m", "groupwise.engines.vllm"]), str(model), "--port", str(port)]
-    environment = {**os.environ, "GROUPWISE_VLLM_SECRET": os.environ.get("GROUPWISE_VLLM_SECRET", os.urandom(16).hex())}
-    os.environ["GROUPWISE_VLLM_SECRET"] = environment["GROUPWISE_VLLM_SECRET"]
-    serving = subprocess.Popen(command, env={**environment, "CUDA_VISIBLE_DEVICES": last}, stdin=subprocess.DEVNULL)
+    os.environ.setdefault("GROUPWISE_VLLM_SECRET", os.urandom(16).hex())
+    command = [*(server or [_vllm_python(), "-m", "groupwise.engines.vllm"]), str(model), "--port", str(port), *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if place.on_gpu else ""}
+    serving = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     try:
+        shared = _wait_for(f"http://127.0.0.1:{port}", serving, place)
         started = time.perf_counter()
-        rollout = {"engine": "vllm", "vllm": {"url": f"http://127.0.0.1:{port}", "patience_s": 150}}
-        folder = _trained(place, "by-vllm", 1, rollout={**rollout, "prompts_per_step": 4, "completions_per_prompt": 4,
-                          "max_completion_tokens": 12}, training={"steps": 3})  # fmt: skip
+        rollout = {"engine": "vllm", "vllm": {"url": f"http://127.0.0.1:{port}", "patience_s": 30}, "prompts_per_step": 4,
+                   "completions_per_prompt": 4, "max_completion_tokens": 12}  # fmt: skip
+        with _MemoryWatch(place) as watch:
+            folder = _trained(place, "by-vllm" + "-beside" * bool(options), 1, rollout=rollout, training={"steps": 3})
         seconds = time.perf_counter() - started
     finally:
         serving.terminate()
@@ -198,12 +249,53 @@ def vllm(place: Place, server: Sequence[str] | None = None) -> Found:
         except subprocess.TimeoutExpired:
             serving.kill()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    gaps = [row["policy/sampler_mismatch"] for row in rows]
-    pushes = [row.get("time/push_s") for row in rows]
-    numbers = {"mismatch": gaps, "push_s": pushes, "seconds": seconds}
-    seen = f"{len(rows)} steps in {seconds:.0f} s with the start; mismatch {', '.join(f'{gap:.4f}' for gap in gaps)} nats"
-    wrong = "vLLM samples by other weights or another distribution" if not max(gaps) < 0.02 else ""
-    return judge(seen, numbers, wrong=wrong)
+    said = folder.with_suffix(".log").read_text(encoding="utf-8")
+    return _Sampled(
+        [row["policy/sampler_mismatch"] for row in rows], [row["time/push_s"] for row in rows], seconds, shared,
+        shared and "does not read the weights in place" not in said, watch.swing,
+    )  # fmt: skip
+
+
+def _wait_for(url: str, serving: subprocess.Popen[bytes], place: Place) -> bool:
+    """Until the server samples; whether it is on the run's GPU. A run looks for its server at once, and vLLM takes a minute to start."""
+    from groupwise.engines.vllm.client import Client
+    from groupwise.engines.vllm.protocol import Unreachable
+    from groupwise.engines.vllm.pushing import shares_device
+
+    while True:
+        try:
+            return shares_device(Client(url).hello(), torch.device("cuda", 0) if place.on_gpu else place.device)
+        except Unreachable as error:
+            if serving.poll() is not None:
+                raise RuntimeError(f"the server ended with code {serving.returncode}: see the log") from error
+            time.sleep(0.5)  # the check's own time limit ends this
+
+
+class _MemoryWatch:
+    """How much of the first GPU's memory comes and goes, whoever takes it."""
+
+    def __init__(self, place: Place) -> None:
+        self.on_gpu, self._free, self._over = place.on_gpu, list[float](), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    @property
+    def swing(self) -> float:
+        return max(self._free) - min(self._free) if self._free else 0.0
+
+    def _look(self) -> None:
+        while not self._over.wait(0.05):
+            free, total = torch.cuda.mem_get_info(0)
+            self._free.append(free / total)
+
+    def __enter__(self) -> _MemoryWatch:
+        if self.on_gpu:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self.on_gpu:
+            self._thread.join()
 
 
 def main(words: Sequence[str] | None = None) -> None:

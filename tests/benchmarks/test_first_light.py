@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,31 @@ def test_processes_that_do_not_start_are_found(check, monkeypatch):
 def test_a_sampling_server_that_scores_otherwise_is_found(check, monkeypatch, gap, verdict):
     monkeypatch.setenv("GAP", gap)
     assert check("vllm", server=[python(), "-m", "tests.benchmarks.serve_a_model"]).verdict == verdict
+
+
+@pytest.mark.slow
+def test_a_server_beside_the_run_is_waited_for_and_its_start_that_fails_is_told(check, monkeypatch):
+    monkeypatch.setenv("GAP", "0")
+    assert check("colocated", server=[python(), "-m", "tests.benchmarks.serve_a_model"]).verdict == "as expected"
+    with pytest.raises(RuntimeError, match="the server ended with code 1"):
+        check("colocated", server=["/bin/false"])
+
+
+def test_what_a_server_on_the_same_gpu_must_do_is_judged(monkeypatch, tmp_path):
+    place = SimpleNamespace(on_gpu=True, device=torch.device("cuda"), folder=tmp_path)
+    good = {"gaps": [0.01, 0.01], "pushes": [4.0, 0.3], "seconds": 9.0, "shared": True, "in_place": True, "swing": 0.2}
+    for change, verdict, means in (
+        ({}, "as expected", "nothing to do"),
+        ({"gaps": [0.01, 0.03]}, "wrong", "vLLM samples by other weights or another distribution"),
+        ({"in_place": False}, "slower", "CUDA IPC does not work here"),
+        ({"in_place": False, "shared": False}, "slower", "the two sides see another GPU"),
+        ({"swing": 0.1}, "slower", "vLLM keeps its memory while the policy learns"),
+        ({"pushes": [0.3, 2.0]}, "slower", "a push takes longer than 1 s"),
+    ):
+        done = first_light_several._Sampled(**{**good, **change})
+        monkeypatch.setattr(first_light_several, "_by_server", lambda *_, done=done: done)
+        found = first_light_several.colocated(place, server=["any"])
+        assert (found.verdict, found.means) == (verdict, means)
 
 
 # The driver.
