@@ -436,3 +436,10 @@ def test_a_function_that_returns_no_rows_is_one_sentence(tmp_path: Path, body: s
 @pytest.mark.parametrize("source", ["gsm8k:test", "data.jsonl:train", "./a.b/c.csv:x", "owner/name", "C:\\data.csv", "a:b:c d"])
 def test_what_is_no_place_of_a_function(source: str) -> None:
     assert not names_function(source)
+
+
+def test_a_folder_of_splits_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert names_function("data.v2:test")
+    (tmp_path / "data.v2").mkdir()
+    assert not names_function("data.v2:test")

@@ -49,6 +49,7 @@ def names_function(source: str) -> bool:
     """Whether it is the place of a Python function (``my_rows.py:rows``, ``package.module:rows``), not a split of a file or data set."""
     place, _, name = source.rpartition(":")
     a_module = "." in place and all(map(str.isidentifier, place.split("."))) and not place.endswith(SUFFIXES)
+    a_module = a_module and not Path(place).is_dir()  # a folder of splits, such as data.v2
     return name.isidentifier() and (place.endswith(".py") or a_module)
 
 
