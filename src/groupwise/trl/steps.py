@@ -119,8 +119,6 @@ def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]
     """The order of prompts in ``epoch``: the one that TRL's sampler draws from the same seed."""
     if not shuffle:
         return list(range(prompts))
-    import torch
-
     generator = torch.Generator()
     generator.manual_seed(seed)
     for _ in range(epoch):
