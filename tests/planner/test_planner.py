@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -432,3 +434,10 @@ def test_a_plan_says_what_it_counts_of_episodes():
     assert "keys and values are kept from turn to turn" in " ".join(played.assumptions)
     assert "computed again in each of up to 4 turns" in " ".join(by_module.assumptions)
     assert "episodes" not in " ".join(alone.assumptions)
+
+
+def test_the_page_of_rates_is_the_table_of_cards():
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8").partition("## Rates of cards")[2]
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d,]+) \| ([\d,]+) \|", page, re.MULTILINE)
+    said = {name: (float(flops.replace(",", "")) * 1e12, float(rate.replace(",", "")) * 1e9) for name, flops, rate in rows}
+    assert said == {c.name: (c.flops_per_s, c.bytes_per_s) for c in HARDWARE.values() if c.name != "cpu"}

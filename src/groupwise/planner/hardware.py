@@ -47,6 +47,7 @@ class Hardware:
     """Rate of fp32 products, where it was measured."""
 
 
+# docs/gpu.md has the table of these figures, with the source of each and where it was found again; a test holds the two equal.
 _AMPERE, _ADA, _BLACKWELL = (f"NVIDIA's white paper on {chips}" for chips in ("GA102", "the Ada architecture", "RTX Blackwell"))
 
 HARDWARE: dict[str, Hardware] = {
