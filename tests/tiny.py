@@ -10,12 +10,27 @@ import torch
 
 from groupwise.config.schema import Config
 
-__all__ = ["lower_case_share", "tiny_config", "write_sums", "write_tiny_llama", "write_tiny_qwen2", "write_tiny_tokenizer"]
+__all__ = [
+    "LOWERS",
+    "forking",
+    "lower_case_share",
+    "tiny_config",
+    "write_sums",
+    "write_tiny_llama",
+    "write_tiny_qwen2",
+    "write_tiny_tokenizer",
+]
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+LOWERS = TEMPLATE.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'] | lower }}{% else %}{{ m['content'] }}{% endif %}",
+)
+"""Writes what the policy said in small letters, once it is answered: turns of random models with capitals are rewritten."""
 
 
 def write_tiny_tokenizer(folder: Path) -> Any:
@@ -41,6 +56,16 @@ def write_tiny_llama(folder: Path, *, stop_weight: float = 1.0, **shape: Any) ->
     tiny = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264,
             "max_position_embeddings": 256, "bos_token_id": None}  # fmt: skip
     return _write_tiny(LlamaConfig, folder, stop_weight, **{**tiny, **shape})
+
+
+def forking(folder: Path) -> Path:
+    """The model of ``folder``, with the template ``LOWERS`` from now on."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = LOWERS
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_tiny_qwen2(folder: Path, **shape: Any) -> Path:

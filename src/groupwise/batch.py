@@ -4,13 +4,17 @@ Axes: N completions, T the tokens that the policy sampled in them, S all their t
 flattened and ragged: there is no padding. Names end with the axis. What a loss, a mean or a count is about is T: a given token is context,
 as the prompt is. Columns of T lie on the device that computes. A micro-batch is a range of completions, and its `view` shares the batch's
 memory: cutting the batch again moves no number.
+
+An episode whose history was rewritten (``rollout.rewritten_history: fork``) is one completion of several samples, its segments: each
+has its own prompt in the passes, and all have the completion's row in N. So a group, a mean, a ratio of whole completions and a weight
+``1 / (|o| N)`` are about the episode: ``|o|`` counts its sampled tokens in all segments, each once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -51,6 +55,8 @@ class Batch:
     """On the CPU."""
     sampled_S: Tensor
     """True where the policy sampled the token, on the CPU."""
+    segment_S: Tensor
+    """Which sample of its completion each token belongs to, on the CPU. What was given at the beginning of a further one is its prompt."""
     place_T: Tensor
     """Index of each sampled token among all of the step, on the CPU."""
     sampler_logprobs_T: Tensor
@@ -110,6 +116,7 @@ class Batch:
             temperature=temperatures[0] if temperatures else 1.0,
             token_ids_S=torch.tensor([t for c in chosen for t in c.token_ids], dtype=torch.long),
             sampled_S=sampled_S,
+            segment_S=torch.tensor([number for c in chosen for number in c.segments], dtype=torch.long),
             place_T=torch.repeat_interleave(before_N, lengths_N) + torch.arange(len(logprobs_T)),
             sampler_logprobs_T=logprobs_T.to(device),
             weights_T=torch.zeros(len(logprobs_T), device=device),
@@ -165,11 +172,28 @@ class Batch:
                 setattr(self, name, column)
             column[span] = values
 
+    def samples(self) -> list[tuple[tuple[int, ...], list[range]]]:
+        """What a pass computes: prompts, and where in S each sequence lies that follows one. Each group's prompt with its completions is
+        followed by their further segments, each behind its own."""
+        found: list[tuple[tuple[int, ...], list[range]]] = []
+        stops = self.span_N.cumsum(0).tolist()
+        spans = zip(self.group_N.tolist(), [0, *stops], stops, strict=False)
+        for group, members in groupby(spans, key=lambda span: span[0]):
+            first, further = [], []
+            for _, start, stop in members:
+                cuts = [start, *(start + 1 + self.segment_S[start:stop].diff().nonzero()[:, 0]).tolist(), stop]
+                first.append(range(start, cuts[1]))
+                for begin, end in pairwise(cuts[1:]):
+                    if given := self.sampled_S[begin:end].nonzero()[:1, 0].tolist():
+                        own = begin + given[0]
+                        further.append((tuple(self.token_ids_S[begin:own].tolist()), [range(own, end)]))
+            found += [(self.prompts[group], first), *further]
+        return found
+
     def packing(self) -> list[tuple[tuple[int, ...], list[list[int]]]]:
-        """``(prompt ids, [completion ids, ...])`` of each group, as ``Scorer.prepare`` takes them."""
-        ids = [piece.tolist() for piece in self.token_ids_S.split(self.span_N.tolist())]
-        numbered = zip(self.group_N.tolist(), ids, strict=True)
-        return [(self.prompts[g], [own for _, own in pieces]) for g, pieces in groupby(numbered, key=lambda pair: pair[0])]
+        """``samples`` as ``(prompt ids, [completion ids, ...])``, as ``Scorer.prepare`` takes them."""
+        ids = self.token_ids_S.tolist()
+        return [(prompt, [ids[places.start : places.stop] for places in sequences]) for prompt, sequences in self.samples()]
 
     def by_member(self, numbers_T: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """One number per sampled token, split by completion."""

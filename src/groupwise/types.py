@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, TypedDict
 
 __all__ = [
@@ -116,6 +117,9 @@ class Turn:
     """Those that the policy made in this turn."""
     reward: float | None = None
     """What an environment gave for this turn."""
+    rewritten: bool = False
+    """Of a given turn: its tokens are the whole conversation up to the policy's next turn, since the chat template writes the past
+    otherwise now. Nothing after them sees the prompt, or the completion's tokens before them."""
 
     @property
     def sampled(self) -> bool:
@@ -161,6 +165,15 @@ class Completion:
         if not self.turns:
             return (True,) * len(self.token_ids)
         return tuple(turn.sampled for turn in self.turns for _ in range(turn.tokens))
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """For each token, which sample of the completion it belongs to. The first follows the prompt; each further one begins with a
+        rewritten history, which is its prompt."""
+        numbers = accumulate(turn.rewritten for turn in self.turns)
+        return tuple(n for turn, n in zip(self.turns, numbers, strict=True) for _ in range(turn.tokens)) or (0,) * len(
+            self.token_ids
+        )
 
     @property
     def sampled_tokens(self) -> int:

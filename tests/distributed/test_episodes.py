@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.tiny import tiny_config, write_tiny_llama
+from tests.tiny import forking, tiny_config, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +60,24 @@ def test_agents_of_two_processes_play_as_those_of_one(train_in, talkative, sums,
     assert [row["reward"] for row in second] == [row["reward"] for row in first]
     for ours, theirs in zip(alone, together, strict=True):
         assert theirs.metrics["policy/loss"] == pytest.approx(ours.metrics["policy/loss"], rel=1e-4, abs=1e-6)
+
+
+def test_two_processes_learn_from_forks_as_one_does(train_in, tmp_path, sums):
+    shape = {"tie_word_embeddings": False, "max_position_embeddings": 512}
+    model = forking(write_tiny_llama(tmp_path / "forking", stop_weight=60.0, **shape))
+    played = {
+        "environment": "tests.survival.game:Talk",
+        "max_turns": 4,
+        "max_completion_tokens": 400,
+        "rewritten_history": "fork",
+    }
+    config = tiny_config(
+        model, sums, rollout=played, rewards={"functions": [{"function": "environment"}]}, output={"log_completions": 9},
+    )  # fmt: skip
+    (alone, one), (together, two) = train_in(1, "one", config), train_in(2, "two", config)
+    first, second = recorded(one), recorded(two)
+    assert sum(turn["rewritten"] for row in first for turn in row["turns"]) > 5, "the test needs forks"
+    assert [row["turns"] for row in second] == [row["turns"] for row in first]
+    for ours, theirs in zip(alone, together, strict=True):
+        for name in ("episodes/turns", "episodes/given_tokens", "reward/mean", "policy/loss", "optimizer/grad_norm"):
+            assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4, abs=1e-6), name

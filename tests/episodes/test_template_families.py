@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.episodes.formats import format_of_template
-from groupwise.episodes.templates import TurnTemplate
+from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.errors import ConfigError
 from tests.tiny import write_tiny_tokenizer
 
@@ -92,6 +92,21 @@ def test_families_that_rewrite_history_are_found(family, bytewise):
         assert ids != whole(bytewise, messages)["input_ids"]
         ids, _, messages = appended(bytewise, template, THOUGHTFUL, "tool")
         assert ids == whole(bytewise, messages)["input_ids"]
+
+
+@pytest.mark.parametrize("said", [THOUGHTFUL, PLAIN])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_a_family_rewrites_history_the_whole_is_given_again(family, said, bytewise):
+    """In a game after each turn that had thoughts, and never between calls of tools."""
+    end, role, _, rewritten = FAMILIES[family]
+    template = set_up(bytewise, family, end)
+    for answers, forks in (("user", rewritten and said == THOUGHTFUL), (role, rewritten and role == "user")):
+        messages: list[Any] = [{"role": "user", "content": "What is 6 * 7?"}]
+        conversation = Conversation(template, list(messages), template._render(messages))
+        for text in said:
+            messages += [{"role": "assistant", "content": text}, {"role": answers, "content": "42"}]
+            found = conversation.go_on(text, ["42"], answers)
+            assert found == (whole(bytewise, messages)["input_ids"] if forks else None)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3", "gemma3"])

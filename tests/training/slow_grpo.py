@@ -38,6 +38,21 @@ def slow_logprobs(model, prompt_ids, completion_ids, temperature=1.0):
     return torch.log_softmax(logits, -1)[torch.arange(len(completion_ids)), ids[0, len(prompt_ids) :]]
 
 
+def slow_episode(model, prompt_ids, completion, temperature=1.0):
+    """``slow_logprobs`` of an episode's tokens: where its history was rewritten, that is the prompt of what follows, which has 0."""
+    found, pieces, at = [], [[tuple(prompt_ids), ()]], 0
+    for turn in completion.turns:
+        ids, at = completion.token_ids[at : at + turn.tokens], at + turn.tokens
+        if turn.rewritten:
+            pieces.append([ids, ()])
+        else:
+            pieces[-1][1] += ids
+    for number, (before, after) in enumerate(pieces):
+        found += [torch.zeros(len(before), dtype=torch.float64)] * (number > 0)
+        found += [slow_logprobs(model, before, after, temperature)] * bool(after)
+    return torch.cat(found)
+
+
 def make_groups(model, rewards, seed=0, vocabulary=128, longest=9, temperature=1.0):
     """One group for each list of rewards, of random tokens; logprobs are ``model``'s, so the groups are as if it had sampled."""
     rng = random.Random(seed)
@@ -74,6 +89,21 @@ def divided_in_turns(groups, seed=0):
         return replace(episode, logprobs=tuple(x if sampled else 0.0 for sampled, x in own))
 
     return [replace(group, completions=tuple(map(divided, group.completions))) for group in groups]
+
+
+def forked(groups, model, seed=0):
+    """The same tokens as episodes that fork: of what the policy is given between its turns, most is a rewritten history.
+    Log-probabilities are ``model``'s again."""
+    rng = random.Random(seed)
+
+    def one(prompt, completion):
+        turns = tuple(replace(turn, rewritten=not turn.sampled and rng.random() < 0.7) for turn in completion.turns)
+        episode = replace(completion, turns=turns)
+        with torch.no_grad():
+            own = zip(slow_episode(model, prompt.token_ids, episode, episode.temperature).tolist(), episode.sampled, strict=True)
+        return replace(episode, logprobs=tuple(x if sampled else 0.0 for x, sampled in own))
+
+    return [replace(g, completions=tuple(one(g.prompt, c) for c in g.completions)) for g in divided_in_turns(groups, seed)]
 
 
 def slow_advantages(rewards, epsilon=1e-4):

@@ -218,6 +218,9 @@ def test_a_template_that_rewrites_history_is_refused_by_default_and_appended_to_
     with pytest.raises(ConfigError, match=r"rewrites what was said before .*<think>.* set rollout.rewritten_history=append"):
         prepared()
     assert prepared(rewritten_history="append").episodes is not None
+    assert prepared(rewritten_history="fork").episodes.forks
+    with pytest.raises(ConfigError, match="rewritten_history is fork, but what an agent's command asks"):
+        prepared(tools=[], environment={"command": "python agent.py"}, rewritten_history="fork")
 
 
 def test_settings_of_episodes_without_tools_are_refused(roomy, sums):

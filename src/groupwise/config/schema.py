@@ -224,9 +224,10 @@ class RolloutConfig(Section):
     agent that neither asks nor ends."""
     concurrent_tool_calls: int = Field(default=16, ge=1)
     """Episodes in which calls are made side by side."""
-    rewritten_history: Literal["refuse", "append"] = "refuse"
-    """For chat templates that rewrite earlier turns, such as dropping their thinking: stop at the start, or append all the same, so that
-    the policy sees its turns as it sampled them."""
+    rewritten_history: Literal["refuse", "append", "fork"] = "refuse"
+    """For chat templates that rewrite earlier turns, such as dropping their thinking. `refuse`: stop at the start. `append`: the policy
+    sees its turns as it sampled them. `fork`: it goes on from the history as the template writes it, which counts in
+    `max_completion_tokens`; the parts of the episode are samples of their own, with one advantage."""
 
     @field_validator("engine")
     @classmethod
@@ -254,6 +255,10 @@ class RolloutConfig(Section):
     def check_command(self) -> RolloutConfig:
         if not isinstance(self.environment, dict) or "command" not in self.environment:
             return self
+        if self.rewritten_history == "fork":
+            raise ValueError(
+                "rewritten_history is fork, but what an agent's command asks is never written otherwise, only appended to: set append"
+            )
         if len(self.environment) > 1:
             raise ValueError(
                 "environment has a command and other names, but an agent's command plays all problems: keep one of them"

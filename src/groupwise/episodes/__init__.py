@@ -60,12 +60,13 @@ def open_episodes(
         if rollout.rewritten_history == "refuse" and (how := template.rewrites(role)):
             raise ConfigError(
                 f"the chat template of {config.model.name} rewrites what was said before ({how}), so that a chat program would not show "
-                "the policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled"
+                "the policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled, or "
+                "fork to go on from the history as the template writes it"
             )
     return Episodes(
         tools, environments, FORMATS[named], template, rollout.max_turns, rollout.tool_timeout_s, rollout.concurrent_tool_calls,
         grace_s=None if config.training.deterministic else GRACE_S,
-        agents=agents,
+        agents=agents, forks=rollout.rewritten_history == "fork",
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes:
     """What a policy should have done with ``prompt``, as tokens, and which of them it should have sampled, end tokens included.
 
     In an episode: the turns in the row's column ``script``, which are really answered; or a call of the calculator where the row has an
-    ``expression``. Otherwise the worked answer. Raises DataError for a script that is no list of texts.
+    ``expression``. Otherwise the worked answer. Raises DataError for a script that is no list of texts, or would have to fork.
     """
     turns = _worked_turns(prompt.problem, style, episodes)
     if episodes is not None:

@@ -2,6 +2,10 @@
 
 Turns are answered side by side in threads, while the engine samples those of others. How long it waits for an answer, and which engines
 keep what they computed from turn to turn, is in ``engines/turns.py``.
+
+Where the chat template writes the past otherwise and the run forks there, the episode's row ends in the engine, and a further request
+begins with the conversation as the template writes it now (``Turn.rewritten``). What is sampled is never encoded again to be trained: only
+the copies of it that a later turn is shown are the template's.
 """
 
 from __future__ import annotations
@@ -11,17 +15,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
-from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes
+from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, takes_steps
 from groupwise.episodes.formats import CallFormat
-from groupwise.episodes.templates import TurnTemplate
+from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox
-from groupwise.errors import TrainingError
+from groupwise.errors import DataError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.rewards.calling import Background, CallRaised, CallTimedOut
 from groupwise.types import FAILURES, Completion, FinishReason, Problem, Prompt, Turn
@@ -69,6 +72,9 @@ class Episodes:
     """How long answers are awaited before their episodes leave the batch; None awaits all (``engines/turns.py``)."""
     agents: Agents | None = None
     """In place of tools and environments."""
+    forks: bool = False
+    """Whether an episode goes on from the conversation as the chat template writes it, where that is not what it saw; else it is
+    appended to. Not with ``agents``."""
 
     def start_together(self, problems: Sequence[Problem]) -> None:
         """Find out side by side how those begin of which only an agent knows it."""
@@ -100,19 +106,35 @@ class Episodes:
     def are_over(self, partners: Sequence[Partner]) -> None:
         """Told of those of one call, in the order of its completions."""
 
+    def conversation(self, prompt: Prompt, partner: Partner) -> Conversation | None:
+        """To follow an episode where the run forks; else None."""
+        if not self.forks:
+            return None
+        assert prompt.messages is not None, "an episode's prompt is a chat"
+        tools = partner.toolbox.tools if isinstance(partner, ToolUse) else self.tools
+        schemas = [tool.schema for tool in tools.values()] if tools and self.format.native else None
+        return Conversation(self.template, list(prompt.messages), prompt.text, schemas)
+
     def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
         """Token ids of an episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
-        said. They are really answered."""
+        said. They are really answered. Raises DataError where it would have to fork."""
         ids: list[int] = []
         sampled: list[bool] = []
         with self.open() as partner_of:
             partner, _ = partner_of(prompt)
+            conversation = self.conversation(prompt, partner)
             for number, text in enumerate(turns):
                 own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
                 ids, sampled = ids + own, sampled + [True] * len(own)
                 turn = Completion(text, tuple(own), (0.0,) * len(own), "stop")
                 if number == len(turns) - 1 or (reply := partner.reply(turn)).ended is not None:
                     break
+                if conversation is not None and conversation.go_on(text, reply.given, partner.role or self.template.role):
+                    raise DataError(
+                        f"the chat template writes turn {number + 1} of the script of problem {prompt.problem.id} otherwise before the "
+                        "next, but a warm start learns a conversation as one piece: leave out of the script what the template drops, "
+                        "such as thinking, or set rollout.rewritten_history=append"
+                    )
                 given = self.tokens_of(reply, partner)
                 ids, sampled = ids + given, sampled + [False] * len(given)
         return ids, sampled
@@ -160,28 +182,58 @@ class EpisodeEngine(Engine):
         """See ``Engine.serve``; progress counts episodes."""
         played: dict[tuple[int, int], _Episode] = {}
 
-        def go_on(place: int, turn: Completion) -> list[int] | None:
+        def take(place: int, turn: Completion) -> _Episode:
             episode = played.get((place, turn.sample))
             if episode is None:
                 begun = _begin(self.episodes, partner_of, request.prompts[place], turn, request.settings.max_tokens)
                 episode = played[place, turn.sample] = begun
             else:
                 episode.take(turn)
-            return episode.be_answered()
+            return episode
 
         with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
-
-            def answer(place: int, turn: Completion) -> Any:
-                return background.submit(partial(go_on, place, turn))
-
-            turns = Turns(answer, self.episodes.grace_s)
-            if isinstance(self.engine, TurnEngine):
-                self.engine.serve_turns(request, turns, on_progress)
-            else:
-                serve_by_prefixes(self.engine, request, turns, on_progress)
+            self._play(request, take, background, self._counting(played, on_progress))
+            while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
+                settings = replace(request.settings, max_tokens=max(episode.room for episode in forked))
+                prompts = [episode.next_prompt() for episode in forked]
+                further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings)
+                self._play(further, _taken_by(forked), background, self._counting(played, on_progress))
         groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
         self.episodes.are_over([episode.partner for group in groups for episode in group])
         return [tuple(episode.completion() for episode in group) for group in groups]
+
+    def _play(
+        self, request: SampleRequest, take: Callable[[int, Completion], _Episode], background: Background, on_progress: Progress | None
+    ) -> None:  # fmt: skip
+        """The rows of ``request``, until each has ended or forked. ``take``: a row's turn, by its prompt's place, taken by its episode."""
+
+        def answer(place: int, turn: Completion) -> Any:
+            return background.submit(lambda: take(place, turn).be_answered())
+
+        turns = Turns(answer, self.episodes.grace_s)
+        if isinstance(self.engine, TurnEngine):
+            self.engine.serve_turns(request, turns, on_progress)
+        else:
+            serve_by_prefixes(self.engine, request, turns, on_progress)
+
+    def _counting(self, played: Mapping[tuple[int, int], _Episode], on_progress: Progress | None) -> Progress | None:
+        """``on_progress`` for the requests of one call: a row that forks is not the end of its episode."""
+        if on_progress is None or not self.episodes.forks:
+            return on_progress
+        before = sum(turn.tokens for episode in played.values() for turn in episode.turns if turn.sampled)
+
+        def count(_: int, tokens: int) -> None:
+            on_progress(sum(episode.finish_reason is not None for episode in list(played.values())), before + tokens)
+
+        return count
+
+
+def _taken_by(episodes: Sequence[_Episode]) -> Callable[[int, Completion], _Episode]:
+    def take(place: int, turn: Completion) -> _Episode:
+        episodes[place].take(turn)
+        return episodes[place]
+
+    return take
 
 
 def _begin(episodes: Episodes, partner_of: PartnerOf, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
@@ -212,8 +264,10 @@ class _Episode:
     finish_reason: FinishReason | None = None
     """None while it is played."""
     reward: float | None = None
+    conversation: Conversation | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.conversation = self.episodes.conversation(self.prompt, self.partner)
         self.take(self.first)
 
     @property
@@ -235,9 +289,10 @@ class _Episode:
             self.finish_reason = "length"
 
     def be_answered(self) -> list[int] | None:
-        """The tokens that it is given after its last turn, appended; or None at its end, with what it was worth."""
+        """The tokens that its row is given after its last turn, appended; or None where the row ends: with the episode, which is then
+        judged, or because it forks."""
         given = self._hear(self.partner.reply(self.last)) if self.finish_reason is None else None
-        if given is None:
+        if self.finish_reason is not None:
             self._judge()
         return given
 
@@ -249,15 +304,22 @@ class _Episode:
         if sum(turn.sampled for turn in self.turns) >= self.episodes.max_turns:
             self.finish_reason = "max_turns"
             return None
-        given = self.episodes.tokens_of(reply, self.partner)
+        role = self.partner.role or self.episodes.template.role
+        rewritten = self.conversation.go_on(self.last.text, reply.given, role) if self.conversation is not None else None
+        given = self.episodes.tokens_of(reply, self.partner) if rewritten is None else rewritten
         if len(given) >= self.room:  # no token of the policy would fit behind them
             self.finish_reason = "context_full"
             return None
         self.token_ids += given
         self.logprobs += [0.0] * len(given)
-        role = self.partner.role or self.episodes.template.role
-        self.turns.append(Turn(role, "\n".join(reply.given), len(given)))
-        return given
+        self.turns.append(Turn(role, "\n".join(reply.given), len(given), rewritten=rewritten is not None))
+        return given if rewritten is None else None
+
+    def next_prompt(self) -> Prompt:
+        """What its next turn follows, where it has forked, by a name of its own."""
+        asked, own = self.prompt, self.token_ids[len(self.token_ids) - self.turns[-1].tokens :]
+        name, _ = turn_name(asked.problem.id, self.first.sample, sum(turn.sampled for turn in self.turns))
+        return Prompt(replace(asked.problem, id=name), "", tuple(own), None, asked.occurrence)
 
     def _judge(self) -> None:
         """The rewards of its turns and of the whole; none where the environment failed."""

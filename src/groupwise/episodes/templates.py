@@ -1,19 +1,22 @@
 """What a model's chat template puts between a turn of the policy and its next, as tokens.
 
-A conversation is never rendered again to go on: the tokens of the prompt and of all turns stay as they were sampled or given, and only
-what is new is rendered and appended. A template that would have written the past otherwise (it drops the thinking of earlier turns, or
-moves text) is found before the run: what the policy sees in training would then not be what a chat program shows it.
+The tokens of the prompt and of all turns stay as they were sampled or given, and only what is new is rendered and appended. A template
+that would have written the past otherwise (it drops the thinking of earlier turns, or moves text) is found before the run: what the policy
+sees in training would then not be what a chat program shows it. Where the run forks there, the conversation is rendered again, as the
+prompt of what comes next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import ModelError
 from groupwise.importing import in_one_line
+from groupwise.types import Message
 
-__all__ = ["TurnTemplate"]
+__all__ = ["Conversation", "TurnTemplate"]
 
 _MARK = "groupwise-marks-a-turn"
 _ANSWERS = ("It is done.", "<think>\nLet me see.\n</think>\n\nIt is done.")
@@ -66,12 +69,24 @@ class TurnTemplate:
                 messages += [_assistant(said), {"role": role, "content": "43"}]
         return None
 
+    def _harmless_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """What the policy is given as the template takes it."""
+        roles = [self.role if message["role"] == "tool" else message["role"] for message in messages]
+        return [{"role": role, "content": self.harmless(m["content"])} for role, m in zip(roles, messages, strict=True)]
+
+    def _after(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What stands after what the policy says."""
+        text = self._render([_user("Go on."), _assistant(_MARK), *self._harmless_messages(messages)])
+        _, mark, after = text.partition(_MARK)
+        if not mark:
+            raise ModelError(
+                "the chat template does not show what the policy said before it is answered: it cannot be used for episodes"
+            )
+        return after
+
     def _tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What stands after the end token of the policy's turn."""
-        roles = [self.role if message["role"] == "tool" else message["role"] for message in messages]
-        given = [{"role": role, "content": self.harmless(m["content"])} for role, m in zip(roles, messages, strict=True)]
-        text = self._render([_user("Go on."), _assistant(_MARK), *given])
-        after = text[text.index(_MARK) + len(_MARK) :]
+        after = self._after(messages)
         ended = next((end for end in self._ends if end and after.startswith(end)), None)
         if ended is None:
             raise ModelError(
@@ -93,11 +108,12 @@ class TurnTemplate:
         except ModelError:
             return False
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text, up to where the policy's next turn begins."""
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The conversation as text, up to where the policy's next turn begins. ``tools``: schemas that the template describes."""
+        more = self._arguments if tools is None else {**self._arguments, "tools": [dict(tool) for tool in tools]}
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **self._arguments
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **more
             )
         except Exception as error:  # a template is a program, and may raise anything
             raise ModelError(
@@ -107,9 +123,38 @@ class TurnTemplate:
         return rendered
 
 
-def _user(text: str) -> dict[str, str]:
+@dataclass
+class Conversation:
+    """A conversation as the chat template writes it, followed turn by turn to see where it writes the past otherwise."""
+
+    template: TurnTemplate
+    messages: list[Message]
+    """All so far; at the beginning those of the prompt."""
+    text: str
+    """They as the template writes them, up to where the policy's turn begins."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Schemas that the template describes."""
+
+    def go_on(self, said: str, given: Sequence[str], role: str) -> list[int] | None:
+        """After the policy ``said`` something and was ``given`` texts by ``role``: the whole conversation as tokens, up to the policy's
+        next turn, where the template does not only append to what it wrote before; else None.
+
+        Spaces at the ends of what the policy said are not looked at: many templates trim them.
+        """
+        template, before, said = self.template, self.text, self.template.harmless(said)
+        new: list[Message] = [{"role": role, "content": text} for text in given]
+        after = template._after(new)
+        self.messages += [_assistant(said), *template._harmless_messages(new)]
+        self.text = template._render(self.messages, self.tools)
+        between = self.text[len(before) : len(self.text) - len(after)]
+        if self.text == before + between + after and between.strip() == said.strip():
+            return None
+        return template.tokenizer(self.text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+
+
+def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _assistant(text: str) -> dict[str, str]:
+def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}

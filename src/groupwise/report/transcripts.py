@@ -163,7 +163,7 @@ def as_turn(turn: Turn) -> list[object]:
     calls = [
         [call.name, json.dumps(finite(call.arguments), ensure_ascii=False), call.result, call.failure] for call in turn.calls
     ]
-    return [turn.role, turn.text, turn.tokens, calls, turn.reward]
+    return [turn.role, turn.text, turn.tokens, calls, turn.reward, *([True] if turn.rewritten else [])]
 
 
 def utf16_length(text: str) -> int:

@@ -60,7 +60,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "episodes/calls": ("calls", "Mean number of calls of tools in a completion."),
     "episodes/invalid_calls": ("share", "Calls that could not be read, or of a tool or argument that does not exist."),
     "episodes/failed_calls": ("share", "Calls in which the tool raised, returned no text, or took too long."),
-    "episodes/given_tokens": ("tokens", "Mean number of tokens that tools returned, their turn's marks included."),
+    "episodes/given_tokens": (
+        "tokens",
+        "Mean number of tokens that tools returned, turns' marks and rewritten histories included.",
+    ),
     "episodes/max_turns": ("share", "Completions that called a tool in their last turn (rollout.max_turns)."),
     "episodes/context_full": ("share", "Completions that had no room for what a tool returned."),
     "policy/loss": ("nats", "The objective's value: no measure of progress."),

@@ -342,6 +342,7 @@ def turns(values: object) -> tuple[Turn, ...]:
             tokens=max(0, whole(one.get("tokens"))),
             calls=tuple(map(tool_call, filter(is_object, one.get("calls", [])))),
             reward=number(one.get("reward")),
+            rewritten=one.get("rewritten") is True,
         )
         for one in values
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from groupwise.batch import Batch
@@ -48,7 +50,8 @@ def cut(batch: Batch, scorer: Scorer, budget: int) -> list[MicroBatch]:
     """Micro-batches of the batch's completions in their order, of at most ``budget`` tokens each."""
     if not len(batch):
         return []
-    sizes = [(len(prompt), [len(ids) for ids in completions]) for prompt, completions in batch.packing()]
+    numbered = groupby(zip(batch.group_N.tolist(), batch.span_N.tolist(), strict=True), key=lambda pair: pair[0])
+    sizes = [(len(batch.prompts[group]), [span for _, span in pairs]) for group, pairs in numbered]
     out, start = [], 0
     for parts in cut_batch(sizes, budget):
         chosen = range(start, start + sum(len(part.members) for part in parts))
@@ -59,13 +62,20 @@ def cut(batch: Batch, scorer: Scorer, budget: int) -> list[MicroBatch]:
 
 
 def sampled_alone(packed: PackedTokens, batch: Batch) -> PackedTokens:
-    """``packed``, which predicts every token of ``batch``, so that it predicts those alone that the policy sampled."""
+    """``packed``, which predicts what follows each prompt of ``batch``, so that it predicts the tokens that the policy sampled, in the
+    batch's order."""
     if bool(batch.sampled_S.all()):
         return packed
     assert isinstance(packed, (Packed, Padded))
-    kept_S, lengths_N = batch.sampled_S.to(packed.targets_T.device), batch.lengths_N.to(packed.lengths_N.device)
-    rows_T, targets_T, sequence_T = (x[kept_S] for x in (packed.predict_rows_T, packed.targets_T, packed.sequence_T))
-    return replace(packed, predict_rows_T=rows_T, targets_T=targets_T, sequence_T=sequence_T, lengths_N=lengths_N)
+    predicted = torch.cat([torch.arange(places.start, places.stop) for _, sequences in batch.samples() for places in sequences])
+    found_S = torch.zeros(len(batch.sampled_S), dtype=torch.long)
+    found_S[predicted] = torch.arange(len(predicted))
+    device = packed.targets_T.device
+    chosen_T = found_S[batch.sampled_S].to(device)
+    return replace(
+        packed, predict_rows_T=packed.predict_rows_T[chosen_T], targets_T=packed.targets_T[chosen_T],
+        sequence_T=batch.sequence_T.to(device), lengths_N=batch.lengths_N.to(device),
+    )  # fmt: skip
 
 
 T = TypeVar("T")

@@ -127,9 +127,9 @@ function turnsOf(one, rule) {
   const spans = tokens && tokenSpans(tokens);  // coloured alike in all turns
   let at = 0;
   const blocks = one.u.map((turn) => {
-    const [role, text, count, calls, reward] = turn, from = at;
+    const [role, text, count, calls, reward, rewritten] = turn, from = at;
     at += count;
-    const about = role + ', ' + number(count) + (count === 1 ? ' token' : ' tokens') + (sampledTurn(turn) ? ': sampled, learns' : ': given, does not learn') + (reward === null ? '' : '; reward ' + number(reward));
+    const about = role + ', ' + number(count) + (count === 1 ? ' token' : ' tokens') + (sampledTurn(turn) ? ': sampled, learns' : rewritten ? ': the rewritten history, does not learn' : ': given, does not learn') + (reward === null ? '' : '; reward ' + number(reward));
     return el('div', { class: 'turn ' + (sampledTurn(turn) ? 'own' : 'given') }, el('h5', {}, about),
       el('pre', { class: tokens ? 'tokens' : false }, tokens ? spans.slice(from, at) : text), calls.map(callOf));
   });
