@@ -28,6 +28,7 @@ from groupwise.episodes.driver import EpisodeEngine
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.evaluation.models import evaluate_model
 from groupwise.models.decoder import Decoder
+from groupwise.serving import agents
 from groupwise.serving.agents import open_agents
 from groupwise.training.loop import train
 from groupwise.types import Problem
@@ -218,14 +219,17 @@ def test_a_program_that_fails_ends_its_episode_without_a_reward(tokenizer, agent
         assert len(completion.calls[-1].result) < 2100
 
 
-def test_output_of_any_length_neither_blocks_nor_stays(tokenizer, agent):
-    """Its end is read: a megabyte before the reward, on both pipes."""
+def test_output_of_any_length_neither_blocks_nor_stays(tokenizer, agent, monkeypatch):
+    """Its end is read: megabytes before the reward, on both pipes."""
     program = (
         'ask()\nfor pipe in (sys.stdout, sys.stderr):\n    print("x" * 2**20, file=pipe)\n    print("y" * 2**20, file=pipe)\n'
         'print(json.dumps({"reward": 0.25}))\n'
     )
+    kept, end = [], agents._Program.close
+    monkeypatch.setattr(agents._Program, "close", lambda one: (kept.append((len(one.printed), len(one.complained))), end(one))[1])
     ((completion,),), _ = played(says(tokenizer, "a"), tokenizer, agent(program))
     assert (completion.finish_reason, completion.reward) == ("stop", 0.25)
+    assert kept[-1] == (agents.KEPT_BYTES, agents.KEPT_BYTES)
 
 
 def test_a_cut_turn_is_heard_and_what_follows_is_refused(tokenizer, agent):
