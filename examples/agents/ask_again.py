@@ -3,7 +3,8 @@
 export OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none OPENAI_MODEL=runs/NAME
 echo '{"prompt": "3 + 4 = ?", "answer": "7"}' | python examples/agents/ask_again.py
 
-``groupwise train examples/agents/ask_again.yaml`` trains the model that it asks. Of its reward a tenth is lost by asking twice.
+``groupwise train examples/agents/ask_again.yaml`` trains the model that it asks. A number alone earns a half,
+the right one all, and asking twice costs a tenth.
 """
 
 import json
@@ -23,12 +24,16 @@ def ask(messages: list[dict]) -> str:
     return message["content"]
 
 
+def is_number(said: str) -> bool:
+    return re.fullmatch(r"\s*-?\d+\.?\s*", said) is not None
+
+
 row = json.load(sys.stdin)
 conversation = [{"role": "user", "content": f"{row['prompt']} Answer with one number, nothing else."}]
 said = ask(conversation)
-asked_twice = re.fullmatch(r"\s*-?\d+\.?\s*", said) is None
+asked_twice = not is_number(said)
 if asked_twice:
     conversation.append({"role": "user", "content": "Say the number alone."})
     said = ask(conversation)
 is_right = said.strip().rstrip(".") == row["answer"]
-print(json.dumps({"reward": is_right - 0.1 * asked_twice}))
+print(json.dumps({"reward": 0.5 * is_number(said) + 0.5 * is_right - 0.1 * asked_twice}))

@@ -116,9 +116,11 @@ def settings_to_ask(
 ) -> tuple[Config, int]:
     """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give.
 
-    ``plays``: whether the run's own tools and environment take part, and are imported.
+    ``plays``: whether the run's own tools and environment take part, and are imported. An agent's command never does.
     """
     config, run_config = settings_for_model(model, overrides)
+    if run_config is not None and config.rollout.command is not None:  # the agent asks, not who talks to the model
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
     if plays:
         refuse_named_code(config, run_config, data=False)
     if system is not None:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from test_driver import PLENTY, Bytes, Scripted, real_engine
 
-from groupwise.chat import make_speaker, refuse_named_code
+from groupwise.chat import make_speaker, refuse_named_code, settings_to_ask
 from groupwise.config import dump_config, load_config
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.engines.base import SamplingSettings
@@ -477,10 +477,14 @@ def test_a_talk_with_the_model_is_no_agent_s_episode(tmp_path):
         ConfigError, match=r"which train and eval play: to talk to the model itself, set rollout\.environment=null"
     ):
         make_speaker(config, 5, 1.0, False, 0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "model").rename(tmp_path / "run" / "final_model")
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    assert settings_to_ask(str(tmp_path / "run"))[0].rollout.environment is None
 
 
 @pytest.mark.parametrize(
-    ("said", "reward"), [(["42"], 1.0), (["It is 42.", "42."], 0.9), (["41"], 0.0), (["Well.", "Well."], -0.1)]
+    ("said", "reward"), [(["42"], 1.0), (["It is 42.", "42."], 0.9), (["41"], 0.5), (["Well.", "Well."], -0.1)]
 )
 def test_the_example_asks_again_where_the_answer_is_no_number(tokenizer, said, reward, monkeypatch):
     monkeypatch.chdir(ROOT)
