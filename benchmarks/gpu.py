@@ -1,5 +1,6 @@
-"""On a GPU at the shapes of Qwen2.5 (random weights): sampling in tokens/s against transformers' `generate` and vLLM, and learning in
-tokens/s, model FLOPs utilisation and peak memory. Every step has new prompts, new lengths and another seed, as in a run.
+"""On a GPU at the shapes of Qwen2.5 (random weights): sampling in tokens/s against transformers' `generate` and vLLM; learning in
+tokens/s, model FLOPs utilisation and peak memory; and a whole step, with `--trl-python` against TRL with vLLM in its process. Every
+step has new prompts, new lengths and another seed, as in a run.
 
 Without CUDA it runs in miniature on the CPU, which shows that it works and nothing more.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ ROOM = {
 }
 """What one 140 GB device has room for without gradient checkpointing. With fp32 masters, moments and gradients a 7B model would
 take 137 GB before the first activation, so there AdamW works on the bf16 weights."""
-_ROLES = ("ours", "transformers", "learning")
+_ROLES = ("ours", "transformers", "learning", "step")
 
 
 def options() -> argparse.ArgumentParser:
@@ -46,6 +48,11 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--gradient-checkpointing", action="store_true")
     out.add_argument("--peak-tflops", type=float, help="the device's dense bf16 peak, for utilisation; known for common ones")
     out.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM, to sample with it too")
+    out.add_argument(
+        "--trl-python",
+        metavar="PATH",
+        help="interpreter of an environment with TRL, and on a GPU vLLM, for whole steps of TRL too",
+    )
     out.add_argument("--roles", nargs="+", choices=_ROLES, default=list(_ROLES), help="what to measure")
     return out
 
@@ -63,6 +70,9 @@ def run(args: argparse.Namespace) -> Result:
     if args.vllm_python:
         for shape in shapes:
             details[shape]["vllm"] = _by_vllm(args, shape)
+    if args.trl_python:
+        for shape in shapes:
+            details[shape]["trl"] = _by_trl(args, shape)
     _print(details)
     headline = details["1.5b" if "1.5b" in details else shapes[0]]
     ours, theirs = (headline.get(role, {}).get("tokens_per_s") for role in ("ours", "transformers"))
@@ -133,6 +143,38 @@ def _by_vllm(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     return {"seconds": median(seconds[1:]), "tokens_per_s": median(speeds[1:]), "version": vllm.hello.get("version")}
 
 
+def _by_trl(args: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """Whole steps of TRL over random weights of the same shape, prompts of the same lengths, and vLLM's completions in its process.
+
+    Prompts differ from ours in their tokens, since TRL takes text. Its completions all reach the limit, while ours end by chance: tokens/s
+    are what compares, and equal lengths are in its favour.
+    """
+    from benchmarks.first_light_one import write_tiny_model
+
+    settings = {
+        "shape": shape, "seed": 0, "device": args.device, "learning_rate": 1e-6, "steps": 1 + args.repeats,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        **{name: getattr(args, name) for name in ("sequences", "samples", "prompt_tokens", "completion_tokens")},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model")  # for its tokenizer: a letter is a token
+        SHAPES[shape].save_pretrained(model)
+        try:
+            with Worker(
+                "benchmarks.trl_gpu_worker", {**settings, "model": str(model), "folder": folder}, threads=args.threads,
+                python=args.trl_python,
+            ) as trl:  # fmt: skip
+                answers = [trl.ask() for _ in range(1 + args.repeats)][1:]
+        except WorkerDied as error:
+            print(f"{shape}, TRL: not measured. {error}")
+            return {"failed": str(error).splitlines()[-1]}
+    seconds = median([a["seconds"] for a in answers])
+    return {
+        "seconds": seconds, "tokens_per_s": median([a["tokens"] / a["seconds"] for a in answers]),
+        "peak_memory_gib": max(a["peak_memory"] for a in answers) / 2**30, **{k: trl.hello[k] for k in ("trl", "vllm")},
+    }  # fmt: skip
+
+
 def _print(details: dict[str, Any]) -> None:
     rows = []
     for shape, sides in details.items():
@@ -158,6 +200,15 @@ def _print(details: dict[str, Any]) -> None:
         ("shape", "tokens/s", "forward + backward, s", "TFLOP/s", "MFU", "MFU with optimiser", "GiB"),
         rows,
     )
+
+    steps = {shape: (sides.get("step", {}), sides.get("trl", {})) for shape, sides in details.items()}
+    if any(ours or theirs for ours, theirs in steps.values()):
+        rows = [
+            [shape, *(side.get("seconds") for side in both), quotient(*(side.get("tokens_per_s") for side in both)),
+             *(side.get("peak_memory_gib") for side in both)]
+            for shape, both in steps.items()
+        ]  # fmt: skip
+        print_table("A whole step, medians", ("shape", "groupwise, s", "TRL, s", "tokens/s, ratio", "GiB", "theirs, GiB"), rows)
 
 
 def main() -> None:

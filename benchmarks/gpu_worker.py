@@ -23,7 +23,7 @@ from groupwise.memory import keep_freed_memory, peak_memory_bytes
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
-from groupwise.types import Prompt
+from groupwise.types import Group, Prompt
 
 __all__ = ["ROLES", "forced_lengths", "prepare", "prompts_of"]
 
@@ -63,16 +63,44 @@ def _their_sampling(settings: dict[str, Any]) -> Side:
     return side
 
 
-def _learning(settings: dict[str, Any]) -> Side:
-    policy = _policy(settings)
-    config = Config.model_validate(
+def _step(settings: dict[str, Any]) -> Side:
+    """A whole step: completions, rewards that need no time, one update; the engine samples from the weights that learn."""
+    policy = _policy(settings, range(1, SHAPES[settings["shape"]].vocab_size, _mean_tokens(settings)))
+    config = _config(settings)
+    scorer = make_scorer(policy, config.model)
+    engine, learner = make_engine(policy, config.rollout, scorer), Learner(scorer, config)
+    limits = SamplingSettings(max_tokens=settings["completion_tokens"])
+    rewards = tuple(float(place % 2) for place in range(settings["samples"]))
+
+    def side(step: int) -> Action:
+        asked = prompts_of(settings, step)
+
+        def whole() -> dict[str, Any]:
+            done = engine.sample(asked, settings["samples"], limits, seed=step, scope="benchmark")
+            engine.release_memory()
+            learner.learn([Group(prompt, members, rewards) for prompt, members in zip(asked, done, strict=True)])
+            engine.refresh(learner.updates)
+            return {"tokens": sum(len(c.token_ids) for group in done for c in group)}
+
+        return whole
+
+    return side
+
+
+def _config(settings: dict[str, Any]) -> Config:
+    return Config.model_validate(
         {
             "model": {"gradient_checkpointing": settings["gradient_checkpointing"]},
             "algorithm": {"kl": None},
             "optimizer": {"learning_rate": 1e-6, "precision": settings["precision"]},
             "training": {"micro_batch_tokens": settings["micro_batch_tokens"]},
+            "rollout": {"max_concurrent_sequences": settings["sequences"]},
         }
     )
+
+
+def _learning(settings: dict[str, Any]) -> Side:
+    policy, config = _policy(settings), _config(settings)
     learner = Learner(make_scorer(policy, config.model), config)
     shape = SHAPES[settings["shape"]]
     longest = settings["completion_tokens"]
@@ -125,6 +153,7 @@ ROLES: dict[str, Callable[[dict[str, Any]], Side]] = {
     "ours": _our_sampling,
     "transformers": _their_sampling,
     "learning": _learning,
+    "step": _step,
 }
 
 

@@ -6,13 +6,13 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import episodes, gpu, gpu_worker, sampling, scaling, step
+from benchmarks import episodes, gpu, gpu_worker, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
-from benchmarks.workers import Worker
+from benchmarks.workers import Worker, WorkerDied
 from tests.warm import python
 
 KEYS = {"name", "ratio", "ours", "theirs", "unit", "versions"}
@@ -103,6 +103,35 @@ def test_gpu_sides_do_the_work_asked_for(role: str) -> None:
     assert len({one["tokens"] for one in found}) > 1, "lengths are new in every step: a GPU keeps plans and graphs by shape"
     if role == "learning":
         assert all(one["flops"] > 0 for one in found)
+
+
+def test_gpu_steps_of_trl_are_medians_and_it_is_said_where_it_cannot_be_had(monkeypatch: Any, capsys: Any) -> None:
+    """The first step warms up and does not count; peak memory is the highest."""
+    answers = iter([(9.0, 10, 9), (2.0, 10, 7), (4.0, 10, 8), (3.0, 12, 6)])
+
+    class StandIn:
+        hello: ClassVar = {"trl": "1.16.0", "vllm": "0.32.0"}
+
+        def __init__(self, module: str, settings: dict[str, Any], **_: Any) -> None:
+            if settings["shape"] != "tiny":
+                raise WorkerDied("it ended\nNo module named 'trl'")
+            assert (Path(settings["model"]) / "tokenizer.json").is_file()
+            assert len(trl_gpu_worker.rows_of(settings)) == 4 * 8 // 4
+            assert all(4 <= len(row["prompt"]) <= 8 for row in trl_gpu_worker.rows_of(settings))
+
+        __enter__ = __exit__ = lambda self, *_: self
+
+        def ask(self) -> dict[str, Any]:
+            seconds, tokens, gib = next(answers)
+            return {"seconds": seconds, "tokens": tokens, "peak_memory": gib * 2**30}
+
+    monkeypatch.setattr(gpu, "Worker", StandIn)
+    words = ["--device", "cpu", "--sequences", "8", "--samples", "4", "--prompt-tokens", "8", "--completion-tokens", "8"]
+    args = gpu.options().parse_args(words)
+    found = gpu._by_trl(args, "tiny")
+    assert found == {"seconds": 3.0, "tokens_per_s": 4.0, "peak_memory_gib": 8.0, "trl": "1.16.0", "vllm": "0.32.0"}
+    assert gpu._by_trl(args, "0.5b") == {"failed": "No module named 'trl'"}
+    assert "0.5b, TRL: not measured" in capsys.readouterr().out
 
 
 def test_gpu_prompts_are_new_in_every_step() -> None:
