@@ -118,7 +118,7 @@ class Turn:
     reward: float | None = None
     """What an environment gave for this turn."""
     rewritten: bool = False
-    """Of a given turn: its tokens are the whole conversation up to the policy's next turn, since the chat template writes the past
+    """Whether the tokens of a given turn are the whole conversation up to the policy's next turn, since the chat template writes the past
     otherwise now. Nothing after them sees the prompt, or the completion's tokens before them."""
 
     @property

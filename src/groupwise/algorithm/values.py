@@ -83,14 +83,14 @@ def value_loss(
     Metrics: ``value_loss`` (Sum), ``value_clipped`` (Mean over tokens: share without gradient), ``value_error`` (Mean of V - R).
     """
     values_T = at_least_fp32(values_T)
-    old_logprobs_T, returns_T, weights_T = (x.detach().to(values_T.dtype) for x in (old_values_T, returns_T, weights_T))
-    assert values_T.shape == old_logprobs_T.shape == returns_T.shape == weights_T.shape, "one value per token"
+    old_values_T, returns_T, weights_T = (x.detach().to(values_T.dtype) for x in (old_values_T, returns_T, weights_T))
+    assert values_T.shape == old_values_T.shape == returns_T.shape == weights_T.shape, "one value per token"
     error_T = values_T - returns_T
     squares_T = error_T.square()
     clipped_T = torch.zeros_like(squares_T, dtype=torch.bool)
     if clip is not None:
-        near_T = (old_logprobs_T + (values_T - old_logprobs_T).clamp(-clip, clip) - returns_T).square()
-        clipped_T = (near_T >= squares_T) & ((values_T - old_logprobs_T).abs() > clip)
+        near_T = (old_values_T + (values_T - old_values_T).clamp(-clip, clip) - returns_T).square()
+        clipped_T = (near_T >= squares_T) & ((values_T - old_values_T).abs() > clip)
         squares_T = torch.maximum(squares_T, near_T)
     loss = (weights_T * squares_T).sum() / 2
     total, clipped, error = torch.stack([loss.detach(), clipped_T.sum().to(loss.dtype), error_T.detach().sum()]).tolist()

@@ -51,7 +51,7 @@ class Partner(Protocol):
         """The answer to a turn, which the policy has ended. It may wait; it raises nothing."""
 
     def reward(self, unheard: Completion | None) -> float | None:
-        """Of the episode that has ended, apart from its turns; lets its environment go. Raises CallRaised or CallTimedOut.
+        """What the ended episode earned, apart from its turns; lets its environment go. Raises CallRaised or CallTimedOut.
 
         ``unheard``: its last turn, where a token limit ended it, so that it was not answered."""
 

@@ -79,6 +79,9 @@ class Packed:
 def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Packed:
     """Pack ``(prompt ids, [completion ids, ...])`` pairs. Every prompt and every completion must have at least one token.
 
+    A completion's positions go on from its prompt's. The further segments of an episode that was forked come as pairs of their own
+    (``Batch.samples``), so their positions begin with the history that they were sampled behind.
+
     >>> p = pack([([1, 2], [[7], [8, 9]])])
     >>> p.token_ids_R.tolist(), p.positions_R.tolist(), p.predict_rows_T.tolist(), p.targets_T.tolist()
     ([1, 2, 8], [0, 1, 2], [1, 1, 2], [7, 8, 9])

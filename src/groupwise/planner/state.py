@@ -192,12 +192,6 @@ def gradients(setup: Setup) -> Item:
     return _shared(setup, "gradients", "gradients", size * setup.trained, f"{size} {_learning(setup)}")
 
 
-def _uses_own_critic(setup: Setup) -> bool:
-    """Whether PPO's value is learned by a second model."""
-    value = setup.config.algorithm.value
-    return value is not None and value.critic != "shared"
-
-
 def critic_of(setup: Setup) -> Setup | None:
     """The critic as a run of its own shape; None without one. One whose config.json cannot be had counts as the policy's copy."""
     value = setup.config.algorithm.value

@@ -49,7 +49,7 @@ logger = logging.getLogger("groupwise")
 START_S = 60.0
 """Shortest time limit for a first request: a program may import much, while others do."""
 KEPT_BYTES = 2**16
-"""Of what a program prints, the end."""
+"""The end of what a program prints."""
 _TOLD_LINES, _TOLD_CHARACTERS = 5, 1000
 _CONNECTIONS = 4096
 _PASSED = (

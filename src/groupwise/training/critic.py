@@ -93,12 +93,12 @@ class Critic:
     def loss_of(self, micro_batch: MicroBatch, scored: Scored | None) -> tuple[Tensor, dict[str, Metric]]:
         """The value's loss, times its weight, with the metrics of it."""
         view = micro_batch.view
-        old_logprobs_T, returns_T, weights_T = view.values_T, view.returns_T, view.value_weights_T
-        assert old_logprobs_T is not None
+        old_values_T, returns_T, weights_T = view.values_T, view.returns_T, view.value_weights_T
+        assert old_values_T is not None
         assert returns_T is not None
         assert weights_T is not None
         loss, numbers = value_loss(
-            values_T=self.value_of(micro_batch, scored), old_values_T=old_logprobs_T, returns_T=returns_T, weights_T=weights_T,
+            values_T=self.value_of(micro_batch, scored), old_values_T=old_values_T, returns_T=returns_T, weights_T=weights_T,
             clip=self.config.clip,
         )  # fmt: skip
         names = {"value/loss": "value_loss", "value/error": "value_error", "value/clip_share": "value_clipped"}

@@ -95,7 +95,7 @@ class Learner:
         self.parts: dict[str, Stateful] = {}
         self.budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
         self.updates = 0
-        """That were made."""
+        """Optimiser steps made so far."""
         self.next_step = 0
         """Which step of the run ``learn`` takes its batch for where nobody says."""
         self.dropped_in_a_row = 0

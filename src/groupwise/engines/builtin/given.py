@@ -50,9 +50,9 @@ class _Block:
     queries: Tensor
     """``[A, Q]`` places among the given tokens; those past a row's end repeat place 0, and nobody reads what comes out of them."""
     prompt: int
-    """Positions of the prompts that are looked at;"""
+    """Positions of the prompts that are looked at."""
     own: int
-    """and own positions."""
+    """Own positions that are looked at."""
     masks: list[Tensor]
     """``[A, Q, prompt + own]`` for each kind of layer: what is seen."""
 
