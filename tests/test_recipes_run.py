@@ -130,7 +130,7 @@ def test_every_recipe_is_here():
     }
 
 
-SLOW = {"gsm8k-0.5b", "gsm8k-7b-8gpu", "gsm8k-1.5b-24gb"}
+SLOW = {"gsm8k-0.5b", "gsm8k-7b-8gpu", "gsm8k-1.5b-24gb", "tools-1.5b"}
 """The real vocabulary of 151,936; batches of 256 prompts; one that takes twice the time of the others, which hold the same in small."""
 
 

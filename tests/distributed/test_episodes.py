@@ -47,6 +47,7 @@ print(json.dumps({"reward": sum(letter.islower() for letter in messages[-2]["con
 """
 
 
+@pytest.mark.slow  # games and forks show the same of two processes
 def test_agents_of_two_processes_play_as_those_of_one(train_in, talkative, sums, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     config = tiny_config(

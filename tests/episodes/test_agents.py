@@ -326,7 +326,7 @@ with socket.create_connection((where.hostname, where.port)) as early:
     assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
 
 
-@pytest.mark.parametrize("kind", ["builtin", "transformers"])
+@pytest.mark.parametrize("kind", ["builtin", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_logprobs_of_an_agent_s_episodes_are_those_of_one_pass(kind, tmp_path, agent):
     """The oracle is the library's module over the whole episode at once; company and places change nobody's tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -425,7 +425,7 @@ def test_a_run_learns_from_an_agent_is_judged_and_resumes(tmp_path, agent):
     assert all("reward" in record for record in result.records)
 
 
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "skip"])
 def test_a_failed_program_follows_on_error(tmp_path, agent, on_error):
     program = LETTERS + 'if "3 + 4" in row["prompt"] or "5 + 6" in row["prompt"]:\n    sys.exit("no more")\n'
     config = run_config(

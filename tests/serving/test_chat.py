@@ -12,7 +12,10 @@ from dataclasses import replace
 import pytest
 
 from groupwise import serving as package
+from groupwise.engines import SamplingSettings
 from groupwise.serving import sampler, server
+from groupwise.serving.answering import Answer
+from groupwise.serving.sampler import Choice
 from tests.serving.conftest import asking, call, settled, streamed
 
 CALCULATOR = {
@@ -130,6 +133,19 @@ def test_log_probabilities_are_those_of_the_text_s_tokens(serving):
     assert all(one["top_logprobs"] == [] for one in listed)
     pieces = [c["logprobs"]["content"] for e in streamed(where, asking(logprobs=True)) for c in e["choices"] if c["logprobs"]]
     assert [one for piece in pieces for one in piece] == listed
+
+
+def test_a_stream_that_is_asked_between_text_and_end_keeps_the_end_token_back(serving):
+    where = serving("héy")
+    choice = Choice("", (), SamplingSettings(max_tokens=9), (), False, lambda: None)
+    tokenizer, ends = where.service.sampler.tokenizer, where.service.sampler.end_token_ids
+    answer = Answer("tiny", [choice], ends, (), None, logprobs=True, tokenizer=tokenizer)
+    choice.token_ids, choice.logprobs = [*tokenizer("hé")["input_ids"], min(ends)], [-0.5] * 4
+    choice.text, choice.pieces = "hé", ["h", "", "é", ""]
+    told = [one for piece in answer.pieces() for c in piece["choices"] if c["logprobs"] for one in c["logprobs"]["content"]]
+    assert [one["logprob"] for one in told] == [-0.5] * 3
+    choice.finish_reason = "stop"
+    assert not [c for piece in answer.pieces() for c in piece["choices"] if c["logprobs"]]
 
 
 def test_log_probabilities_end_with_the_text(serving):

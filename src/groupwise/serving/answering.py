@@ -105,11 +105,7 @@ class Answer:
                 continue
             certain = self._certain(choice.text)
             if certain > self._sent[index]:
-                upto = (
-                    sum(end <= certain for end in accumulate(map(len, list(choice.pieces)), initial=len(choice.lead))) - 1
-                    if self.logprobs
-                    else 0
-                )
+                upto = _tokens_within(certain, choice) if self.logprobs else 0
                 yield self._content(index, choice, certain, upto)
 
     def usage_piece(self) -> dict[str, Any]:
@@ -168,3 +164,10 @@ class Answer:
                 {"token": piece, "logprob": logprob, "bytes": list(piece.encode()) if whole else None, "top_logprobs": []}
             )
         return {"content": content, "refusal": None}
+
+
+def _tokens_within(characters: int, choice: Choice) -> int:
+    """How many tokens end within so many characters of the text. A last one without text is left out: it may be an end token, of which
+    nobody has been told yet that it ended the choice."""
+    ends = enumerate(accumulate(map(len, pieces := list(choice.pieces)), initial=len(choice.lead)))
+    return max((count for count, end in ends if count and pieces[count - 1] and end <= characters), default=0)
