@@ -62,12 +62,12 @@ def test_the_same_seed_is_the_same_answer_alone_and_in_company(served):
 
 
 def test_breaks_do_not_change_an_answer(served, monkeypatch):
-    """Every batch is broken off after each step, as if somebody always came."""
+    """Every second batch is broken off as soon as it may be, as if somebody came. How often that is asked depends on the machine's load."""
     alone = text_of(call(served, asking(seed=5)))
     calls = []
-    monkeypatch.setattr(served.service.sampler, "_should_break", lambda batch: calls.append(1) or len(calls) % 3 == 0)
+    monkeypatch.setattr(served.service.sampler, "_should_break", lambda batch: calls.append(1) or len(calls) % 2 == 1)
     assert text_of(call(served, asking(seed=5))) == alone
-    assert len(calls) > 6
+    assert len(calls) > 1, "it was broken off and went on"
 
 
 def test_the_openai_client_understands_it(served):
