@@ -21,7 +21,7 @@ from typing import Any
 from experiments.common import ROOT, environment
 from groupwise.tracking.environment import usable_cpus
 
-__all__ = ["CURVES", "Budget", "Job", "Variant", "carry_out", "grpo_job", "run_all", "warm_start_job"]
+__all__ = ["CURVES", "Budget", "Job", "Variant", "carry_out", "grpo_job", "run_all", "warm_start_job", "warm_starts"]
 
 CURVES = ("accuracy/strict", "reward/mean", "policy/loss", "policy/kl", "policy/entropy", "optimizer/grad_norm", "time/step_s",
           "rollout/staleness", "policy/sampler_mismatch", "policy/correction_cut", "policy/clip_share",
@@ -94,6 +94,14 @@ def warm_start_job(seed: int, budget: Budget, work: Path, settings: Sequence[str
     problems = f"evaluation.problems={budget.problems}"
     given = (*COMMON, problems, *settings, f"training.seed={seed}", "training.steps=0")
     return Job(name, given, str(work / f"{name}.json"), keep_model=str(work / f"{name}.model"))
+
+
+def warm_starts(seeds: Sequence[int], budget: Budget, work: Path, settings: Sequence[str] = ()) -> dict[int, Path]:
+    """The folders of the seeds' starting points, made where they are not there yet."""
+    jobs = {seed: warm_start_job(seed, budget, work, settings) for seed in seeds}
+    if failed := _do([*jobs.values()], jobs=1):
+        raise SystemExit(f"{', '.join(failed)} failed: see the logs in {work}")
+    return {seed: Path(str(job.keep_model)) for seed, job in jobs.items()}
 
 
 def grpo_job(variant: Variant, seed: int, budget: Budget, work: Path, settings: Sequence[str] = ()) -> Job:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import episodes, gpu, gpu_worker, sampling, scaling, step, trl_gpu_worker
+from benchmarks import episodes, gpu, gpu_worker, learning, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker, WorkerDied
 from tests.warm import python
@@ -53,6 +53,36 @@ def test_step(run: Any, tiny_folder: Path) -> None:
         assert theirs["mean_completion_tokens"] == forced["ours"]["mean_completion_tokens"]
         assert all(theirs["phases_s"][phase] > 0 for phase in ("sampling", "reference", "forward_backward", "optimiser"))
         assert result["ratio"] == pytest.approx(theirs["step_s"] / forced["ours"]["step_s"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_learning(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    sides = ["groupwise", "trl"] if importlib.util.find_spec("trl") is not None else ["groupwise"]
+    size = [
+        "--seeds",
+        "0",
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--problems",
+        "8",
+        "--work",
+        str(tmp_path / "work"),
+        "--sides",
+        *sides,
+    ]
+    task = ["rollout.max_completion_tokens=8", "data.arithmetic.problems=300", "data.holdout=8"]
+    given = [f"model.name={tiny_folder}", *task, "--sides", *sides]
+    result = run(learning, *given, *size)
+    for side in sides:
+        rows = result["details"]["runs"][side]["0"]["rows"]
+        assert [row["step"] for row in rows] == [0, 2, 4]
+        assert 0 == rows[0]["seconds"] < rows[1]["seconds"] < rows[2]["seconds"]
+        assert 2 * 64 <= rows[1]["sampled_tokens"] <= 2 * 64 * 8
+        assert all(0 <= row["accuracy"] <= 1 for row in rows)
+    began = result["details"]["runs"]
+    assert run(learning, *given, *size)["details"]["runs"] == began  # what is finished is kept
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
+from benchmarks.learning import difference, reached
 from benchmarks.memory import beyond_bounds
 from benchmarks.scaling import _growth
 from benchmarks.vllm_rollouts import measure as rollouts
@@ -100,3 +101,24 @@ def test_a_soak_that_grows_and_a_plan_that_is_off_are_said() -> None:
     for ratio in (0.89, 1.11):
         (said,) = beyond_bounds({"a": {"ratio": ratio, "step_bytes": steady}}, soak=True)
         assert f"a: measured / planned is {ratio}" in said
+
+
+def test_a_level_is_reached_on_the_line_between_two_judged_policies() -> None:
+    rows = [
+        {"seconds": 0.0, "sampled_tokens": 0.0, "accuracy": 0.5},
+        {"seconds": 10.0, "sampled_tokens": 300.0, "accuracy": 0.7},
+        {"seconds": 30.0, "sampled_tokens": 900.0, "accuracy": 0.6},
+        {"seconds": 40.0, "sampled_tokens": 1200.0, "accuracy": 0.8},
+    ]
+    assert reached(rows, 0.6) == pytest.approx(5.0)
+    assert reached(rows, 0.6, "sampled_tokens") == pytest.approx(150.0)
+    assert reached(rows, 0.75) == pytest.approx(37.5)
+    assert reached(rows, 0.4) == 0.0
+    assert reached(rows, 0.9) is None
+
+
+def test_the_difference_of_two_accuracies_is_over_all_problems_of_all_seeds() -> None:
+    mean, low, high = difference([0.8, 0.6], [0.5, 0.7], problems=100)
+    assert mean == pytest.approx(0.1)
+    half = 1.959964 * (0.7 * 0.3 / 200 + 0.6 * 0.4 / 200) ** 0.5
+    assert (low, high) == pytest.approx((0.1 - half, 0.1 + half), abs=1e-4)
