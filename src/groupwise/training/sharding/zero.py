@@ -3,10 +3,16 @@
 Gradients are added up in fp32 during the backward passes, so that a process holds only its own stretch of them: every process makes
 as many passes as the others. In stage 3 a layer's weights are gathered when it is computed, forward and backward, and the whole
 model's while a process samples.
+
+Accelerate launches the processes and says the stage. Its own wrapper of DeepSpeed's engine (1.15) does not carry the rest: it makes the
+update within the last backward pass, it takes a model that each process has read, and it saves pickled files, one a process, which only as
+many processes read again. Here an update follows any number of passes, the first process reads the weights for all, and any number of
+processes go on from a checkpoint.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import math
@@ -14,7 +20,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,22 +145,6 @@ def _divide(deepspeed: Any, blocks: Blocks, config: dict[str, Any], prepare: Cal
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Where a part of a parameter, flattened, lies among the masters of this process."""
-
-    first: int
-    """In the parameter."""
-    count: int
-    masters: Tensor
-    """A whole group's, flat, with the stretch from ``start`` on."""
-    start: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The stretch of something laid out as ``masters`` are."""
-        return flat.narrow(0, self.start, self.count)
-
-
 class ZeroAdamW:
     """The methods of ``MasterAdamW`` over DeepSpeed's optimiser. Its states have that one's names, so that checkpoints are the same.
 
@@ -170,29 +159,47 @@ class ZeroAdamW:
         """Starts again, whatever ``engine`` did before: masters are the weights, moments 0."""
         self.engine, self.config, self.world = engine, config, world
         self.zero: Any = engine.optimizer
+        self.stage = engine.zero_optimization_stage()
+        self.access: Any = importlib.import_module("deepspeed.utils")
+        """DeepSpeed's own functions for states that it has divided."""
         self.named = [(name, p) for name, p in named if p.requires_grad]
-        self.names_masters = self.named[0][1].dtype != torch.float32
-        """As where one process has masters apart from its weights; checkpoints hold them then."""
+        apart = self.named[0][1].dtype != torch.float32
+        self._keys = (*(["master"] if apart else []), *_MOMENTS)
+        """What a checkpoint has of each parameter; masters where one process has them apart from its weights."""
         give_settings(self.zero.param_groups, config)
         self.zero.clip_grad = config.max_grad_norm or 0.0
-        self.stretches = _stretches(self.zero, [p for _, p in self.named], world.rank)
         self._begin()
 
     @torch.no_grad()
     def _begin(self) -> None:
-        for masters in {id(s.masters): s.masters for s in self.stretches if s is not None}.values():
-            state = self.zero.optimizer.state[masters]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=masters.device)
+        state = self.zero.optimizer.state
+        for masters in self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups:
+            kept = state.setdefault(masters, {name: torch.zeros_like(masters) for name in _MOMENTS})
+            kept["step"] = torch.zeros((), dtype=torch.float32, device=masters.device)
             for name in _MOMENTS:
-                if name in state:
-                    state[name].zero_()
-                else:
-                    state[name] = torch.zeros_like(masters)
-        for (_, parameter), stretch in zip(self.named, self.stretches, strict=True):
-            if stretch is not None:
-                weights = local(parameter).reshape(-1)
-                first = 0 if hasattr(parameter, "ds_id") else stretch.first
-                stretch.of(stretch.masters).copy_(weights.narrow(0, first, stretch.count))
+                kept[name].zero_()
+        if self.stage == 2:  # by itself DeepSpeed finds a parameter's moments after the first step only
+            self.zero._lazy_init_hp_params_optimizer_state()
+        for _, parameter in self.named:
+            self._set(parameter, "master", local(parameter))
+
+    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Write a parameter's master or one of its moments: whole, or in stage 3 the stretch of it that this process holds."""
+        reach = "full" if self.stage == 2 else "local"
+        if key == "master":
+            getattr(self.access, f"safe_set_{reach}_fp32_param")(parameter, value)
+        else:
+            getattr(self.access, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
+
+    def _get(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """A parameter's master or one of its moments, whole, in all processes."""
+        access = self.access
+        found = (
+            access.safe_get_full_fp32_param(parameter)
+            if key == "master"
+            else access.safe_get_full_optimizer_state(parameter, key)
+        )
+        return found  # type: ignore[no-any-return]
 
     @property
     def adamw(self) -> Any:
@@ -225,27 +232,14 @@ class ZeroAdamW:
     def state(self) -> dict[str, Tensor]:
         """Whole tensors on the first process's CPU, by name; nothing on the others. A collective call."""
         tensors: dict[str, Tensor] = {}
-        for (name, parameter), stretch in zip(self.named, self.stretches, strict=True):
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            for key in (*(["master"] if self.names_masters else []), *_MOMENTS):
-                whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=self.engine.device)
-                if stretch is not None:
-                    whole.narrow(0, stretch.first, stretch.count).copy_(stretch.of(self._flat(stretch, key)))
-                self.world.all_reduce(whole)  # each number is one process's, and 0 in the others
+        for name, parameter in self.named:
+            for key in self._keys:
+                whole = self._get(parameter, key)
                 if self.world.is_first:
-                    tensors[f"{key}.{name}"] = whole.view(shape).to("cpu", copy=True)
+                    tensors[f"{key}.{name}"] = whole.to("cpu", copy=True)
             if self.world.is_first:
-                tensors[f"step.{name}"] = torch.tensor(self._steps())
+                tensors[f"step.{name}"] = torch.tensor(max(float(kept["step"]) for kept in self.zero.optimizer.state.values()))
         return tensors
-
-    def _flat(self, stretch: _Stretch, key: str) -> Tensor:
-        if key == "master":
-            return stretch.masters
-        flat: Tensor = self.zero.optimizer.state[stretch.masters][key]
-        return flat
-
-    def _steps(self) -> float:
-        return max((float(self.zero.optimizer.state[s.masters]["step"]) for s in self.stretches if s is not None), default=0.0)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -254,42 +248,18 @@ class ZeroAdamW:
         Raises ValueError for the state of another model or another precision, before anything is changed.
         """
         self._check(state)
-        for (name, _), stretch in zip(self.named, self.stretches, strict=True):
-            if stretch is None:
-                continue
-            for key in (*(["master"] if self.names_masters else []), *_MOMENTS):
-                saved = state[f"{key}.{name}"].reshape(-1)
-                stretch.of(self._flat(stretch, key)).copy_(saved.narrow(0, stretch.first, stretch.count))
-            self.zero.optimizer.state[stretch.masters]["step"].fill_(float(state[f"step.{name}"]))
+        for name, parameter in self.named:
+            for key in self._keys:
+                saved = state[f"{key}.{name}"]
+                piece = saved if self.stage == 2 else _stretch(saved, local(parameter).numel(), self.world.rank)
+                self._set(parameter, key, piece)
+        for kept in self.zero.optimizer.state.values():
+            kept["step"].fill_(float(state[f"step.{self.named[0][0]}"]))
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
-        keys = (*(["master"] if self.names_masters else []), *_MOMENTS, "step")
-        mine = {f"{key}.{name}" for name, _ in self.named for key in keys}
+        mine = {f"{key}.{name}" for name, _ in self.named for key in (*self._keys, "step")}
         for key in sorted(mine ^ state.keys()):
             raise ValueError(f"the optimiser's state {'lacks' if key in mine else 'has an unknown'} {key}")
-
-
-def _stretches(zero: Any, parameters: list[nn.Parameter], rank: int) -> list[_Stretch | None]:
-    """The stretch of each parameter that this process has the masters of; None for nothing."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return [_of_stage_3(zero, p, rank) for p in parameters]
-    groups = {id(p): index for index, group in enumerate(zero.bit16_groups) for p in group}
-    return [_of_stage_2(p, zero.single_partition_of_fp32_groups[groups[id(p)]]) for p in parameters]
-
-
-def _of_stage_2(parameter: Any, masters: Tensor) -> _Stretch | None:
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return None
-    there = mapping.get_hp_fragment_address()
-    return _Stretch(mapping.lp_fragment_address.start, there.numel, masters, there.start)
-
-
-def _of_stage_3(zero: Any, parameter: Any, rank: int) -> _Stretch | None:
-    group, start, size = zero.grad_position[parameter.ds_id]
-    first = rank * size
-    count = min(size, parameter.ds_numel - first)  # the last one is filled up
-    return None if count <= 0 else _Stretch(first, count, zero.fp32_partitioned_groups_flat[group], start)
 
 
 def check_zero(config: Config, hf_config: PreTrainedConfig, name: str) -> None:
@@ -403,6 +373,12 @@ class Zero(Divided):
         return {name: getattr(p, "ds_shape", p.shape) for name, p in self.scorer.named_parameters()}
 
 
+def _stretch(tensor: Tensor, size: int, rank: int) -> Tensor:
+    """What process ``rank`` holds of ``tensor`` in stage 3: ``size`` elements of it, flattened; the last one's are filled up."""
+    piece = tensor.reshape(-1)[size * rank : size * (rank + 1)]
+    return torch.nn.functional.pad(piece, (0, size - len(piece)))
+
+
 class _Lazy(Mapping[str, Tensor]):
     """The tensors of a safetensors file."""
 
@@ -414,10 +390,7 @@ class _Lazy(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self.file.get_tensor(name)
         size = self.sizes.get(name)
-        if size is None:
-            return tensor
-        stretch = tensor.reshape(-1)[size * self.rank : size * (self.rank + 1)]
-        return torch.nn.functional.pad(stretch, (0, size - len(stretch)))
+        return tensor if size is None else _stretch(tensor, size, self.rank)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
