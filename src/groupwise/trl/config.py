@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers import TrainingArguments
+
 from groupwise.config.section import REGISTERED
 from groupwise.distributed.open import world_size
 from groupwise.errors import ConfigError
@@ -36,8 +38,11 @@ class ArgumentError(ConfigError, ValueError):
     """A ``ConfigError`` where TRL raises a ``ValueError``: scripts that catch the one catch the other."""
 
 
+_HELP = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(TrainingArguments)}
+
+
 def _field(row: Argument) -> tuple[str, Any, Any]:
-    text = row.text.replace("%", "%%")  # argparse formats help texts
+    text = row.text.replace("%", "%%") or _HELP.get(row.name, "As TRL's documentation says.")  # argparse formats help texts
     if isinstance(row.default, list):
         return row.name, row.type, dataclasses.field(default_factory=list, metadata={"help": text})
     return row.name, row.type, dataclasses.field(default=row.default, metadata={"help": text})
@@ -125,14 +130,6 @@ class GRPOConfig(_Fields):
         from groupwise.models.load import resolve_device
 
         return resolve_device("cpu" if self.use_cpu else "auto")
-
-    @property
-    def train_batch_size(self) -> int:
-        return int(self.per_device_train_batch_size)
-
-    @property
-    def eval_batch_size(self) -> int:
-        return int(self.per_device_eval_batch_size)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """``warmup_steps``, or the share of the run that it is below 1."""
@@ -273,11 +270,6 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
     if args.loss_type == "reinforce" and args.num_iterations > 1:
         yield f"num_iterations is {args.num_iterations}, but loss_type='reinforce' has no ratio for a second update: set it to 1"
     yield from _inert_beside_own(args)
-    if args.sync_ref_model and not 0 < args.ref_model_mixup_alpha <= 1:
-        yield (
-            f"ref_model_mixup_alpha is {args.ref_model_mixup_alpha}, but it is the policy's share in the new reference: give more than "
-            "0 and at most 1, or leave sync_ref_model out"
-        )
     if args.sync_ref_model and args.beta == 0:
         yield "sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out"
     if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
@@ -319,7 +311,7 @@ def _inert_beside_own(args: GRPOConfig) -> Iterator[str]:
 
 
 def _derive_generation(args: GRPOConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Of ``generation_batch_size`` and ``steps_per_generation`` one follows from the other; by default both follow from the
+    """Derive ``generation_batch_size`` from ``steps_per_generation`` or the other way round; by default both follow from the
     accumulation of gradients. Both count over all processes, as in TRL."""
     micro_step, size, steps = args.per_device_train_batch_size * args.world_size, *(given[name] for name in _FOLLOW)
     if size is not None and steps is not None and size != micro_step * steps:
