@@ -353,7 +353,7 @@ def test_each_completion_has_its_own_environment_whenever_it_ends(tiny_folder, c
     reply = Rounds.reply
 
     def hearing(self, turn):
-        self.partner.environment.heard = turn.text
+        self.environment.heard = turn.text
         return reply(self, turn)
 
     def reward(completions, environments, **_):

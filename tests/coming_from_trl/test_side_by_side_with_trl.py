@@ -11,7 +11,7 @@ import torch
 
 from groupwise.trl import GRPOConfig, GRPOTrainer
 from groupwise.trl.arguments import ARGUMENTS
-from groupwise.trl.steps import Schedule, deal, epoch_order
+from groupwise.trl.steps import Schedule, epoch_order, split
 
 trl = pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,7 +126,7 @@ def theirs(arguments, case, folder, prompts, generations, monkeypatch):
 
     def shuffle(batch):
         count = len(batch["advantages"])
-        order = [i for sweep in deal(count, args.steps_per_generation, args.seed, next(number)) for i in sweep]
+        order = [i for sweep in split(count, args.steps_per_generation, args.seed, next(number)) for i in sweep]
         return {k: v[order] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in batch.items()}
 
     trainer._generate_single_turn = replay

@@ -16,7 +16,7 @@ from groupwise.distributed.launch import launch
 from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
 from groupwise.trl.parts import check_division, check_launch, model_config
-from groupwise.trl.steps import deal
+from groupwise.trl.steps import split
 from tests.coming_from_trl.run_script import run_case
 from tests.warm import python
 
@@ -251,6 +251,6 @@ def test_batch_sizes_count_over_processes_as_in_trl(monkeypatch):
 
 def test_processes_divide_a_sweep_and_do_not_change_it():
     for steps in (1, 3):
-        one, two = deal(24, steps, 7, 1), deal(24, steps, 7, 1, units=2)
+        one, two = split(24, steps, 7, 1), split(24, steps, 7, 1, units=2)
         assert [two[2 * s] + two[2 * s + 1] for s in range(steps)] == one
-    assert deal(8, 1, 7, 1, units=2) == [[0, 1, 2, 3], [4, 5, 6, 7]], "each its own completions, as in TRL"
+    assert split(8, 1, 7, 1, units=2) == [[0, 1, 2, 3], [4, 5, 6, 7]], "each its own completions, as in TRL"

@@ -100,10 +100,14 @@ class Toolbox:
     Args:
         timeout_s: seconds that one call may take; None for any number.
         longest: characters of a result that the policy is given; None for all.
+        write: makes text of a result and the tool's name; it raises TypeError for what is no result. By itself `as_text`.
     """
 
-    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None, longest: int | None = LONGEST_RESULT) -> None:
-        self.tools, self.timeout_s, self.longest = dict(tools), timeout_s, longest
+    def __init__(
+        self, tools: Mapping[str, Tool], timeout_s: float | None, longest: int | None = LONGEST_RESULT,
+        write: Callable[[object, str], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.tools, self.timeout_s, self.longest, self.write = dict(tools), timeout_s, longest, write or as_text
 
     def call(self, asked: Asked) -> ToolCall:
         """Makes the call, and returns what the policy is told of it. Raises nothing."""
@@ -118,7 +122,7 @@ class Toolbox:
             return _failed(asked, "invalid", f"{error}; it is called as {tool.name}({', '.join(tool.parameters)})")
         named = Asked(asked.name, arguments)
         try:
-            result = as_text(call_with_limit(tool.function, arguments, None if tool.bounded else self.timeout_s), tool.name)
+            result = self.write(call_with_limit(tool.function, arguments, None if tool.bounded else self.timeout_s), tool.name)
         except CallTimedOut:
             return self._late(named)
         except CallRaised as raised:

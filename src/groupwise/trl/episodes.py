@@ -7,7 +7,6 @@ often, a method ``step`` is a tool like others, and ``get_reward`` is a reward f
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import math
@@ -21,14 +20,15 @@ from groupwise.episodes import Episodes, with_observation
 from groupwise.episodes.environments import Environments, Partner, Reply, ToolUse
 from groupwise.episodes.formats import FORMATS, Asked, CallFormat, Hermes, format_of_template
 from groupwise.episodes.templates import TurnTemplate
-from groupwise.episodes.tools import Tool, Toolbox, describe
+from groupwise.episodes.tools import Tool, Toolbox, as_text, describe
+from groupwise.models.load import Policy
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
 
 __all__ = ["EMPTY_PROMPT", "Factories", "ScriptEpisodes", "conversation", "open_script", "roll_out"]
 
 EMPTY_PROMPT = ({"role": "user", "content": ""},)
-"""Of a row without a prompt, which is what its environment says."""
+"""The prompt of a row that has none: it is what the environment says."""
 _FORMATS: Mapping[str, CallFormat] = {"hermes": Hermes(closed=True), "llama3": FORMATS["llama3"]}
 Factories = Callable[[], object] | Mapping[str, Callable[[], object]] | None
 """What makes a script's environments: one kind, or several by name."""
@@ -102,19 +102,17 @@ class Whole:
         return self.format.beside(text) if all(one.name for one in self.format.read(text)) else text
 
 
-@dataclass(slots=True)
-class Rounds:
-    """``partner`` for a number of turns with calls; those of the turn after them are not made."""
+@dataclass
+class Rounds(ToolUse):
+    """Makes the calls of ``left`` turns; those of the turn after them are not made."""
 
-    partner: ToolUse
-    left: float
-    role: str | None = None
+    left: float = math.inf
 
     def reply(self, turn: Completion) -> Reply:
-        if self.left <= 0 and self.partner.format.read(turn.text):
+        if self.left <= 0 and self.format.read(turn.text):
             return Reply(ended="max_turns")
         self.left -= 1
-        return self.partner.reply(turn)
+        return super().reply(turn)
 
     def reward(self, unheard: Completion | None) -> None:
         """That of an environment is asked for by a reward function."""
@@ -136,8 +134,8 @@ class ScriptEpisodes(Episodes):
         if self.environments is not None:
             made = self.environments.make(problem)
             said = self.environments.start(made, problem)
-            tools |= _as_trl_writes(self.environments.tools_of(made))
-        return Rounds(ToolUse(Toolbox(tools, None, longest=None), self.format, made), self.rounds), said
+            tools |= self.environments.tools_of(made)
+        return Rounds(Toolbox(tools, None, longest=None, write=_as_trl_writes), self.format, made, left=self.rounds), said
 
     def opening(self, problem: Problem) -> tuple[Any, list[Tool]]:
         """The prompt of ``problem`` with what its environment says at the start, and the tools there."""
@@ -150,7 +148,7 @@ class ScriptEpisodes(Episodes):
     def are_over(self, partners: Sequence[Partner]) -> None:
         """See ``Episodes.are_over``: they were lent in the order in which first turns ended."""
         if isinstance(self.environments, Pool):
-            places = {id(partner.partner.environment): i for i, partner in enumerate(partners) if isinstance(partner, Rounds)}
+            places = {id(partner.environment): i for i, partner in enumerate(partners) if isinstance(partner, Rounds)}
             self.environments.lent.sort(key=lambda pair: places.get(id(pair[1]), len(places)))
 
     @property
@@ -195,45 +193,28 @@ def open_script(
         pool.take_back()
     rounds = math.inf if args.max_tool_calling_iterations is None else args.max_tool_calling_iterations
     return ScriptEpisodes(
-        _as_trl_writes(described), pool, Whole(_FORMATS[form]), template, max_turns=10**9, timeout_s=None, concurrent=0,
+        described, pool, Whole(_FORMATS[form]), template, max_turns=10**9, timeout_s=None, concurrent=0,
         functions=tuple(own), rewards=rewards, rounds=rounds,
     )  # fmt: skip
 
 
-def _as_trl_writes(tools: Mapping[str, Tool]) -> dict[str, Tool]:
+def _as_trl_writes(result: object, name: str) -> str:
     """Results that are neither text nor lists are written by ``str``: ``True`` and ``None``, not ``true`` and ``null``."""
-
-    def written(function: Callable[..., Any]) -> Callable[..., Any]:
-        def shown(result: object) -> object:
-            return str(result) if result is None or isinstance(result, bool | int | float | dict | tuple) else result
-
-        @functools.wraps(function)
-        def call(*given: object, **named: object) -> object:
-            return shown(function(*given, **named))
-
-        @functools.wraps(function)
-        async def wait(*given: object, **named: object) -> object:
-            return shown(await function(*given, **named))
-
-        return wait if inspect.iscoroutinefunction(function) else call
-
-    return {name: Tool(name, written(tool.function), tool.schema) for name, tool in tools.items()}
+    return as_text(str(result) if result is None or isinstance(result, bool | int | float | dict | tuple) else result, name)
 
 
 def _judged_by(kind: Any) -> Callable[..., object]:
     """The reward function that asks the environments of exactly this class, and does not apply to others."""
-    if inspect.iscoroutinefunction(kind.get_reward):
 
-        async def get_reward(environments: Sequence[Any], **_: object) -> list[object]:
-            return [await one.get_reward() if type(one) is kind else None for one in environments]
+    def ask(environments: Sequence[Any], **_: object) -> list[Any]:
+        return [one.get_reward() if type(one) is kind else None for one in environments]
 
-    else:
+    async def wait(environments: Sequence[Any], **_: object) -> list[object]:
+        return [None if score is None else await score for score in ask(environments)]
 
-        def get_reward(environments: Sequence[Any], **_: object) -> list[object]:  # type: ignore[misc]
-            return [one.get_reward() if type(one) is kind else None for one in environments]
-
-    get_reward.__name__ = kind.__name__
-    return get_reward
+    judge: Callable[..., object] = wait if inspect.iscoroutinefunction(kind.get_reward) else ask
+    judge.__name__ = kind.__name__
+    return judge
 
 
 def conversation(completion: Completion, form: CallFormat) -> list[dict[str, Any]]:
@@ -255,8 +236,7 @@ def conversation(completion: Completion, form: CallFormat) -> list[dict[str, Any
 
 
 def roll_out(
-    function: Callable[[list[Any]], Mapping[str, Any]], prompts: Sequence[Prompt], group_size: int, tokenizer: Any, ends: Sequence[int],
-    temperature: float,
+    function: Callable[[list[Any]], Mapping[str, Any]], prompts: Sequence[Prompt], group_size: int, policy: Policy, temperature: float
 ) -> tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]:  # fmt: skip
     """What a script's ``rollout_func`` sampled, each prompt ``group_size`` times: prompts with its token ids, completions, and further
     columns for reward functions. Tokens whose ``env_mask`` is 0 were given.
@@ -294,9 +274,9 @@ def roll_out(
                     f"rollout_func returned {len(tokens)} completion_ids, {len(mask)} of env_mask and {len(numbers)} logprobs for prompt "
                     f"{i}: return as many of each, at least one"
                 )
-            turns = () if masks is None else _turns(tokens, mask, tokenizer)
-            reason: FinishReason = "stop" if tokens[-1] in ends else "length"
-            text = tokenizer.decode(list(tokens), skip_special_tokens=True)
+            turns = () if masks is None else _turns(tokens, mask, policy.tokenizer)
+            reason: FinishReason = "stop" if tokens[-1] in policy.end_token_ids else "length"
+            text = policy.tokenizer.decode(list(tokens), skip_special_tokens=True)
             numbers = [x * sampled for x, sampled in zip(numbers, mask, strict=True)]
             group.append(Completion(text, tokens, tuple(numbers), reason, sample, temperature=temperature, turns=turns))
         groups.append(tuple(group))

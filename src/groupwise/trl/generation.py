@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.algorithm import Objective
 from groupwise.batch import Member
-from groupwise.config.schema import RolloutConfig
-from groupwise.distributed import World
-from groupwise.engines import Engine
 from groupwise.episodes.tools import Tool
 from groupwise.errors import DataError
 from groupwise.metrics import Metric
-from groupwise.rollout import rollout_settings
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.episodes import EMPTY_PROMPT, ScriptEpisodes
 from groupwise.trl.rewards import RewardFunctions, Scores, combine
-from groupwise.trl.steps import Part
-from groupwise.types import Completion, Group, Problem, Prompt, number_occurrences
+from groupwise.trl.steps import Part, prompts_needed
+from groupwise.types import Completion, Group, Problem, Prompt
 
-__all__ = ["Generation", "PromptSet", "generate", "generation_numbers", "was_cut"]
+__all__ = ["Generation", "PromptSet", "generation_numbers", "was_cut"]
 
 _MARKS = 8
 """Tokens that a tokenizer may put around a text, at most."""
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _IMAGES = ("image", "images")
-Rolled = tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]
-"""Prompts, completions of each, and further columns."""
 
 
 class UnfitDataError(DataError, ValueError):
@@ -120,11 +114,8 @@ class PromptSet:
             return list(dataset)
         if args.max_steps <= 0:
             raise UnfitDataError("the training data set is a stream, which has no length: set max_steps")
-        micro_steps = args.max_steps * args.gradient_accumulation_steps
-        generations = math.ceil(micro_steps / (args.steps_per_generation * args.num_iterations))
         args.dataloader_num_workers = 0  # as TRL sets it, for who looks
-        seed = args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None
-        return Stream(dataset, generations * (args.generation_batch_size // args.num_generations), seed)
+        return Stream(dataset, prompts_needed(args), args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -227,6 +218,23 @@ class Generation:
     parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
     """By the micro-steps that they are made of."""
 
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], scores: list[Scores], functions: RewardFunctions,
+        objective: Objective,
+    ) -> Generation:  # fmt: skip
+        """Equally many completions of each prompt, with the ``scores`` of each function, as groups with their advantages."""
+        flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
+        by_function, lengths = dict(zip(functions.keys, scores, strict=True)), [c.sampled_tokens for _, c in flat]
+        size = len(sampled[0])
+        rewards, advantages, metrics = combine(by_function, functions.weights, lengths, size, objective)
+        groups = [
+            Group(prompt, tuple(completions), tuple(rewards[i * size : (i + 1) * size]))
+            for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
+        ]
+        questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
+        return cls(groups, questions, [functions.shown(*pair) for pair in flat], scores, rewards, advantages, metrics)
+
     @property
     def sampled(self) -> list[Completion]:
         return [c for group in self.groups for c in group.completions]
@@ -235,60 +243,6 @@ class Generation:
     def members(self) -> list[Member]:
         """Each completion's group and place in it."""
         return [(g, m) for g, group in enumerate(self.groups) for m in range(len(group.completions))]
-
-
-def generate(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    functions: RewardFunctions,
-    args: GRPOConfig,
-    rollout: RolloutConfig,
-    world: World,
-    objective: Objective,
-    *,
-    group_size: int,
-    scope: str,
-    extras: Mapping[str, object],
-    episodes: ScriptEpisodes | None = None,
-    roll_out: Callable[[Sequence[Prompt]], Rolled] | None = None,
-) -> Generation:
-    """For all processes at once: sample ``group_size`` completions of each prompt, and score them.
-
-    ``engine`` deals the prompts; each process scores its share of the completions in one call, as in TRL the ones that follow those of
-    the process before it; where there are environments, those that it has. ``extras``: keywords beside the columns. ``roll_out``
-    samples in place of the engine, and may add to them.
-    """
-    settings = replace(rollout_settings(rollout), min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
-    if episodes is not None:
-        episodes.take_back()
-    if roll_out is None:
-        sampled = engine.sample(number_occurrences(prompts), group_size, settings, seed=args.seed, scope=scope)
-    else:
-        prompts, sampled, more = roll_out(prompts)
-        extras = {**extras, **more}
-    flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
-    questions = [[dict(m) for m in p.messages] if p.messages is not None else p.text for p, _ in flat]
-    answers = [functions.shown(prompt, completion) for prompt, completion in flat]
-    whole = (
-        group_size if episodes is not None and episodes.environments is not None else 1
-    )  # an environment's group is not divided
-    first, last = (len(flat) // whole * rank // world.size * whole for rank in (world.rank, world.rank + 1))
-    if whole > 1:
-        assert episodes is not None
-        extras = {**extras, "environments": episodes.played}
-    own = [  # a group may be of several processes
-        (prompt, completions[max(0, first - i * group_size) : max(0, last - i * group_size)])
-        for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
-    ]
-    parts = world.all_gather_object(functions.score([pair for pair in own if pair[1]], extras))
-    scores = [[score for part in parts for score in part[index]] for index in range(len(functions.names))]
-    by_function, lengths = dict(zip(functions.keys, scores, strict=True)), [c.sampled_tokens for _, c in flat]
-    rewards, advantages, metrics = combine(by_function, functions.weights, lengths, group_size, objective)
-    groups = [
-        Group(prompt, tuple(completions), tuple(rewards[i * group_size : (i + 1) * group_size]))
-        for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
-    ]
-    return Generation(groups, questions, answers, scores, rewards, advantages, metrics)
 
 
 def generation_numbers(

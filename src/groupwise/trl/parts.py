@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -55,6 +54,7 @@ from groupwise.models.load import (
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import multiply_dequantised, quantised_layers
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
+from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
 from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
@@ -195,50 +195,30 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
     )
 
 
-class GivenOptimizer:
-    """The methods of ``MasterAdamW`` that the learner uses, over an optimiser that holds the model's own parameters."""
+class GivenOptimizer(MasterAdamW):
+    """A script's own optimiser, over the model's own parameters. Gradients are clipped as elsewhere; its schedule sets its rates."""
 
-    loss_scale, can_recover, lost = 1.0, False, None
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[Tensor], max_grad_norm: float | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[Tensor], config: OptimizerConfig) -> None:
         """``model``: all its parameters. Those that the optimiser does not hold are frozen."""
-        self.adamw, self.max_grad_norm = optimizer, max_grad_norm
-        self.masters = [p for group in optimizer.param_groups for p in group["params"]]
-        held = {id(p) for p in self.masters}
+        self._given = optimizer
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         known = set()
         for parameter in model:
             known.add(id(parameter))
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in held)
-        if not held & known:
+        if not held.keys() & known:
             raise ConfigError("the optimiser in optimizers= holds none of the model's parameters: make it of model.parameters()")
+        super().__init__([("", p) for p in held.values()], config.model_copy(update={"precision": "pure"}))
+        self._scale = None  # whether and how to scale a loss is the script's choice
 
-    def gradients(self) -> list[Tensor | None]:
-        """Of each of ``masters``."""
-        return [p.grad for p in self.masters]
+    def _make_adamw(self) -> torch.optim.Optimizer:
+        return self._given
 
-    def zero_gradient(self, index: int) -> Tensor:
-        """A gradient of 0 for a master that has none."""
-        gradient = torch.zeros_like(self.masters[index])
-        self.masters[index].grad = gradient
-        return gradient
-
-    def step(self, learning_rate: float) -> tuple[float, bool]:
-        """Clip and step; the rate is the scheduler's, which has set it already."""
-        parameters = [p for p in self.masters if p.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
-        if math.isfinite(norm):
-            self.adamw.step()
-        self.clear()
-        return norm, math.isfinite(norm)
-
-    def clear(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        """It is the caller's."""
+    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float) -> None:
+        self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """``index.key`` -> tensor, of the optimiser's own state."""
+        """The optimiser's own state, ``index.key`` -> tensor."""
         state = self.adamw.state_dict()["state"]
         return {f"{i}.{k}": torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items() if v is not None}
 

@@ -1,6 +1,6 @@
 """Which completions go into which optimiser step, as TRL counts, which of their tokens count, and what is logged of them.
 
-A generation is dealt into micro-steps of ``per_device_train_batch_size`` completions a process, and ``gradient_accumulation_steps`` of
+A generation is divided into micro-steps of ``per_device_train_batch_size`` completions a process, and ``gradient_accumulation_steps`` of
 them make an optimiser step.
 """
 
@@ -29,9 +29,10 @@ __all__ = [
     "Part",
     "Schedule",
     "Stretch",
-    "deal",
     "epoch_order",
     "micro_step_numbers",
+    "prompts_needed",
+    "split",
     "unit_counts",
     "whole_loss",
 ]
@@ -126,8 +127,14 @@ def epoch_order(prompts: int, seed: int, shuffle: bool, epoch: int) -> list[int]
     return torch.randperm(prompts, generator=generator).tolist()
 
 
-def deal(completions: int, micro_steps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
-    """The generation's completions, dealt into ``micro_steps`` x ``units`` equal parts, at random where there are several micro-steps.
+def prompts_needed(args: GRPOConfig) -> int:
+    """Prompts of the generations that ``max_steps`` optimiser steps take."""
+    generations = math.ceil(args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations))
+    return generations * (args.generation_batch_size // args.num_generations)
+
+
+def split(completions: int, micro_steps: int, seed: int, generation: int, units: int = 1) -> list[list[int]]:
+    """Divide the generation's completions into ``micro_steps`` x ``units`` equal parts, at random where there are several micro-steps.
 
     A micro-step's ``units``, one for each process of the run, follow each other. Which completions a micro-step has does not depend on how
     many units it has: processes divide the work alone.

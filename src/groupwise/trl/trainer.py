@@ -25,6 +25,7 @@ from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy
+from groupwise.rollout import rollout_settings
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import BatchPass, Learner
 from groupwise.training.sharding.divided import Divided
@@ -32,7 +33,7 @@ from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.trl.episodes import Factories, open_script, roll_out
-from groupwise.trl.generation import Generation, PromptSet, Rolled, generate, generation_numbers, was_cut
+from groupwise.trl.generation import Generation, PromptSet, generation_numbers, was_cut
 from groupwise.trl.outputs import Callback, CompletionLog, Outputs, callback_handler, drain, for_all, logger, words_about
 from groupwise.trl.parts import (
     GivenOptimizer,
@@ -46,8 +47,18 @@ from groupwise.trl.parts import (
     to_config,
 )
 from groupwise.trl.rewards import RewardFunction, RewardFunctions
-from groupwise.trl.steps import EntropyControl, Part, Schedule, deal, epoch_order, micro_step_numbers, unit_counts, whole_loss
-from groupwise.types import Prompt
+from groupwise.trl.steps import (
+    EntropyControl,
+    Part,
+    Schedule,
+    epoch_order,
+    micro_step_numbers,
+    prompts_needed,
+    split,
+    unit_counts,
+    whole_loss,
+)
+from groupwise.types import Prompt, number_occurrences
 
 __all__ = ["GRPOTrainer"]
 
@@ -128,7 +139,7 @@ class GRPOTrainer(Outputs):
                 "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
                 "the script in one process; or leave it out, and make it an environment_factory"
             )
-        self._make(*self._given)
+        self._make()
         self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device, self.episodes)
         self.reward_func_names = self.rewards.names
         room = self.policy.context_length - args.max_completion_length
@@ -148,15 +159,13 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_init_end")
 
     @for_all
-    def _make(
-        self, model: str | torch.nn.Module, tokenizer: Any, peft_config: Any, quantization_config: Any, optimizers: Optimizers,
-        checkpoint: Path | None = None,
-    ) -> None:  # fmt: skip
+    def _make(self, checkpoint: Path | None = None) -> None:
         """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead, or its adapter."""
         args = self.args
+        model, tokenizer, peft_config, quantization_config, (given, scheduler) = self._given
         seed_everything(args, self.world.rank)
         way = check_launch(args, self.world.size)
-        if way != "none" and (not isinstance(model, str) or optimizers[0] is not None):
+        if way != "none" and (not isinstance(model, str) or given is not None):
             raise ArgumentError(
                 f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
@@ -173,14 +182,14 @@ class GRPOTrainer(Outputs):
             load_adapter(self.policy.model, checkpoint)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config)
+        settings = rollout_settings(self.config.rollout)
+        self._sampling = replace(settings, min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
-        given, scheduler = optimizers
         self.lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
         scorer, sharding, self.engine = make_parts(
             self.policy, self.config, self.world, given is not None, self._objective.needs_reference, aside, self.episodes
         )
-        limit = self.config.optimizer.max_grad_norm
-        own = None if given is None else GivenOptimizer(given, self.model.parameters(), limit)
+        own = None if given is None else GivenOptimizer(given, self.model.parameters(), self.config.optimizer)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
         self.optimizer = self.learner.optimizer.adamw
         self._own_optimizer = given is not None
@@ -234,7 +243,7 @@ class GRPOTrainer(Outputs):
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
         if checkpoint is not None and self.learner.sharding.divides_weights:
             del self.learner, self.engine, self.optimizer, self.policy, self.model
-            self._make(*self._given, checkpoint=checkpoint)
+            self._make(checkpoint)
             self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
         if self.lr_scheduler is None:
             for group in self.optimizer.param_groups if not self._own_optimizer else ():
@@ -281,8 +290,14 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_optimizer_step")
         self.lr_scheduler.step()
         self.engine.refresh(self.learner.updates)
-        self._check_dropped()
-        self._count_loss(found, stepped)
+        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
+            raise TrainingError(
+                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower learning_rate or look "
+                "at the rewards"
+            )
+        loss = whole_loss(found)
+        if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
+            self._loss += loss
         self.entropy.step(found)
         skipped = sum(part.skipped_tokens for part, _ in parts)
         numbers = micro_step_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, micro_steps)
@@ -292,7 +307,8 @@ class GRPOTrainer(Outputs):
         self._recent = {"grad_norm": stepped["optimizer/grad_norm"].value, "learning_rate": rate}
         self.state.global_step += 1
         self.state.epoch = epoch + (update + 1) / self.schedule.updates
-        self._synchronise_reference()
+        if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
+            self.learner.renew_reference()
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -320,45 +336,58 @@ class GRPOTrainer(Outputs):
         return self._generation[1]
 
     def _generate(self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]]) -> Generation:
-        extra_columns: dict[str, list[object]] = defaultdict(list)
-        logged: dict[str, list[float]] = defaultdict(list)
-        extras: dict[str, object] = {
+        """Sample ``size`` completions of each prompt and score them; what is to be logged of it goes into ``numbers``.
+
+        Each process scores its share of the completions in one call, as in TRL the ones that follow those of the process before it; where
+        there are environments, those that it has.
+        """
+        args, world = self.args, self.world
+        extra_columns, logged = defaultdict[str, list[object]](list), defaultdict[str, list[float]](list)
+        keywords: dict[str, object] = {
             "trainer_state": self.state,
             "log_extra": lambda column, values: extra_columns[column].extend(values),
             "log_metric": lambda name, value: logged[name].append(float(value)),
         }
-
-        def own(prompts: Sequence[Prompt]) -> Rolled:
-            ends = self.policy.end_token_ids
-            return roll_out(
-                lambda asked: self.rollout_func(asked, self), prompts, size, self.processing_class, ends, self.args.temperature
-            )
-
-        generation = generate(
-            self.engine, prompts, self.rewards, self.args, self.config.rollout, self.world, self.learner.objective,
-            group_size=size, scope=scope, extras=extras, episodes=self.episodes, roll_out=self.rollout_func and own,
-        )  # fmt: skip
-        for name, number in generation_numbers(generation, self.rewards.names, self.args, bool(self.tools)).items():
+        if self.episodes is not None:
+            self.episodes.take_back()
+        if self.rollout_func:
+            found = roll_out(lambda asked: self.rollout_func(asked, self), prompts, size, self.policy, args.temperature)
+            prompts, sampled, columns = found
+            keywords |= columns
+        else:
+            sampled = self.engine.sample(number_occurrences(prompts), size, self._sampling, seed=args.seed, scope=scope)
+        whole = 1  # completions that one process must score together
+        if self.episodes is not None and self.episodes.environments is not None:
+            keywords["environments"], whole = self.episodes.played, size
+        first, last = (len(prompts) * size // whole * rank // world.size * whole for rank in (world.rank, world.rank + 1))
+        own = [  # a group may be of several processes
+            (prompt, completions[max(0, first - i * size) : max(0, last - i * size)])
+            for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))
+        ]
+        parts = world.all_gather_object(self.rewards.score([pair for pair in own if pair[1]], keywords))
+        scores = [[score for part in parts for score in part[index]] for index in range(len(self.rewards.names))]
+        generation = Generation.of(prompts, sampled, scores, self.rewards, self.learner.objective)
+        for name, number in generation_numbers(generation, self.rewards.names, args, bool(self.tools)).items():
             numbers[name].append(number)
-        for name, values in _joined(self.world.all_gather_object(dict(logged))).items():
+        for name, values in _joined(world.all_gather_object(dict(logged))).items():
             numbers[name].append(statistics.fmean(values))
         if numbers is self._numbers:
             tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
             self.state.num_input_tokens_seen += tokens
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
-        self.completion_log.keep(generation, self.rewards.names, _joined(self.world.all_gather_object(dict(extra_columns))))
+        self.completion_log.keep(generation, self.rewards.names, _joined(world.all_gather_object(dict(extra_columns))))
         return generation
 
     def _prepare(self, generation: Generation, index: int, number: int) -> None:
         """Pack every stretch of micro-steps in which the generation will be learnt from."""
         micro_steps, units = self.schedule.steps_per_generation, self.world.size
-        dealt = deal(len(generation.sampled), micro_steps, self.args.seed, number, units)
+        divided = split(len(generation.sampled), micro_steps, self.args.seed, number, units)
         for chosen in self.schedule.micro_steps_of(index):
-            own = [unit for micro_step in chosen for unit in dealt[micro_step * units : (micro_step + 1) * units]]
+            own = [unit for micro_step in chosen for unit in divided[micro_step * units : (micro_step + 1) * units]]
             generation.parts[chosen] = self._part(generation, own, micro_steps, self.schedule.off_policy)
 
-    def _part(self, generation: Generation, dealt: list[list[int]], micro_steps: int, off_policy: bool) -> Part:
-        """The window of some micro-steps, of which ``dealt`` has the units; the generation has ``micro_steps``. What has no advantage and
+    def _part(self, generation: Generation, parts: list[list[int]], micro_steps: int, off_policy: bool) -> Part:
+        """The window of some micro-steps, whose units ``parts`` has; the generation has ``micro_steps``. What has no advantage and
         no other effect is left out."""
         args, members, sampled, units = self.args, generation.members, generation.sampled, self.world.size
         lengths = [0 if args.mask_truncated_completions and was_cut(c) else c.sampled_tokens for c in sampled]
@@ -366,9 +395,9 @@ class GRPOTrainer(Outputs):
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
         weights = torch.zeros(len(sampled))
         unit_of: dict[Member, int] = {}
-        for index, unit in enumerate(dealt):
+        for index, unit in enumerate(parts):
             first = index // units * units
-            whole = sum(map(len, dealt[first : first + units]))
+            whole = sum(map(len, parts[first : first + units]))
             counts = unit_counts(
                 args.loss_type, unit=unit, micro_step=whole, lengths=lengths, micro_steps=micro_steps, units=units,
                 max_tokens=args.max_completion_length,
@@ -376,13 +405,13 @@ class GRPOTrainer(Outputs):
             tokens_N = torch.tensor([sampled[i].sampled_tokens for i in unit])
             weights[unit] = self.learner.objective.weights(tokens_N, torch.arange(len(unit)), counts)
             unit_of |= {members[i]: index for i in unit}
-        chosen = sorted(i for unit in dealt for i in unit if taught[i])
+        chosen = sorted(i for unit in parts for i in unit if taught[i])
         window = self.learner.window_of(
             generation.groups, [members[i] for i in chosen], weights[chosen], torch.tensor(generation.advantages)[chosen],
             off_policy=off_policy,
         )  # fmt: skip
         unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
-        return Part(window, unit_N, len(dealt), units, sum(lengths[i] for unit in dealt for i in unit if not taught[i]))
+        return Part(window, unit_N, len(parts), units, sum(lengths[i] for unit in parts for i in unit if not taught[i]))
 
     def _fill_gradients(self, passes_were_made: bool) -> None:
         """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
@@ -392,24 +421,6 @@ class GRPOTrainer(Outputs):
         for master in getattr(optimizer, "masters", ()):
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-
-    def _check_dropped(self) -> None:
-        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
-            raise TrainingError(
-                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower learning_rate or look "
-                "at the rewards"
-            )
-
-    def _count_loss(self, found: dict[str, Metric], stepped: dict[str, Metric]) -> None:
-        loss = whole_loss(found)
-        if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
-            self._loss += loss
-
-    def _synchronise_reference(self) -> None:
-        """reference = alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
-        if not self.args.sync_ref_model or self.state.global_step % self.args.ref_model_sync_steps:
-            return
-        self.learner.renew_reference()
 
     # Logs, evaluation, checkpoints.
 
@@ -487,7 +498,7 @@ class GRPOTrainer(Outputs):
 
     @torch.no_grad()
     def _loss_of(self, generation: Generation, numbers: dict[str, list[float]]) -> float:
-        part = self._part(generation, deal(len(generation.sampled), 1, 0, 0, self.world.size), 1, False)
+        part = self._part(generation, split(len(generation.sampled), 1, 0, 0, self.world.size), 1, False)
         found = self._accumulate([(part, True)], 1.0)
         of_entropy = self.entropy.numbers(found, 1, evaluating=True)
         for name, number in (micro_step_numbers(found, part.skipped_tokens, self.args.loss_type) | of_entropy).items():
@@ -511,8 +522,7 @@ def _placeholders(args: GRPOConfig, environment_factory: Factories) -> list[dict
         raise ArgumentError(f"train_dataset is missing, but {why}: pass a data set")
     if args.max_steps <= 0:
         raise ArgumentError("the environments bring the prompts, so that there is no length of the data: set max_steps")
-    generations = math.ceil(args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations))
-    return [{}] * (generations * args.generation_batch_size // args.num_generations)
+    return [{}] * prompts_needed(args)
 
 
 def _joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
