@@ -63,8 +63,8 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def save(output: Path, policy: Policy, learner: Learner, state: TrainerState, *, only_model: bool, limit: int | None) -> None:
-    """For all processes at once: write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond
-    ``limit``. One of this step, of an earlier run, goes when the new one is in its place.
+    """Write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond ``limit``. A collective call.
+    One of this step, of an earlier run, goes when the new one is in its place.
 
     Raises CheckpointError where the disk does not take it; the checkpoints before it are untouched.
     """
@@ -151,7 +151,7 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, local_first: boo
 
 
 def _load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Into the tensors that are there: learner and sampler hold the same memory."""
+    """Copy the weights into the tensors that are there: learner and sampler hold the same memory."""
     saved: dict[str, Tensor] = {}
     for file in sorted(checkpoint.glob("model*.safetensors")):
         saved |= load_file(file)

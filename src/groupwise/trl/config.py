@@ -284,30 +284,24 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
 
 def _inert_beside_own(args: GRPOConfig) -> Iterator[str]:
     """Settings of TRL's losses and advantages beside those that TRL lacks, which would do nothing; and the other way round."""
-    if args.loss_type in ARGUMENTS["loss_type"].values:
-        if args.loss_settings:
-            yield (
-                f"loss_settings is {args.loss_settings}, but the settings of loss_type={args.loss_type!r} are arguments, such as epsilon: "
-                "leave loss_settings out"
-            )
-    else:
-        in_kl = args.beta > 0 and args.use_bias_correction_kl  # then the KL's ratio is of this level
-        for name in _OF_CLIPS if in_kl else (*_OF_CLIPS, "importance_sampling_level"):
+    own_loss = args.loss_type not in ARGUMENTS["loss_type"].values
+    if args.loss_settings and not own_loss:
+        yield (
+            f"loss_settings is {args.loss_settings}, but the settings of loss_type={args.loss_type!r} are arguments, such as epsilon: "
+            "leave loss_settings out"
+        )
+    if args.advantage_settings and args.advantage_type is None:
+        yield f"advantage_settings is {args.advantage_settings}, but there is no advantage_type that takes them: set it"
+    in_kl = args.beta > 0 and args.use_bias_correction_kl  # then the KL's ratio is of this level
+    of_losses = _OF_CLIPS if in_kl else (*_OF_CLIPS, "importance_sampling_level")
+    of_advantages = ("scale_rewards", "multi_objective_aggregation")
+    for what, names in (("loss", of_losses if own_loss else ()), ("advantage", of_advantages if args.advantage_type else ())):
+        for name in names:
             if getattr(args, name) != ARGUMENTS[name].default:
                 yield (
-                    f"{name} is {getattr(args, name)!r}, but it does nothing with loss_type={args.loss_type!r}: leave it out, and set "
-                    "what the loss takes in loss_settings"
+                    f"{name} is {getattr(args, name)!r}, but it does nothing with {what}_type={getattr(args, what + '_type')!r}: leave it "
+                    f"out, and set what the {what} takes in {what}_settings"
                 )
-    if args.advantage_type is None:
-        if args.advantage_settings:
-            yield f"advantage_settings is {args.advantage_settings}, but there is no advantage_type that takes them: set it"
-        return
-    for name in ("scale_rewards", "multi_objective_aggregation"):
-        if getattr(args, name) != ARGUMENTS[name].default:
-            yield (
-                f"{name} is {getattr(args, name)!r}, but it does nothing with advantage_type={args.advantage_type!r}: leave it out, and "
-                "set what the advantage takes in advantage_settings"
-            )
 
 
 def _derive_generation(args: GRPOConfig, given: Mapping[str, Any]) -> Iterator[str]:

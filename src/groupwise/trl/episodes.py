@@ -115,7 +115,7 @@ class Rounds(ToolUse):
         return super().reply(turn)
 
     def reward(self, unheard: Completion | None) -> None:
-        """That of an environment is asked for by a reward function."""
+        """Nothing: a reward function asks the environment."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class ScriptEpisodes(Episodes):
         return [one for _, one in self.environments.lent] if isinstance(self.environments, Pool) else []
 
     def take_back(self) -> None:
-        """Before each generation."""
+        """All environments may be played again."""
         if isinstance(self.environments, Pool):
             self.environments.take_back()
 

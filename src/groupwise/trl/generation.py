@@ -128,7 +128,7 @@ class PromptSet:
         return self._kept[index]
 
     def _most_tokens(self, prompt: Any) -> float:
-        """More than these it cannot have: a token is a byte at least."""
+        """A bound on the prompt's tokens, without rendering it: a token is a byte at least."""
         if isinstance(prompt, str):
             return len(prompt.encode()) + _MARKS
         roles = tuple(str(m.get("role")) for m in prompt)

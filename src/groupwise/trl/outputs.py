@@ -146,7 +146,7 @@ def _shown(value: object) -> str:
 
 
 def for_all(method: Callable[P, T]) -> Callable[P, T]:
-    """All processes call ``method`` at once: where one fails, all end with its error. Inside another such method it adds nothing."""
+    """Decorate a method that all processes call at once: where one fails, all end with its error. Inside another it adds nothing."""
 
     @functools.wraps(method)
     def inside(*given: P.args, **named: P.kwargs) -> T:
@@ -223,10 +223,6 @@ class Outputs:
         """Refused: uploading is left to the Hub's own command."""
         raise ConfigError(f"push_to_hub() is not there: save_model() and then `hf upload NAME {self.args.output_dir}`")
 
-    def create_model_card(self, *_: object, **__: object) -> None:
-        """Refused, like ``push_to_hub``."""
-        raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""
         return self.world.is_first
@@ -297,7 +293,7 @@ class Outputs:
 
     @property
     def entropy_coef(self) -> float:
-        """As it is now."""
+        """The coefficient of the entropy bonus as it is now."""
         return float(self.entropy.coef)
 
     def get_train_dataloader(self) -> DataLoader[Any]:

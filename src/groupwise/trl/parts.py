@@ -21,16 +21,7 @@ from groupwise.algorithm.losses import Loss, cispo_loss, clip_loss, sapo_loss, v
 from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES
 from groupwise.config.problems import explain_failure
-from groupwise.config.schema import (
-    AlgorithmConfig,
-    Config,
-    KLConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from groupwise.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
@@ -55,7 +46,7 @@ from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.quantised import multiply_dequantised, quantised_layers
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.optimizer import MasterAdamW
-from groupwise.training.sharding import Replicas, check_sharding, make_sharding, with_whole_weights
+from groupwise.training.sharding import Replicas, check_sharding, loading_device, make_sharding, with_whole_weights
 from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
 
@@ -70,39 +61,34 @@ log = logging.getLogger(__name__)
 
 def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
     """The config of the learner and the engine. Data, rewards and evaluation are the trainer's own, as in TRL; so is ``objective``."""
-    kl = KLConfig(
-        beta=args.beta,
-        skip_zero_variance=False,
-        reference_every=args.ref_model_sync_steps if args.sync_ref_model else None,
-        reference_mixing=args.ref_model_mixup_alpha if args.sync_ref_model else 1.0,
-    ) if args.beta else None  # fmt: skip
-    return Config(
-        model=model,
-        rollout=RolloutConfig(
-            prompts_per_step=args.generation_batch_size // args.num_generations,
-            completions_per_prompt=args.num_generations,
-            max_completion_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k if args.top_k > 0 else None,
-            engine="auto" if args.repetition_penalty == 1 else "transformers",
-        ),
-        algorithm=AlgorithmConfig(updates_per_batch=args.num_iterations, kl=kl),
-        optimizer=OptimizerConfig(
-            learning_rate=args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
-            betas=(args.adam_beta1, args.adam_beta2),
-            epsilon=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-            decay="matrices",
-            max_grad_norm=args.max_grad_norm or None,
-            precision="masters-8bit" if "8bit" in args.optim else "masters",
-        ),
-        training=TrainingConfig(seed=args.seed),
-    )
+    kl = {"beta": args.beta, "skip_zero_variance": False}
+    if args.sync_ref_model:
+        kl |= {"reference_every": args.ref_model_sync_steps, "reference_mixing": args.ref_model_mixup_alpha}
+    rollout = {
+        "prompts_per_step": args.generation_batch_size // args.num_generations,
+        "completions_per_prompt": args.num_generations,
+        "max_completion_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k if args.top_k > 0 else None,
+        "engine": "auto" if args.repetition_penalty == 1 else "transformers",
+    }
+    optimizer = {
+        "learning_rate": args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "epsilon": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "decay": "matrices",
+        "max_grad_norm": args.max_grad_norm or None,
+        "precision": "masters-8bit" if "8bit" in args.optim else "masters",
+    }
+    algorithm = {"updates_per_batch": args.num_iterations, "kl": kl if args.beta else None}
+    sections = {"rollout": rollout, "algorithm": algorithm, "optimizer": optimizer, "training": {"seed": args.seed}}
+    return Config.model_validate({"model": model, **sections})
 
 
 def objective(args: GRPOConfig) -> Objective:
-    """The counts that token losses are divided by are in ``steps.py``. A loss of the user's is averaged over tokens, as ``dapo`` is.
+    """What the arguments ask to be optimised. A loss of the user's is averaged over tokens, as ``dapo`` is; counts are in ``steps.py``.
 
     Raises ArgumentError for a function that cannot be loaded, and for settings that it does not take.
 
@@ -164,7 +150,7 @@ def _found(
 
 
 def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:
-    """As everywhere, but TRL's ``cispo_clip_ratio`` counts tokens with a positive advantage alone."""
+    """``cispo_loss``, whose clipped tokens are counted as TRL does: those with a positive advantage alone."""
     found = cispo_loss(inputs, epsilon=1.0, epsilon_high=high, ratio=ratio)
     assert found.clipped_T is not None
     return replace(found, clipped_T=found.clipped_T & (inputs.advantages_T > 0))
@@ -223,7 +209,7 @@ class GivenOptimizer(MasterAdamW):
         return {f"{i}.{k}": torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items() if v is not None}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state`` gave; learning rates are the scheduler's to set."""
+        """Restore what ``state`` gave; learning rates are the scheduler's to set."""
         by_index: dict[int, dict[str, Tensor]] = {}
         for key, value in state.items():
             index, _, name = key.partition(".")
@@ -252,7 +238,7 @@ class ModelArgumentError(ModelError, ValueError):
 
 
 def seed_everything(args: GRPOConfig, rank: int) -> None:
-    """Random numbers, each process's own as in TRL, and what else of ``args`` makes a run repeatable or not."""
+    """Seed random numbers, each process's own as in TRL, and set what else of ``args`` makes a run repeatable or not."""
     if args.full_determinism:
         from transformers import enable_full_determinism
 
@@ -279,11 +265,13 @@ def check_launch(args: GRPOConfig, processes: int) -> str:
     return chosen_sharding("auto", processes)
 
 
-def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, processes: int) -> None:
-    """Raises ConfigError for a model that the processes cannot divide as the launcher asks, before its weights are read."""
+def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, processes: int) -> Config:
+    """The run's config, for what reads the weights. Raises ConfigError where the processes cannot divide the model as the launcher asks."""
     if peft_config is not None:
         model = model.model_copy(update={"lora": LoraConfig(dropout=getattr(peft_config, "lora_dropout", 0.0))})
-    check_sharding(to_config(args, model), load_model_config(model), processes)
+    config = to_config(args, model)
+    check_sharding(config, load_model_config(model), processes)
+    return config
 
 
 def make_policy(
@@ -333,18 +321,17 @@ def make_policy(
 
 
 def make_parts(
-    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, aside: torch.device | None = None,
-    episodes: ScriptEpisodes | None = None,
-) -> tuple[Scorer, Sharding, Engine]:  # fmt: skip
+    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, episodes: ScriptEpisodes | None
+) -> tuple[Scorer, Sharding, Engine]:
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
-    what learns; the sampler works on the same memory either way. ``aside``: where the weights of a model that is divided were read to."""
+    what learns; the sampler works on the same memory either way."""
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
         engine = playing(make_engine(policy, config.rollout), episodes)
         scorer: Scorer = ModuleScorer(policy.model)
         return scorer, Replicas(scorer, world), DealtEngine(engine, world, in_order)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
-    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
+    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if loading_device(config, world) else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
     if given and needs_reference and isinstance(scorer, KeepsAdapter):
@@ -355,7 +342,7 @@ def make_parts(
 
 
 def _load_quantised(config: ModelConfig, how: Any) -> Any:
-    """By transformers, as ``how`` (a BitsAndBytesConfig) says."""
+    """Load the model by transformers, as ``how`` (a BitsAndBytesConfig) says."""
     check_model(config)
     config = with_dtype(config)
     try:

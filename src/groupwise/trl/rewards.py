@@ -85,7 +85,7 @@ class _Arguments(RewardArguments):
 
 class _Caller(RewardCaller):
     def _invoke(self, call: Call, keywords: Mapping[str, object]) -> object:
-        """TRL writes a score of None as NaN too."""
+        """The call's result, with None for NaN, which TRL takes for the same."""
         result = super()._invoke(call, keywords)
         listed = result.tolist() if isinstance(result, torch.Tensor) else result
         return [None if _is_nan(score) else score for score in listed] if isinstance(listed, list | tuple) else listed

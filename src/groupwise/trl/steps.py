@@ -61,7 +61,7 @@ class Schedule:
 
     @classmethod
     def of(cls, args: GRPOConfig, prompts: int) -> Schedule:
-        """Raises DataError where the data set has fewer prompts than one generation takes."""
+        """The schedule for so many prompts. Raises DataError where they are fewer than one generation takes."""
         needed = args.generation_batch_size // args.num_generations
         if prompts < needed:
             raise DataError(
@@ -199,7 +199,7 @@ class EntropyControl:
         return 0.0 if self.args.use_adaptive_entropy and self.last_entropy > self.args.entropy_target else self.coef
 
     def prepare(self, learner: Learner, part: Part) -> None:
-        """For all processes at once, before the passes: which tokens count by the policy as it is now, and their weights in the bonus.
+        """Choose which tokens count by the policy as it is now, and weigh them in the bonus. A collective call, before the passes.
 
         The mask is that of "Beyond the 80/20 rule" (arXiv 2506.01939), of each micro-step by itself; the bonus is the mean over a unit's
         tokens that count, whatever the loss type is, and the mean of those over the units of a micro-step.
@@ -234,8 +234,8 @@ class EntropyControl:
         return {"policy_loss": loss / shared_out} | ({} if evaluating else {"entropy_coef": self.coef})
 
     def step(self, found: Mapping[str, Metric]) -> None:
-        """After an optimiser step, whose passes measured ``found``: the coefficient moves towards the target entropy (Skywork-OR1, arXiv
-        2505.22312)."""
+        """Move the coefficient towards the target entropy (Skywork-OR1, arXiv 2505.22312), after an optimiser step whose passes measured
+        ``found``."""
         args, kept = self.args, found.get("detail/entropy_kept")
         if args.use_adaptive_entropy:
             self.last_entropy = kept.value if isinstance(kept, Mean) and kept.count else 0.0
@@ -243,11 +243,11 @@ class EntropyControl:
             self.coef = min(self.coef + move, args.entropy_coef_max) if move > 0 else max(self.coef + move, args.entropy_coef_min)
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As a part of the learner's state."""
+        """No tensors; what goes on from step to step."""
         return {}, {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
 
     def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore what ``checkpoint_state`` gave."""
         self.coef, self.last_entropy = float(values["entropy_coef"]), float(values["last_world_entropy"])
 
 

@@ -28,6 +28,7 @@ from groupwise.models.load import Policy, load_policy
 from groupwise.rollout import rollout_settings
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import BatchPass, Learner
+from groupwise.training.sharding import loading_device
 from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
@@ -169,13 +170,12 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
-        everywhere = self.world.is_first or peft_config is not None
-        aside = torch.device("cpu" if everywhere else "meta") if way in ("fsdp2", "zero3") else None
 
         def load(config: ModelConfig) -> Policy:
-            check_division(args, config, peft_config, self.world.size)
+            divided = check_division(args, config, peft_config, self.world.size)
             name = config.name if checkpoint is None or peft_config is not None else str(checkpoint)
-            return replace(load_policy(config.model_copy(update={"name": name}), aside), name=config.name)
+            policy = load_policy(config.model_copy(update={"name": name}), loading_device(divided, self.world))
+            return replace(policy, name=config.name)
 
         self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
         if checkpoint is not None and peft_config is not None:
@@ -187,7 +187,7 @@ class GRPOTrainer(Outputs):
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
         self.lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
         scorer, sharding, self.engine = make_parts(
-            self.policy, self.config, self.world, given is not None, self._objective.needs_reference, aside, self.episodes
+            self.policy, self.config, self.world, given is not None, self._objective.needs_reference, self.episodes
         )
         own = None if given is None else GivenOptimizer(given, self.model.parameters(), self.config.optimizer)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
@@ -414,7 +414,7 @@ class GRPOTrainer(Outputs):
         return Part(window, unit_N, len(parts), units, sum(lengths[i] for unit in parts for i in unit if not taught[i]))
 
     def _fill_gradients(self, passes_were_made: bool) -> None:
-        """A step in which nothing had an advantage is made all the same, as in TRL: the moments go on."""
+        """Give every weight a gradient: a step in which nothing had an advantage is made all the same, as in TRL."""
         optimizer, sharding = self.learner.optimizer, self.learner.sharding
         if isinstance(sharding, Divided) and not passes_were_made:  # DeepSpeed takes gradients of backward passes alone
             sharding.idle_pass(sharding.scorer)
@@ -425,7 +425,7 @@ class GRPOTrainer(Outputs):
     # Logs, evaluation, checkpoints.
 
     def _agree(self) -> None:
-        """What a callback asks for in one process is done in all."""
+        """Take over what a callback asks for in any process."""
         names = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
         asked = self.world.all_gather_object([getattr(self.control, name) for name in names])
         for name, values in zip(names, zip(*asked, strict=True), strict=True):
@@ -448,7 +448,7 @@ class GRPOTrainer(Outputs):
         self._agree()
 
     def _note_best(self, metrics: Mapping[str, float | None]) -> None:
-        """What ``EarlyStoppingCallback`` goes by: the best value so far of ``metric_for_best_model``."""
+        """Keep the best value so far of ``metric_for_best_model``, which ``EarlyStoppingCallback`` goes by."""
         wanted = self.args.metric_for_best_model
         if wanted is None:
             return
