@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from groupwise.algorithm.advantages import ADVANTAGES, gae_advantage, maxrl_advantage
@@ -97,6 +97,7 @@ def test_defaults_are_trl_s():
         ({"model_init_kwargs": {"max_memory": {}}}, "load the model yourself"),
         ({"max_completion_length": None}, "give it a number"),
         ({"router_aux_loss_coef": 0.1}, "0.0"),
+        ({"ref_model_mixup_alpha": 0.0}, "above 0 and at most 1"),
     ],
 )
 def test_values_that_cannot_be_are_told_in_one_sentence(arguments, sentence):
@@ -128,6 +129,15 @@ def test_the_command_line_is_parsed_into_it():
         ["--output_dir", "out", "--beta", "0.04", "--num_generations", "4", "--reward_weights", "1.0", "0.5", "--bf16", "False"]
     )
     assert (config.beta, config.num_generations, config.reward_weights, config.bf16) == (0.04, 4, [1.0, 0.5], False)
+
+
+def test_an_argument_without_a_text_here_has_that_of_transformers_or_is_referred_to_trl():
+    texts = {field.name: field.metadata["help"] for field in dataclasses.fields(GRPOConfig)}
+    theirs = {field.name: field.metadata["help"] for field in dataclasses.fields(TrainingArguments)}
+    assert all(texts.values())
+    assert texts["weight_decay"] == theirs["weight_decay"]
+    assert texts["epsilon"] == "As TRL's documentation says."
+    assert texts["max_steps"] == ARGUMENTS["max_steps"].text != theirs["max_steps"]
 
 
 def test_the_command_lists_every_argument():

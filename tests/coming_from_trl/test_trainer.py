@@ -359,6 +359,20 @@ def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, lette
         GRPOTrainer(load_tiny(), letters, settings(), prompts, optimizers=(optimizer, None))
 
 
+def test_an_optimiser_of_the_script_s_own_keeps_the_rates_of_its_groups(load_tiny, prompts, letters, settings):
+    model = load_tiny()
+    head = list(model.lm_head.parameters())
+    others = [p for name, p in model.named_parameters() if "lm_head" not in name]
+    optimizer = torch.optim.SGD([{"params": head, "lr": 0.0}, {"params": others}], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = GRPOTrainer(model, letters, settings(max_steps=1), prompts, optimizers=(optimizer, schedule))
+    before = weights(trainer)
+    trainer.train()
+    after = weights(trainer)
+    assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
 def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prompts, letters, settings, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
