@@ -214,13 +214,13 @@ advantage_settings dict? = None | h | groupwise's own: settings of `advantage_ty
 def _read(table: str, of_trl: bool) -> Iterator[Argument]:
     fates: dict[str, Fate] = {"h": "honoured", "-": "harmless", "x": "refused"}
     for line in table.strip().replace("\n    ", " ").splitlines():
-        arguments, fate, *text = line.split(" | ", 2)
+        arguments, fate, text = [*line.split(" | ", 2), ""][:3]
         for one in arguments.split("; "):
             about, default = one.rsplit(" = ", 1)
             name, kind = about.split(" ", 1)
             kind, _, rule = kind.partition(": ")
             yield Argument(
-                name, kind, ast.literal_eval(default), fates[fate[0]], *(text or [""]), of_trl,
+                name, kind, ast.literal_eval(default), fates[fate[0]], text, of_trl,
                 values=ast.literal_eval(f"({rule},)") if rule and rule not in RULES else (),
                 rule=rule if rule in RULES else "a number", late="*" in fate, warns="!" in fate,
             )  # fmt: skip
