@@ -22,10 +22,15 @@ from torch import Tensor
 from groupwise.errors import TrainingError
 from groupwise.types import Group
 
-__all__ = ["Batch", "Member"]
+__all__ = ["Batch", "Member", "everyone"]
 
 Member = tuple[int, int]
 """A completion by its group's index in the step and its own index in the group."""
+
+
+def everyone(groups: Sequence[Group]) -> list[Member]:
+    """All completions of ``groups``, in their order."""
+    return [(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))]
 
 
 @dataclass
@@ -97,9 +102,8 @@ class Batch:
                 f"the batch was sampled at temperatures {', '.join(f'{t:g}' for t in temperatures)}, but log-probabilities are scored at "
                 "one: sample a step's completions with one rollout.temperature"
             )
-        everyone = [(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))]
-        places = {member: n for n, member in enumerate(everyone)}
-        all_lengths = torch.tensor([groups[g].completions[m].sampled_tokens for g, m in everyone], dtype=torch.long)
+        places = {member: n for n, member in enumerate(everyone(groups))}
+        all_lengths = torch.tensor([groups[g].completions[m].sampled_tokens for g, m in places], dtype=torch.long)
         place_N = torch.tensor([places[member] for member in members], dtype=torch.long)
         lengths_N = all_lengths[place_N]
         before_N = (all_lengths.cumsum(0) - all_lengths)[place_N] - (lengths_N.cumsum(0) - lengths_N)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache
 from itertools import accumulate
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 __all__ = [
     "CUT_SHORT", "FAILURES", "CallFailure", "Completion", "FinishReason", "Group", "Message", "Problem", "Prompt", "StepScores",
     "ToolCall", "Turn",
-    "number_occurrences",
+    "from_json", "number_occurrences",
 ]  # fmt: skip
 
 FinishReason = Literal["stop", "length", "max_turns", "context_full", "environment_error", "timeout", "new_conversation"]
@@ -246,3 +247,25 @@ class Group:
         """False where all completions, and all their steps, scored the same: every group-relative advantage is 0 and nothing can be
         learnt."""
         return max(self.outcomes) - min(self.outcomes) > 1e-9 or any(s.weight and s.vary for s in self.process.values())
+
+
+_fields_of = cache(get_type_hints)
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """What `dataclasses.asdict` and JSON made of a record as the record again: ``kind`` is its class, or a tuple or mapping of such.
+
+    >>> from_json(StepScores, {"weight": 1.0, "steps": [[[4, 1.0]], []]})
+    StepScores(weight=1.0, steps=(((4, 1.0),), ()))
+    """
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        return kind(**{name: from_json(_fields_of(kind)[name], inner) for name, inner in value.items()})
+    inside = get_args(kind)
+    if get_origin(kind) is tuple:
+        plain = inside[0] in (int, float)  # token ids, of which there are many
+        return tuple(value) if plain else tuple(from_json(inside[0], inner) for inner in value)
+    if get_origin(kind) is Mapping:
+        return {name: from_json(inside[1], inner) for name, inner in value.items()}
+    if isinstance(value, list) and type(None) in inside:
+        return from_json(inside[0], value)
+    return value

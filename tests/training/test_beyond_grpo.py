@@ -19,8 +19,12 @@ from slow_grpo import (
     watch_gradients,
 )  # fmt: skip
 
+from groupwise.algorithm import Objective
+from groupwise.batch import Batch, everyone
 from groupwise.config.schema import Config
+from groupwise.distributed import World
 from groupwise.errors import ConfigError
+from groupwise.training.advantages import StepAdvantages
 from groupwise.training.critic import Critic
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
@@ -338,7 +342,7 @@ def test_the_value_s_own_gradient_is_the_slow_loop_s_in_head_and_trunk(clip, tin
     groups = make_groups(before, REWARDS)
     seen, of_head = watch_gradients(learner), []
     step = learner.critic.step
-    learner.critic.step = lambda made: (of_head.append(learner.critic.weight.grad.clone()), step(made))
+    learner.critic.step = lambda made: of_head.append(learner.critic.weight.grad.clone()) or step(made)
     weight = learner.critic.weight.detach().double().clone().requires_grad_()
     learner.learn(groups)
     policy = value = 0.0
@@ -423,3 +427,31 @@ def test_a_gradient_that_is_not_finite_leaves_the_critic_alone():
 def test_a_setting_whose_companion_is_missing_is_refused(settings, word):
     with pytest.raises((ConfigError, ValueError), match=word):
         Config(algorithm=settings)
+
+
+@pytest.mark.parametrize("algorithm", [{"preset": "ppo"}, {"preset": "rloo"}], ids=["values and token rewards", "reward"])
+def test_a_process_without_a_share_of_the_batch_finds_the_same_advantages(algorithm, tiny_llama):
+    """As where there are fewer groups than processes: it makes no passes, and has the other's numbers all the same."""
+    groups = make_groups(tiny_llama(seed=3).double(), [[1.0, 0.0, 0.5]])
+    objective, cpu = Objective.from_config(Config(algorithm=algorithm).algorithm), torch.device("cpu")
+    whole, nothing = Batch.of(groups, everyone(groups), cpu), Batch.of(groups, [], cpu)
+    whole.reference_logprobs_T = whole.sampler_logprobs_T - torch.linspace(0, 1, len(whole.weights_T))
+    whole.values_T = torch.linspace(-1, 1, len(whole.weights_T))
+    parts = []
+
+    class First(World):
+        def assemble(self, own, places, size):
+            parts.append(super().assemble(own, places, size))
+            return parts[-1]
+
+    class Second(World):
+        def assemble(self, own, places, size):
+            return parts.pop(0) + super().assemble(own, places, size)
+
+    first, second = (
+        StepAdvantages.of(groups, objective, batch=batch, beta=0.1, world=world)
+        for batch, world in ((whole, First()), (nothing, Second()))
+    )
+    assert not parts
+    assert first.by_group == second.by_group
+    assert first.by_group != StepAdvantages.of(groups, objective, batch=nothing, beta=0.1).by_group, "the passes' numbers matter"

@@ -23,7 +23,6 @@ from slow_grpo import (
 
 from groupwise.batch import Batch
 from groupwise.training.ahead import _numbers, _pairs, _texts
-from groupwise.training.learner import Paused
 from groupwise.training.loop import train
 from groupwise.training.microbatches import cut
 from groupwise.training.window import _group_of, _group_values
@@ -169,9 +168,9 @@ def test_learning_goes_on_between_two_updates_to_the_same_bit(tiny_llama):
     (whole, before), (halted, _) = learner(), learner()
     groups = episodes(before)
     whole.learn(groups)
-    paused = halted.learn(groups, stop=lambda: True)
-    assert isinstance(paused, Paused)
-    tensors, values = paused.window.state()
+    halted.learn(groups, stop=lambda: True)
+    assert halted.paused is not None
+    tensors, values = halted.paused.state()
     values = json.loads(json.dumps(values))
     again = [_group_of(row, group.prompt) for row, group in zip(values["groups"], groups, strict=True)]
     halted.learn(again, held=(tensors, values))

@@ -16,7 +16,8 @@ from groupwise.errors import StoppedError
 from groupwise.rewards import StepRewards
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
-from groupwise.types import StepScores
+from groupwise.training.window import _group_of, _group_values
+from groupwise.types import StepScores, ToolCall, Turn
 
 FLAT = [[0.0] * 4] * 3
 
@@ -181,3 +182,15 @@ def test_a_batch_that_was_left_between_two_updates_keeps_its_steps(small_config,
     folder = train(config, rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "run", resume=True).folder
     first, second = (load_file(f / "final_model" / "model.safetensors") for f in (whole, folder))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_group_comes_back_from_a_checkpoint_s_json_as_it_was(tiny_llama):
+    """Steps of a process, an episode's turns with calls, and what a function did not judge."""
+    (plain,) = with_steps(make_groups(tiny_llama(seed=3).double(), [[1.0, 0.0]]), weight=2.0)
+    first = plain.completions[0]
+    call = ToolCall("search", {"words": ["a", {"b": [1]}]}, "nothing", "raised")
+    turn = Turn("assistant", "x", len(first.token_ids), (call,), reward=0.5)
+    episode = replace(first, turns=(turn,), reward=1.0)
+    group = replace(plain, completions=(episode, plain.completions[1]), components={"f": (None, 1.0)}, weights={"f": 2.0})
+    for one in (group, replace(group, outcome_rewards=None, process={})):
+        assert _group_of(json.loads(json.dumps(_group_values(one))), one.prompt) == one

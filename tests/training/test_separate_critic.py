@@ -98,7 +98,7 @@ def test_every_token_of_a_completion_has_its_value(tiny_llama):
     learner, before, slow = with_own_critic(tiny_llama(seed=3), budget=40)
     groups = make_groups(before, REWARDS)
     window = learner.window(groups)
-    learner._look_ahead(window.micro_batches)
+    learner._score_by_policy(window)
     found = {member: piece.tolist() for member, piece in window.batch.by_member(window.batch.values_T)}
     weight = learner.critic.weight.detach().double()
     for g, group in enumerate(groups):
@@ -113,10 +113,10 @@ def test_a_critic_packed_another_way_says_the_same(tiny_llama):
     learner, before, _ = with_own_critic(tiny_llama(seed=3), budget=40)
     groups, module = make_groups(before, REWARDS), copy.deepcopy(learner.critic.trunk.module)
     packed = learner.window(groups)
-    learner._look_ahead(packed.micro_batches)
+    learner._score_by_policy(packed)
     learner.critic.trunk = ModuleScorer(module)
     padded = learner.window(groups)
-    learner._look_ahead(padded.micro_batches)
+    learner._score_by_policy(padded)
     torch.testing.assert_close(packed.batch.values_T, padded.batch.values_T, rtol=1e-5, atol=1e-5)
 
 

@@ -63,7 +63,7 @@ class Scoring:
 class RewardSuite:
     """The reward functions of a run. Scoring is thread-safe as far as the functions themselves are.
 
-    A part of the learner's state (``training.learner.Stateful``) where scores are normalised: the running statistics go into checkpoints.
+    A part of the learner's state (``training.window.Stateful``) where scores are normalised: the running statistics go into checkpoints.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from groupwise.algorithm import (
     kl_in_reward,
     kl_penalty,
 )
-from groupwise.batch import Batch
+from groupwise.batch import Batch, Member, everyone
 from groupwise.distributed import World
 from groupwise.types import Group
 
@@ -39,41 +39,40 @@ class StepAdvantages:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], objective: Objective, *, taking_part: Sequence[bool] | None = None,
+        cls, groups: Sequence[Group], objective: Objective, taking_part: Collection[Member] | None = None, *,
         batch: Batch | None = None, beta: float = 0.0, world: World | None = None,
     ) -> StepAdvantages:  # fmt: skip
         """Compare the completions of ``groups``, with what the passes over this process's ``batch`` found, which all processes of
-        ``world`` put together."""
-        flat = [(group, i) for group in groups for i in range(len(group.completions))]
-        rewards_N = torch.tensor([group.outcomes[i] for group, i in flat], dtype=torch.float64)
-        lengths_N = torch.tensor([group.completions[i].sampled_tokens for group, i in flat], dtype=torch.long)
+        ``world`` put together. ``taking_part``: those that the loss counts, by default all."""
+        members = everyone(groups)
+        flat = [(groups[g], m) for g, m in members]
+        rewards_N = torch.tensor([group.outcomes[m] for group, m in flat], dtype=torch.float64)
+        lengths_N = torch.tensor([group.completions[m].sampled_tokens for group, m in flat], dtype=torch.long)
+        part = set(members if taking_part is None else taking_part)
         penalties_T = values_T = None
         if batch is not None:
-            world, tokens = world or World(), int(lengths_N.sum())
-            if objective.kl_in_reward or objective.kl_in_token_reward:
-                assert batch.reference_logprobs_T is not None
-                assert objective.kl is not None
-                own_T, reference_logprobs_T, estimator = batch.own_T, batch.reference_logprobs_T, objective.kl.estimator
-                if objective.kl_in_token_reward:
-                    taken_T = kl_penalty(own_T, reference_logprobs_T, beta=beta, estimator=estimator)
-                    penalties_T = world.assemble(taken_T, batch.place_T, tokens)
-                else:
-                    taken_N = kl_in_reward(
-                        own_T, reference_logprobs_T, batch.sequence_T, len(batch), beta=beta, estimator=estimator
-                    )
-                    rewards_N = rewards_N - world.assemble(taken_N, batch.place_N, len(flat))
+            world, tokens, kl = world or World(), int(lengths_N.sum()), objective.kl
+            # A process without a share of the batch has made no passes, and takes part all the same.
+            reference_T, own_values_T = (
+                batch.weights_T[:0] if column_T is None else column_T for column_T in (batch.reference_logprobs_T, batch.values_T)
+            )
+            if kl is not None and objective.kl_in_token_reward:
+                taken_T = kl_penalty(batch.own_T, reference_T, beta=beta, estimator=kl.estimator)
+                penalties_T = world.assemble(taken_T, batch.place_T, tokens)
+            if kl is not None and objective.kl_in_reward:
+                taken_N = kl_in_reward(batch.own_T, reference_T, batch.sequence_T, len(batch), beta=beta, estimator=kl.estimator)
+                rewards_N = rewards_N - world.assemble(taken_N, batch.place_N, len(flat))
             if objective.needs_values:
-                assert batch.values_T is not None
-                values_T = world.assemble(batch.values_T, batch.place_T, tokens)
+                values_T = world.assemble(own_values_T, batch.place_T, tokens)
         inputs = AdvantageInputs(
             rewards_N=rewards_N,
-            group_N=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.completions) for g in groups])),
+            group_N=torch.tensor([g for g, _ in members], dtype=torch.long),
             lengths_N=lengths_N,
             functions=_functions(flat),
             steps=_steps(flat, lengths_N),
             penalties_T=penalties_T,
             values_T=values_T,
-            taking_part_N=None if taking_part is None else torch.tensor(list(taking_part), dtype=torch.bool),
+            taking_part_N=torch.tensor([member in part for member in members], dtype=torch.bool),
         )
         return cls(inputs, objective.advantages(inputs))
 
@@ -97,9 +96,7 @@ def _functions(flat: Sequence[tuple[Group, int]]) -> dict[str, FunctionScores]:
     """Functions with a weight that judged whole completions; a group without a function has no scores of it."""
     by_name = {}
     for name, weight in {name: weight for group, _ in flat for name, weight in group.weights.items()}.items():
-        judged = [
-            group.components[name][i] if name in group.components and name not in group.process else None for group, i in flat
-        ]
+        judged = [None if name in group.process else group.components.get(name, {i: None})[i] for group, i in flat]
         scores = [math.nan if score is None else score for score in judged]
         by_name[name] = FunctionScores(weight, torch.tensor(scores, dtype=torch.float64))
     return by_name

@@ -31,8 +31,7 @@ from groupwise.models.load import Policy
 from groupwise.rollout import Sampled, assign_prompts, rollout_scope, rollout_settings
 from groupwise.training.learner import Learner
 from groupwise.training.sharding import Sharding
-from groupwise.training.window import turns_of
-from groupwise.types import Completion, Group, Prompt
+from groupwise.types import Completion, Group, Prompt, Turn, from_json
 
 __all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
 
@@ -339,7 +338,9 @@ def _pairs(places: Sequence[Sequence[Any]], tokens: Tensor, logprobs: Tensor) ->
     ) -> Completion:  # fmt: skip
         ids = tuple(next(flat_tokens) for _ in range(size))
         logprobs = tuple(next(flat_logprobs) for _ in range(size))
-        return Completion(text, ids, logprobs, finish_reason, sample, version, temperature, turns_of(turns), reward)
+        return Completion(
+            text, ids, logprobs, finish_reason, sample, version, temperature, from_json(tuple[Turn, ...], turns), reward
+        )
 
     return [(place, tuple(completion(*row) for row in rows)) for place, rows in places]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from groupwise.algorithm import value_loss
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.schema import Config, ModelConfig
+from groupwise.distributed import World
 from groupwise.errors import ConfigError
-from groupwise.metrics import Metric
+from groupwise.metrics import Max, Metric
 from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
@@ -27,7 +28,7 @@ from groupwise.training.optimizer import MasterAdamW
 
 __all__ = ["Critic", "check_critic", "make_critic"]
 
-_OPTIMIZER, _WEIGHTS = "trunk.optimizer.", "trunk.weights."
+_HEAD, _OPTIMIZER, _WEIGHTS = ("weight", "bias"), "trunk.optimizer.", "trunk.weights."
 
 
 class Critic:
@@ -39,23 +40,20 @@ class Critic:
     """
 
     def __init__(
-        self,
-        width: int,
-        config: AlgorithmConfig,
-        device: torch.device,
-        trunk: Trunk | None = None,
-        optimizer: MasterAdamW | None = None,
-        policy: Scorer | None = None,
-    ) -> None:
-        """``policy``: whose packing of micro-batches a ``trunk`` of the same kind takes as it is."""
+        self, width: int, config: AlgorithmConfig, device: torch.device, trunk: Trunk | None = None,
+        optimizer: MasterAdamW | None = None, policy: Scorer | None = None,
+    ) -> None:  # fmt: skip
+        """``optimizer`` steps the ``trunk``. ``policy``: whose packing of micro-batches a trunk of the same kind takes as it is."""
         assert (trunk is None) is (optimizer is None)
         assert config.value is not None
         self.config, self.trunk, self.optimizer, self.policy = config.value, trunk, optimizer, policy
         self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
         self.bias = torch.nn.Parameter(torch.zeros((), device=device))
-        self.adamw = torch.optim.AdamW([self.weight, self.bias], lr=self.config.learning_rate, weight_decay=0.0)
+        self.parameters = [self.weight, self.bias]
+        """The head's, which ``adamw`` steps."""
+        self.adamw = torch.optim.AdamW(self.parameters, lr=self.config.learning_rate, weight_decay=0.0)
         self.grad_norm = 0.0
-        """Gradient norm of the trunk's last step, before clipping."""
+        """Of the trunk's last step, before clipping."""
 
     @property
     def reads_policy(self) -> bool:
@@ -104,40 +102,40 @@ class Critic:
         names = {"value/loss": "value_loss", "value/error": "value_error", "value/clip_share": "value_clipped"}
         return self.config.loss_weight * loss, {name: numbers[theirs] for name, theirs in names.items()}
 
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The head's."""
-        return [self.weight, self.bias]
-
-    def gradients(self) -> list[Tensor | None]:
-        """Those of the head, then those that have added up for the trunk."""
-        return [p.grad for p in self.parameters] + ([] if self.optimizer is None else self.optimizer.gradients())
-
-    def zero_gradient(self, index: int) -> Tensor:
-        """A gradient of 0 for one of ``gradients`` that is None: other processes may have one."""
-        if index >= len(self.parameters):
-            assert self.optimizer is not None
-            return self.optimizer.zero_gradient(index - len(self.parameters))
-        parameter = self.parameters[index]
-        parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+    def backward(self, micro_batch: MicroBatch, scale: float) -> dict[str, Metric]:
+        """Add the gradient of a critic that has a trunk, of ``scale`` times its loss."""
+        loss, metrics = self.loss_of(micro_batch, None)
+        if torch.is_grad_enabled():
+            (scale * self._loss_scale * loss).backward()  # type: ignore[no-untyped-call]
+        return metrics
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the loss of a critic of its own before its backward pass; 1 except with half-precision weights."""
+    def _loss_scale(self) -> float:
+        """1 except for a trunk with half-precision weights."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
-    def step(self, made: bool) -> None:
-        """Take the step if the policy's was made; a gradient that is not finite is dropped either way, head and trunk together."""
+    def sum_gradients(self, world: World) -> None:
+        """Over the processes, of which one without a share of the batch has no gradient of its own. A collective call."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            world.all_reduce(parameter.grad)
+        if self.optimizer is not None:
+            world.sum_gradients(self.optimizer.gradients(), self.optimizer.zero_gradient)
+
+    def step(self, made: bool) -> dict[str, Metric]:
+        """Take the step if the policy's was made; a gradient that is not finite is dropped either way, head and trunk together. Returns
+        the norm of the trunk's gradient before clipping."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         for gradient in gradients:
-            gradient.div_(self.loss_scale)
-        sound = made and bool(gradients) and math.isfinite(float(sum(g.abs().sum() for g in gradients)))
+            gradient.div_(self._loss_scale)
+        sound = made and math.isfinite(float(sum(g.abs().sum() for g in gradients)))
         if sound and self.optimizer is not None:
             self.grad_norm, sound = self.optimizer.step(self.config.critic_learning_rate)
         if sound:
             self.adamw.step()
         self.clear()
+        return {} if self.optimizer is None else {"value/grad_norm": Max(self.grad_norm)}
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -147,37 +145,37 @@ class Critic:
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by name, for a checkpoint."""
-        out = {"weight": self.weight.data, "bias": self.bias.data}
-        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
-            out |= {f"{key}.{name}": value for key, value in self.adamw.state[parameter].items()}
-        if self.trunk is not None and self.optimizer is not None:
+        out: dict[str, Tensor] = {}
+        for name, parameter in zip(_HEAD, self.parameters, strict=True):
+            out |= {name: parameter.data} | {f"{key}.{name}": value for key, value in self.adamw.state[parameter].items()}
+        if self.optimizer is not None:
             out |= {_OPTIMIZER + name: tensor for name, tensor in self.optimizer.state().items()}
-            out |= {_WEIGHTS + name: p.data for name, p in self._own_masters()}
-        return out
+        return out | {_WEIGHTS + name: p.data for name, p in self._own_masters()}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Restore what ``state`` gave. Raises KeyError or ValueError for the state of something else."""
+        of_trunk = {key.removeprefix(_OPTIMIZER): tensor for key, tensor in state.items() if key.startswith(_OPTIMIZER)}
         if state["weight"].shape != self.weight.shape:
             raise ValueError(f"the value head has {len(state['weight'])} inputs, but this model's states have {len(self.weight)}")
-        if (self.trunk is not None) is not any(key.startswith(_OPTIMIZER) for key in state):
+        if (self.trunk is not None) is not bool(of_trunk):
             raise ValueError("one of them has a critic of its own and the other the policy's states")
-        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+        for name, parameter in zip(_HEAD, self.parameters, strict=True):
             parameter.copy_(state[name])
-            kept = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in state}
-            # AdamW counts its steps on the CPU, and has moments beside the parameter.
-            moments = {key: value.to("cpu" if key == "step" else parameter.device, copy=True) for key, value in kept.items()}
-            self.adamw.state[parameter].update(moments)
-        if self.trunk is not None and self.optimizer is not None:
-            for name, parameter in self._own_masters():
-                parameter.copy_(state[_WEIGHTS + name])
-            start = len(_OPTIMIZER)
-            self.optimizer.load_state({k[start:]: tensor for k, tensor in state.items() if k.startswith(_OPTIMIZER)})
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if f"{key}.{name}" in state:
+                    # AdamW counts its steps on the CPU, and has moments beside the parameter.
+                    device = "cpu" if key == "step" else parameter.device
+                    self.adamw.state[parameter][key] = state[f"{key}.{name}"].to(device, copy=True)
+        for name, parameter in self._own_masters():
+            parameter.copy_(state[_WEIGHTS + name])
+        if self.optimizer is not None:
+            self.optimizer.load_state(of_trunk)
 
     def _own_masters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The trunk's trained weights that the optimiser keeps no masters of: from masters they can be made again."""
-        assert self.trunk is not None
-        assert self.optimizer is not None
+        if self.trunk is None or self.optimizer is None:
+            return []
         kept = self.optimizer.state()
         return [(name, p) for name, p in self.trunk.named_parameters() if p.requires_grad and f"master.{name}" not in kept]
 

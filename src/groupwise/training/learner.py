@@ -1,5 +1,6 @@
 """The update: from scored groups to new weights. mu optimiser steps on one batch, each the sum of its micro-batches.
 
+The methods follow each other as the algorithm does: score, advantage, passes, step; below them, what they share.
 Axes: N completions and T tokens of a micro-batch, as in ``algorithm``.
 """
 
@@ -7,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from groupwise.algorithm import AdaptiveKL, BatchCounts, Objective, policy_loss, sampler_correction
-from groupwise.batch import Batch, Member
+from groupwise.batch import Batch, Member, everyone
 from groupwise.config.algorithm import CorrectionConfig
 from groupwise.config.schema import Config
 from groupwise.distributed import World
@@ -25,18 +26,20 @@ from groupwise.models.scorer import Scorer, as_in_learning
 from groupwise.training.advantages import Advantages, StepAdvantages
 from groupwise.training.critic import make_critic
 from groupwise.training.entropy import BONUS, EntropyTerms, entropy_bonus
-from groupwise.training.microbatches import MicroBatch, PassBudget, cut, largest_divisible
+from groupwise.training.microbatches import MicroBatch, PassBudget, cut
 from groupwise.training.optimizer import learning_rate_at
 from groupwise.training.reference import Reference
 from groupwise.training.seeds import seed_noise
 from groupwise.training.sharding import Replicas, Sharding
-from groupwise.training.window import HeldState, Paused, Stateful, Window
+from groupwise.training.window import HeldState, Stateful, Window
 from groupwise.types import Group
 
-__all__ = ["Advantages", "BatchPass", "Learner", "Learnt", "MicroBatch", "Paused", "Stateful"]
+__all__ = ["BatchPass", "Learner", "Learnt"]
 
 T = TypeVar("T")
-Stop = Callable[[], bool]
+Stop = Callable[[], bool] | None
+Columns = dict[str, Tensor]
+"""Numbers of each token of a micro-batch, by the names of the batch's columns."""
 _NAMES = {
     "loss": "policy/loss", "ratio": "policy/ratio", "ratio_deviation_max": "policy/ratio_deviation", "kl": "policy/kl",
     **{name: f"detail/{name}" for name in ("clip_low", "clip_high", "clip_low_min", "clip_high_max", "kl_corrected")},
@@ -61,10 +64,6 @@ class BatchPass(NamedTuple):
     """Multiplies their loss."""
 
 
-def _never() -> bool:
-    return False
-
-
 class Learner:
     """Holds what learning needs beside the policy: optimiser, reference, critic, and the count of updates."""
 
@@ -81,16 +80,14 @@ class Learner:
         self.objective = objective or Objective.from_config(config.algorithm)
         self.sharding = sharding or Replicas(scorer, self.world)
         self.optimizer: Optimizer = self.sharding.make_optimizer(config.optimizer) if optimizer is None else optimizer
-        kl = config.algorithm.kl
-        offload = config.training.offload_reference and scorer.device.type != "cpu"
-        mixing = 1.0 if kl is None else kl.reference_mixing
-        self.moving_reference = (
-            Reference(scorer, mixing, offload=offload, copied=self.sharding.make_reference)
-            if self.objective.needs_reference
-            else None
-        )
+        kl, self.moving_reference, self.kl_control = config.algorithm.kl, None, None
+        if self.objective.needs_reference:
+            offload = config.training.offload_reference and scorer.device.type != "cpu"
+            mixing = 1.0 if kl is None else kl.reference_mixing
+            self.moving_reference = Reference(scorer, mixing, offload=offload, copied=self.sharding.make_reference)
+        if kl is not None and kl.target is not None:
+            self.kl_control = AdaptiveKL(self.objective.beta, kl.target, kl.gain)
         self.critic = make_critic(scorer, config) if self.objective.needs_values else None
-        self.kl_control = None if kl is None or kl.target is None else AdaptiveKL(self.objective.beta, kl.target, kl.gain)
         self.entropy = EntropyTerms(config, self.world)
         self.parts: dict[str, Stateful] = {}
         self.budget = budget or PassBudget(config.training.micro_batch_tokens, fixed=self.sharding.divides_weights)
@@ -98,6 +95,8 @@ class Learner:
         """Optimiser steps made so far."""
         self.next_step = 0
         """Which step of the run ``learn`` takes its batch for where nobody says."""
+        self.paused: Window | None = None
+        """The batch that was learnt from last, where ``stop`` ended that before all its updates."""
         self.dropped_in_a_row = 0
         self.renewed_before = 0
         """The step before which the reference was renewed last."""
@@ -115,31 +114,10 @@ class Learner:
         """The KL's coefficient as it is now."""
         return self.objective.beta if self.kl_control is None else self.kl_control.beta
 
-    def renew_reference(self, before_step: int | None = None) -> None:
-        """The reference moves to the current policy (an outer iteration of arXiv 2402.03300, algorithm 1), or towards it.
-
-        Once before each step (from 0), however often that is begun: one that was abandoned begins again.
-        """
-        if before_step is not None and before_step <= self.renewed_before:
-            return
-        if self.moving_reference is not None:
-            self.moving_reference.renew()
-        self.renewed_before = before_step or self.renewed_before
-
-    # One batch: scores, advantages, and mu times passes and a step.
-
-    @overload
-    def learn(self, groups: Sequence[Group], *, step: int | None = None, held: HeldState | None = None) -> Learnt: ...
-
-    @overload
     def learn(
-        self, groups: Sequence[Group], *, step: int | None = None, held: HeldState | None = None, stop: Stop, within: bool = False
-    ) -> Learnt | Paused: ...
-
-    def learn(
-        self, groups: Sequence[Group], *, step: int | None = None, held: HeldState | None = None, stop: Stop = _never,
+        self, groups: Sequence[Group], *, step: int | None = None, held: HeldState | None = None, stop: Stop = None,
         within: bool = False,
-    ) -> Learnt | Paused:  # fmt: skip
+    ) -> Learnt:  # fmt: skip
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
         Advantages and denominators are those of all ``groups``. Groups whose advantages are all 0 (under a group baseline: those
@@ -148,13 +126,13 @@ class Learner:
 
         ``step``: which of the run's it is, from 0; by itself the one after the last. The learning rate's schedule goes by it.
 
-        ``stop`` is asked between two updates, and with ``within`` between the passes of one; where it says yes, ``Paused`` is returned
-        with the rest to be done later, and the gradient of an update that was under way is dropped. ``held`` is the state of its window:
-        the same ``groups`` are then resumed.
+        ``stop`` is asked between two updates, and with ``within`` between the passes of one; where it says yes, the window is left in
+        ``paused`` with the rest to be done later, and the gradient of an update that was under way is dropped. ``held`` is the state of
+        such a window: the same ``groups`` are then resumed.
         """
         step, updates = self.next_step if step is None else step, self.config.algorithm.updates_per_batch
-        self.next_step, self.token_advantages, halvings = step + 1, {}, self.budget.halvings
-        known = None if self.objective.advantages_need_passes else StepAdvantages.of(groups, self.objective)
+        self.next_step, self.token_advantages, self.paused, halvings = step + 1, {}, None, self.budget.halvings
+        known = None if self.objective.advantages_need_passes else self._advantages(groups)
         learnt, scored_only = self._taking_part(groups, known)
         if not learnt:
             return Learnt([[0.0] * len(group.completions) for group in groups] if known is None else known.by_group, {})
@@ -162,40 +140,76 @@ class Learner:
         window = self.window(groups, learnt, scored_only if held is None else ())
         if held is None:
             self._score(window)
-            self._compare(window, known)
+            self._set_advantages(window, known or self._advantages(groups, window.batch))
         else:
             window.restore(*held)
         bonus = window.metrics.get(BONUS)
         self.entropy_bonus = (bonus.value or None) if bonus else None
         while window.updates < updates:
-            passes = self.accumulate([BatchPass(window, window.updates == 0)], stop if within else _never)
-            if passes is None:
-                return Paused(window)
-            place = step * updates + window.updates
-            made = self.step(learning_rate_at(self.config.optimizer, place, self.config.optimizer_steps, self.updates))
-            window.count_update(passes | made, updates)
-            if window.updates < updates and stop():
-                return Paused(window)
+            passes = self.accumulate([BatchPass(window, window.updates == 0)], stop if within else None)
+            if passes is not None:
+                place = step * updates + window.updates
+                made = self.step(learning_rate_at(self.config.optimizer, place, self.config.optimizer_steps, self.updates))
+                window.count_update(passes | made, updates)
+            if window.updates < updates and stop and stop():
+                self.paused = window
+                return Learnt(window.advantages, window.metrics)
         self._keep_token_advantages(window.batch)
-        window.measure(self.world.reduce({"memory/halvings": Sum(self.budget.halvings - halvings)}))
-        self._steer_beta(window)
+        window.measure(self.world.reduce({"memory/halvings": Sum(self.budget.halvings - halvings)}), self._steer_beta(window))
         return Learnt(window.advantages, window.metrics)
 
+    # Score: passes without gradients, before the first update.
+
     def _score(self, window: Window) -> None:
-        """Score the batch before the first update: by the reference, and by policy and critic as far as advantages or loss ask."""
-        scored = self._attempt(
-            lambda: merge([self._score_reference(window.micro_batches), self._look_ahead(window.micro_batches)]), [window]
-        )
+        """By the reference, and by policy and critic as far as advantages or loss ask."""
+        scored = self._attempt(lambda: self._score_by_reference(window) | self._score_by_policy(window), [window])
         window.measure(self.world.reduce(scored), self.entropy.choose_tokens(window.batch))
         window.measure(self.entropy.choose_bonus(window.groups, window.batch))
 
-    def _compare(self, window: Window, known: StepAdvantages | None) -> None:
-        """Advantages, with what the passes found out; ``known``: those that needed none. What was only scored leaves the window."""
-        groups, batch = window.groups, window.batch
-        if known is None:
-            counted = set(self._counted(groups))
-            part = [member in counted for member in _everyone(groups)]
-            known = StepAdvantages.of(groups, self.objective, taking_part=part, batch=batch, beta=self.beta, world=self.world)
+    def _score_by_reference(self, window: Window) -> dict[str, Metric]:
+        if self.moving_reference is None:
+            return {}
+        started = time.perf_counter()
+        with self.moving_reference.present() as reference:
+            self._fill_columns(reference, window, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
+        return {"time/reference_s": Sum(self._now() - started)}
+
+    def _score_by_policy(self, window: Window) -> dict[str, Metric]:
+        """Values, entropies where tokens are chosen by them, and the policy's own logprobs where the sampler's are others and a KL or a
+        floor asks for them."""
+        in_reward = self.objective.kl_in_reward or self.objective.kl_in_token_reward
+        own = self.entropy.floor_needs_a_pass or (in_reward and not self.config.samples_are_the_policys)
+        by_policy = own or self.entropy.chooses_tokens or (self.critic is not None and self.critic.reads_policy)
+        if self.critic is None and not by_policy:
+            return {}
+
+        def compute(micro_batch: MicroBatch) -> Columns:
+            scored = self._pass(micro_batch, entropy=self.entropy.chooses_tokens) if by_policy else None
+            columns = {"values_T": self.critic.value_of(micro_batch, scored)} if self.critic else {}
+            if scored is not None and scored.entropy_T is not None:
+                columns["entropy_T"] = scored.entropy_T
+            return columns | {"policy_T": scored.logprobs_T} if scored is not None and own else columns
+
+        started = time.perf_counter()
+        self._fill_columns(self.scorer, window, compute)
+        return {"time/learn_s": Sum(self._now() - started)}
+
+    @torch.no_grad()
+    def _fill_columns(self, scorer: Scorer, window: Window, compute: Callable[[MicroBatch], Columns]) -> None:
+        """Write the columns that ``compute`` gets for each micro-batch from a pass of ``scorer``."""
+        with self.sharding.evened(scorer, len(window.micro_batches)):
+            for micro_batch in window.micro_batches:
+                micro_batch.write(**compute(micro_batch))
+
+    # Advantage.
+
+    def _advantages(self, groups: Sequence[Group], batch: Batch | None = None) -> StepAdvantages:
+        """``batch``: this process's completions, for advantages that go by what the passes found."""
+        return StepAdvantages.of(groups, self.objective, self._counted(groups), batch=batch, beta=self.beta, world=self.world)
+
+    def _set_advantages(self, window: Window, known: StepAdvantages) -> None:
+        """Into the window's columns. What was only scored leaves the window."""
+        batch = window.batch
         batch.advantages_T = known.per_token[batch.place_T].float().to(self.scorer.device)
         if known.outputs.returns_T is not None:
             batch.returns_T = known.outputs.returns_T[batch.place_T].float().to(self.scorer.device)
@@ -205,166 +219,18 @@ class Learner:
             window.batch = batch.view(range(batch.learnt))
             window.micro_batches = self._cut(window.batch)
 
-    def _taking_part(self, groups: Sequence[Group], known: StepAdvantages | None) -> tuple[list[Member], list[Member]]:
-        """The completions that the loss is about, and those that are only scored, since their KL is part of the reward that the others are
-        compared with. ``known``: the advantages, where they are known before any pass.
-
-        Groups without variance still matter to some uses of entropy, and to a KL in the loss if the config says so."""
-        kl, counted = self.config.algorithm.kl, self._counted(groups)
-        kl_on_all = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
-        if known is not None and not kl_on_all and not self.entropy.concerns_all(groups):
-            teaching = known.teaching
-            return [(g, m) for g, m in counted if g in teaching], []
-        others = sorted(set(_everyone(groups)).difference(counted))
-        return counted, others if known is None and self.critic is None else []
-
-    def _counted(self, groups: Sequence[Group]) -> list[Member]:
-        """All completions, but those that were cut where the config masks them."""
-        masks = self.config.algorithm.mask_truncated
-        return [(g, m) for g, m in _everyone(groups) if groups[g].completions[m].stopped or not masks]
-
-    def counts(self, groups: Sequence[Group]) -> BatchCounts:
-        """Completions and sampled tokens of a whole batch, those that passes skip included, but not the tokens of masked completions."""
-        tokens = sum(groups[g].completions[m].sampled_tokens for g, m in self._counted(groups))
-        return BatchCounts(len(_everyone(groups)), max(1, tokens), self.config.rollout.max_completion_tokens)
-
-    # This process's share of a batch.
-
-    def window(
-        self, groups: Sequence[Group], learnt: Sequence[Member] | None = None, scored_only: Sequence[Member] = ()
-    ) -> Window:
-        """This process's share of the batch, packed, with its weights in the loss. ``learnt``: completions that the loss is about, by
-        default all; ``scored_only``: others."""
-        learnt, counts = _everyone(groups) if learnt is None else learnt, self.counts(groups)
-        members = [*learnt, *scored_only]
-        own = self._share(groups, members)
-        batch = Batch.of(groups, [members[n] for n in own], self.scorer.device, sum(n < len(learnt) for n in own))
-        batch.weights_T = self.objective.weights(batch.lengths_N, batch.sequence_T.cpu(), counts).to(self.scorer.device)
-        if self.objective.needs_values:
-            batch.value_weights_T = torch.full_like(batch.weights_T, 1 / counts.tokens)
-        if self.config.clips_against_the_sampler:
-            batch.old_logprobs_T = batch.sampler_logprobs_T
-        return Window(groups, batch, self._cut(batch))
-
-    def window_of(
-        self, groups: Sequence[Group], members: Sequence[Member], weights_N: Tensor, advantages_N: Tensor, *, off_policy: bool
-    ) -> Window:
-        """This process's share of ``members``, scored by the reference: for callers that order the optimiser steps themselves.
-
-        ``weights_N``: of each token of a completion in the loss. ``off_policy``: the weights will have moved before the window's first
-        pass, so the policy's logprobs are taken down now, in one more pass; otherwise the ratio of that pass is 1 by definition. The KL
-        must not be part of the reward.
-        """
-        assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
-        self._seed_noise(self.updates)
-        own = self._share(groups, members)
-        batch = Batch.of(groups, [members[n] for n in own], self.scorer.device)
-        batch.weights_T = batch.per_token(weights_N[own])
-        batch.advantages_T = batch.per_token(advantages_N[own])
-        window = Window(groups, batch, self._cut(batch))
-
-        def passes() -> None:
-            self._score_reference(window.micro_batches)
-            if off_policy:
-                with as_in_learning(self.scorer):
-                    self._fill_columns(self.scorer, window.micro_batches, lambda m: {"old_logprobs_T": _logprobs(self.scorer, m)})
-
-        self._attempt(passes, [window])
-        return window
-
-    def _share(self, groups: Sequence[Group], members: Sequence[Member]) -> list[int]:
-        """Indices of the ``members`` that fall to this process: groups are dealt whole, by their tokens, which are known now."""
-        tokens: dict[int, int] = {}
-        for g, m in members:
-            tokens[g] = tokens.get(g, len(groups[g].prompt.token_ids)) + len(groups[g].completions[m].token_ids)
-        assigned = {list(tokens)[index] for index in self.world.assigned(list(tokens.values()))}
-        return [n for n, (g, _) in enumerate(members) if g in assigned]
-
-    def _cut(self, batch: Batch) -> list[MicroBatch]:
-        return cut(batch, self.scorer, self.budget.tokens)
-
     def _keep_token_advantages(self, batch: Batch) -> None:
-        """Keep advantages of tokens for the record, where tokens of one completion differ."""
+        """For the record, where tokens of one completion differ."""
         assert batch.advantages_T is not None
-        pieces = batch.by_member(batch.advantages_T)
-        logged = {member: piece.tolist() for member, piece in pieces if member[0] < self.config.output.log_tokens}
-        differing = {member: numbers for member, numbers in logged.items() if len(set(numbers)) > 1}
-        self.token_advantages = {
-            member: numbers for part in self.world.all_gather_object(differing) for member, numbers in part.items()
-        }
-
-    # Passes without gradients, before the first update.
-
-    def _attempt(self, passes: Callable[[], T], windows: Sequence[Window]) -> T:
-        """``passes`` over the windows' micro-batches; where memory runs out, again over smaller ones."""
-
-        def restart() -> None:
-            self._clear()
-            for window in windows:
-                window.micro_batches[:] = self._cut(window.batch)
-
-        return self.budget.attempt(passes, lambda: largest_divisible([m for w in windows for m in w.micro_batches]), restart)
-
-    @torch.no_grad()
-    def _fill_columns(
-        self, scorer: Scorer, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], dict[str, Tensor]]
-    ) -> None:
-        """Write the columns that ``compute`` gets for each from a pass of ``scorer``."""
-        with self.sharding.evened(scorer, len(micro_batches)):
-            for micro_batch in micro_batches:
-                micro_batch.write(**compute(micro_batch))
-
-    def _score_reference(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
-        if self.moving_reference is None:
-            return {}
-        started = time.perf_counter()
-        with self.moving_reference.present() as reference:
-            self._fill_columns(reference, micro_batches, lambda m: {"reference_logprobs_T": _logprobs(reference, m)})
-        return {"time/reference_s": Sum(self._now() - started)}
-
-    def _look_ahead(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Metric]:
-        """Note what must be known before the first gradient: values, entropies where tokens are chosen by them, and the policy's own
-        logprobs where the sampler's are others and a KL or a floor asks for them."""
-        chosen = self.entropy.chooses_tokens
-        in_reward = self.objective.kl_in_reward or self.objective.kl_in_token_reward
-        own = self.entropy.floor_needs_a_pass or (in_reward and not self.config.samples_are_the_policys)
-        by_policy = chosen or own or (self.critic is not None and self.critic.reads_policy)
-        if self.critic is None and not by_policy:
-            return {}
-
-        def compute(micro_batch: MicroBatch) -> dict[str, Tensor]:
-            columns: dict[str, Tensor] = {}
-            in_loss = micro_batch.rows.start < micro_batch.batch.learnt  # the others are only scored
-            scored = self._pass(micro_batch, entropy=chosen and in_loss) if by_policy else None
-            if self.critic:
-                columns["values_T"] = self.critic.value_of(micro_batch, scored)
-            if scored is not None and scored.entropy_T is not None:
-                columns["entropy_T"] = scored.entropy_T
-            if scored is not None and own:
-                columns["policy_T"] = scored.logprobs_T
-            return columns
-
-        started = time.perf_counter()
-        self._fill_columns(self.scorer, micro_batches, compute)
-        return {"time/learn_s": Sum(self._now() - started)}
-
-    @torch.no_grad()
-    def entropies(self, window: Window) -> Tensor:
-        """Entropy of the current policy at each token of ``window``, ``[T]`` in nats. A collective call."""
-        with self.sharding.evened(self.scorer, len(window.micro_batches)):
-            parts = [self._pass(micro_batch, entropy=True).entropy_T for micro_batch in window.micro_batches]
-        return torch.cat(
-            [torch.zeros(0, device=self.scorer.device), *(entropy_T for entropy_T in parts if entropy_T is not None)]
-        )
+        logged = self.config.output.log_tokens
+        pieces = [(member, piece.tolist()) for member, piece in batch.by_member(batch.advantages_T) if member[0] < logged]
+        differing = {member: numbers for member, numbers in pieces if len(set(numbers)) > 1}
+        for of_process in self.world.all_gather_object(differing):
+            self.token_advantages |= of_process
 
     # Passes with gradients.
 
-    def _now(self) -> float:
-        """The clock, once what was launched is done: a GPU computes behind the launches."""
-        wait_for(self.scorer.device)
-        return time.perf_counter()
-
-    def accumulate(self, passes: Sequence[BatchPass], stop: Stop = _never) -> dict[str, Metric] | None:
+    def accumulate(self, passes: Sequence[BatchPass], stop: Stop = None) -> dict[str, Metric] | None:
         """Add the gradients of ``passes`` to what the next ``step`` takes, a collective call. Their losses are summed, not
         averaged.
 
@@ -377,11 +243,11 @@ class Learner:
     def _make_passes(self, passes: Sequence[BatchPass], stop: Stop) -> dict[str, Metric] | None:
         started = time.perf_counter()
         parts: list[dict[str, Metric]] = []
-        written: list[tuple[MicroBatch, dict[str, Tensor]]] = []
+        written: list[tuple[MicroBatch, Columns]] = []
         for window, first, scale in passes:
             with self.sharding.evened(self.scorer, len(window.micro_batches)):
                 for micro_batch in window.micro_batches:
-                    if stop():
+                    if stop and stop():
                         self._clear()
                         return None
                     metrics, columns = self._backward(micro_batch, first, scale)
@@ -391,7 +257,7 @@ class Learner:
             micro_batch.write(**columns)
         return merge(parts) | {"time/learn_s": Sum(self._now() - started)}
 
-    def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> tuple[dict[str, Metric], dict[str, Tensor]]:
+    def _backward(self, micro_batch: MicroBatch, first: bool, scale: float) -> tuple[dict[str, Metric], Columns]:
         """Add one micro-batch's gradient; returns metrics, and the columns to be written into the batch.
 
         The first update's ratio is exactly 1, and no old pass is needed: the samples are on-policy, or weighted as such; unless the
@@ -425,16 +291,12 @@ class Learner:
             value_part, of_value = self.critic.loss_of(micro_batch, scored)
             loss, metrics = loss + scale * value_part, metrics | of_value
         if torch.is_grad_enabled():
-            loss_scale = self.optimizer.loss_scale
-            self.sharding.backward(loss if loss_scale == 1 else loss * loss_scale)
+            self.sharding.backward(loss * self.optimizer.loss_scale)
         if self.critic and not self.critic.reads_policy:  # only now: the policy's activations are free again
-            value_part, of_value = self.critic.loss_of(micro_batch, None)
-            metrics |= of_value
-            if torch.is_grad_enabled():
-                (scale * self.critic.loss_scale * value_part).backward()
+            metrics |= self.critic.backward(micro_batch, scale)
         return metrics, columns
 
-    def _in_first_pass(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], dict[str, Tensor]]:
+    def _in_first_pass(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], Columns]:
         """The sampler's mismatch, and what later updates go by: what the policy said at the first (``taken_T``, in nats)."""
         tokens = len(taken_T)
         metrics: dict[str, Metric] = {
@@ -442,7 +304,7 @@ class Learner:
             "policy/entropy": Mean(-float(taken_T.sum()), tokens),
             "speed/learnt_tokens": Sum(tokens),
         }
-        columns: dict[str, Tensor] = {}
+        columns: Columns = {}
         level, correction = self.config.correction_level, self.config.algorithm.correction or CorrectionConfig()
         if level != "none":
             columns["correction_T"], numbers = sampler_correction(
@@ -454,18 +316,14 @@ class Learner:
             columns["old_logprobs_T"] = taken_T
         return metrics, columns
 
-    def _pass(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
-        keep_hidden = self.critic is not None and self.critic.reads_policy
-        return self.scorer.score(micro_batch.packed, micro_batch.batch.temperature, entropy=entropy, keep_hidden=keep_hidden)
-
-    # The optimiser step.
+    # Step.
 
     def step(self, rate: float) -> dict[str, Metric]:
         """One optimiser step, at the learning rate ``rate``, on the gradients that have added up in all processes."""
         started = time.perf_counter()
         self.sharding.sum_gradients(self.optimizer)
         if self.critic:
-            self.world.sum_gradients(self.critic.gradients(), self.critic.zero_gradient)
+            self.critic.sum_gradients(self.world)
         exchanged, loss_scale = self._now(), self.optimizer.loss_scale
         norm, made = self.optimizer.step(rate)
         metrics: dict[str, Metric] = {
@@ -476,9 +334,7 @@ class Learner:
         if loss_scale != 1:
             metrics["optimizer/loss_scale"] = Max(loss_scale)
         if self.critic:
-            self.critic.step(made)
-            if not self.critic.reads_policy:
-                metrics["value/grad_norm"] = Max(self.critic.grad_norm)
+            metrics |= self.critic.step(made)
         self.updates += made
         self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
         if made and self.optimizer.lost is not None:
@@ -486,12 +342,128 @@ class Learner:
         times = {"time/exchange_s": exchanged - started, "time/optimizer_s": self._now() - exchanged}
         return metrics | {name: Sum(seconds) for name, seconds in times.items()}
 
-    def _steer_beta(self, window: Window) -> None:
-        """Towards the KL that the config wants, for the next batch."""
-        if self.kl_control is not None:
-            window.measure({"policy/beta": Max(self.kl_control.beta)})
-            if "policy/kl" in window.metrics:
-                self.kl_control = self.kl_control.update(window.metrics["policy/kl"].value)
+    def _steer_beta(self, window: Window) -> dict[str, Metric]:
+        """Move beta towards the KL that the config wants, for the next batch; what it was in this one."""
+        if self.kl_control is None:
+            return {}
+        was = self.kl_control.beta
+        if "policy/kl" in window.metrics:
+            self.kl_control = self.kl_control.update(window.metrics["policy/kl"].value)
+        return {"policy/beta": Max(was)}
+
+    def renew_reference(self, before_step: int | None = None) -> None:
+        """The reference moves to the current policy (an outer iteration of arXiv 2402.03300, algorithm 1), or towards it.
+
+        Once before each step (from 0), however often that is begun: one that was abandoned begins again.
+        """
+        if before_step is not None and before_step <= self.renewed_before:
+            return
+        if self.moving_reference is not None:
+            self.moving_reference.renew()
+        self.renewed_before = before_step or self.renewed_before
+
+    # What they share: which completions take part, this process's share of them, and its passes.
+
+    def _counted(self, groups: Sequence[Group]) -> list[Member]:
+        """All completions, but those that were cut where the config masks them."""
+        masks = self.config.algorithm.mask_truncated
+        return [(g, m) for g, m in everyone(groups) if groups[g].completions[m].stopped or not masks]
+
+    def _taking_part(self, groups: Sequence[Group], known: StepAdvantages | None) -> tuple[list[Member], list[Member]]:
+        """The completions that the loss is about, and those that are only scored, since their KL is part of the reward that the others are
+        compared with. ``known``: the advantages, where they are known before any pass.
+
+        Groups without variance still matter to some uses of entropy, and to a KL in the loss if the config says so."""
+        kl, counted = self.config.algorithm.kl, self._counted(groups)
+        if known is None:
+            return counted, [] if self.critic else sorted(set(everyone(groups)).difference(counted))
+        kl_on_all = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
+        if kl_on_all or self.entropy.concerns_all(groups):
+            return counted, []
+        teaching = known.teaching
+        return [(g, m) for g, m in counted if g in teaching], []
+
+    def counts(self, groups: Sequence[Group]) -> BatchCounts:
+        """Completions and sampled tokens of a whole batch, those that passes skip included, but not the tokens of masked completions."""
+        tokens = sum(groups[g].completions[m].sampled_tokens for g, m in self._counted(groups))
+        return BatchCounts(len(everyone(groups)), max(1, tokens), self.config.rollout.max_completion_tokens)
+
+    def window(
+        self, groups: Sequence[Group], learnt: Sequence[Member] | None = None, scored_only: Sequence[Member] = ()
+    ) -> Window:
+        """This process's share of the batch, packed, with its weights in the loss. ``learnt``: completions that the loss is about, by
+        default all; ``scored_only``: others."""
+        learnt, counts = everyone(groups) if learnt is None else learnt, self.counts(groups)
+        members = [*learnt, *scored_only]
+        own = self._share(groups, members)
+        batch = Batch.of(groups, [members[n] for n in own], self.scorer.device, sum(n < len(learnt) for n in own))
+        batch.weights_T = self.objective.weights(batch.lengths_N, batch.sequence_T.cpu(), counts).to(self.scorer.device)
+        if self.objective.needs_values:
+            batch.value_weights_T = torch.full_like(batch.weights_T, 1 / counts.tokens)
+        if self.config.clips_against_the_sampler:
+            batch.old_logprobs_T = batch.sampler_logprobs_T
+        return Window(groups, batch, self._cut(batch))
+
+    def window_of(
+        self, groups: Sequence[Group], members: Sequence[Member], weights_N: Tensor, advantages_N: Tensor, *, off_policy: bool
+    ) -> Window:
+        """This process's share of ``members``, scored by the reference: for callers that order the optimiser steps themselves.
+
+        ``weights_N``: of each token of a completion in the loss. ``off_policy``: the weights will have moved before the window's first
+        pass, so the policy's logprobs are taken down now, in one more pass; otherwise the ratio of that pass is 1 by definition. The KL
+        must not be part of the reward.
+        """
+        assert self.objective.kl_in_loss, "a KL in the reward changes advantages: use learn"
+        self._seed_noise(self.updates)
+        own = self._share(groups, members)
+        batch = Batch.of(groups, [members[n] for n in own], self.scorer.device)
+        batch.weights_T, batch.advantages_T = batch.per_token(weights_N[own]), batch.per_token(advantages_N[own])
+        window = Window(groups, batch, self._cut(batch))
+
+        def passes() -> None:
+            self._score_by_reference(window)
+            if off_policy:
+                with as_in_learning(self.scorer):
+                    self._fill_columns(self.scorer, window, lambda m: {"old_logprobs_T": _logprobs(self.scorer, m)})
+
+        self._attempt(passes, [window])
+        return window
+
+    def _share(self, groups: Sequence[Group], members: Sequence[Member]) -> list[int]:
+        """Indices of the ``members`` that fall to this process: groups are assigned whole, by their tokens, which are known now."""
+        tokens: dict[int, int] = {}
+        for g, m in members:
+            tokens[g] = tokens.get(g, len(groups[g].prompt.token_ids)) + len(groups[g].completions[m].token_ids)
+        assigned = {list(tokens)[index] for index in self.world.assigned(list(tokens.values()))}
+        return [n for n, (g, _) in enumerate(members) if g in assigned]
+
+    def _cut(self, batch: Batch) -> list[MicroBatch]:
+        return cut(batch, self.scorer, self.budget.tokens)
+
+    def _attempt(self, passes: Callable[[], T], windows: Sequence[Window]) -> T:
+        """``passes`` over the windows' micro-batches; where memory runs out, again over smaller ones."""
+
+        def largest() -> int | None:
+            several = [m.tokens for window in windows for m in window.micro_batches if len(m.rows) > 1]
+            return max(several, default=None)
+
+        def restart() -> None:
+            self._clear()
+            for window in windows:
+                window.micro_batches[:] = self._cut(window.batch)
+
+        return self.budget.attempt(passes, largest, restart)
+
+    def _pass(self, micro_batch: MicroBatch, entropy: bool) -> Scored:
+        keep_hidden = self.critic is not None and self.critic.reads_policy
+        return self.scorer.score(micro_batch.packed, micro_batch.batch.temperature, entropy=entropy, keep_hidden=keep_hidden)
+
+    @torch.no_grad()
+    def entropies(self, window: Window) -> Tensor:
+        """Entropy of the current policy at each token of ``window``, ``[T]`` in nats. A collective call."""
+        with self.sharding.evened(self.scorer, len(window.micro_batches)):
+            parts = [self._pass(micro_batch, entropy=True).entropy_T for micro_batch in window.micro_batches]
+        return torch.cat([torch.zeros(0, device=self.scorer.device), *(part_T for part_T in parts if part_T is not None)])
 
     def _seed_noise(self, batch: int) -> None:
         """The dropout of an adapter is the same in all passes of a batch: a ratio of two masks would be noise."""
@@ -505,9 +477,10 @@ class Learner:
         if self.critic:
             self.critic.clear()
 
-
-def _everyone(groups: Sequence[Group]) -> list[Member]:
-    return [(g, m) for g, group in enumerate(groups) for m in range(len(group.completions))]
+    def _now(self) -> float:
+        """The clock, once what was launched is done: a GPU computes behind the launches."""
+        wait_for(self.scorer.device)
+        return time.perf_counter()
 
 
 def _logprobs(scorer: Scorer, micro_batch: MicroBatch) -> Tensor:

@@ -5,7 +5,7 @@ Where memory runs out all the same, the budget is halved and the pass is made ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,7 +21,7 @@ from groupwise.models.module_scorer import Padded
 from groupwise.models.packing import Packed, PackedTokens
 from groupwise.models.scorer import Scorer
 
-__all__ = ["MicroBatch", "PassBudget", "cut", "largest_divisible", "sampled_alone"]
+__all__ = ["MicroBatch", "PassBudget", "cut", "sampled_alone"]
 
 
 @dataclass
@@ -143,8 +143,3 @@ class PassBudget:
             f"set training.micro_batch_tokens={self._half_of(tokens)}, which leaves the numbers as they are: a pass of {tokens:,} tokens "
             "did not fit, and processes that divide the weights cannot make it again by themselves"
         )
-
-
-def largest_divisible(micro_batches: Sequence[MicroBatch]) -> int | None:
-    """Tokens of the largest micro-batch that has several completions, each prompt once; None where all have one."""
-    return max((m.tokens for m in micro_batches if len(m.rows) > 1), default=None)

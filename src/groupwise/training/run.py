@@ -27,12 +27,13 @@ from groupwise.planner.memory import warm_start as plan_of_warm_start
 from groupwise.rollout import Rollout
 from groupwise.threads import threads_in_use
 from groupwise.tracking import Phase, RunFolder, Trackers
+from groupwise.training.advantages import Advantages
 from groupwise.training.ahead import Ahead
 from groupwise.training.batches import Batches
 from groupwise.training.checkpoint import CheckpointWriter, Snapshot, load_checkpoint, take_snapshot
 from groupwise.training.checkpoint_folder import last_good, latest_checkpoint, read_state
 from groupwise.training.ending import save_final_model, write_summary
-from groupwise.training.learner import Advantages, Learner
+from groupwise.training.learner import Learner
 from groupwise.training.microbatches import PassBudget
 from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
@@ -41,7 +42,7 @@ from groupwise.training.sharding import Sharding, with_whole_weights
 from groupwise.training.short_memory import planned, rows_that_fit, tokens_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
-from groupwise.training.window import HeldWindow, Paused
+from groupwise.training.window import HeldWindow
 from groupwise.types import Group, Prompt
 
 __all__ = ["Run", "StepReport"]
@@ -340,20 +341,16 @@ class Run:
             self.engine.release_memory()
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
         with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
-            learnt = self.learner.learn(
-                rollout.groups,
-                step=self.done,
-                stop=self.signals.at_once_and_received,
-                held=self.held.take(),
+            advantages, measured = self.learner.learn(
+                rollout.groups, step=self.done, held=self.held.take(), stop=self.signals.at_once_and_received,
                 within=self.ahead is None,
-            )
-        if isinstance(learnt, Paused):
-            if learnt.window.updates == 0:
+            )  # fmt: skip
+        if (paused := self.learner.paused) is not None:
+            if paused.updates == 0:
                 self.prepared.rewards.load_state_dict(self.known)
                 self.stop()
-            self.held.window, self.held.rollout_metrics = learnt.window, self.metrics
-            self.stop(learnt.window.updates)
-        advantages, measured = learnt
+            self.held.window, self.held.rollout_metrics = paused, self.metrics
+            self.stop(paused.updates)
         self.metrics |= measured
         if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
             self.engine.refresh(self.learner.updates)

@@ -19,9 +19,9 @@ from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, merge
 from groupwise.training.advantages import Advantages
 from groupwise.training.microbatches import MicroBatch
-from groupwise.types import Completion, Group, Problem, Prompt, StepScores, ToolCall, Turn
+from groupwise.types import Group, Problem, Prompt, from_json
 
-__all__ = ["HeldState", "HeldWindow", "Paused", "Stateful", "Window", "turns_of"]
+__all__ = ["HeldState", "HeldWindow", "Stateful", "Window"]
 
 HeldState = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """The state of a batch whose updates are not all made, as `Window.state` gives it."""
@@ -83,15 +83,7 @@ class Window:
         """Restore into a window of the same groups. Raises KeyError or ValueError for those of another."""
         self.batch.restore(tensors)
         self.advantages = [list(group) for group in values["advantages"]]
-        self.metrics, self.updates = {}, int(values["updates"])
-        self.measure(*(_metrics_of(numbers) for numbers in values["found"]))
-
-
-@dataclass(frozen=True)
-class Paused:
-    """Learning was asked to stop, and did before all updates of the batch were made."""
-
-    window: Window
+        self.metrics, self.updates = merge(map(_metrics_of, values["found"])), int(values["updates"])
 
 
 class HeldWindow:
@@ -152,23 +144,4 @@ def _group_values(group: Group) -> dict[str, Any]:
 
 
 def _group_of(values: Mapping[str, Any], prompt: Prompt) -> Group:
-    fields = _with_tuples({name: value for name, value in values.items() if name not in ("problem", "completions")})
-    fields["process"] = {name: StepScores(**row) for name, row in fields.get("process", {}).items()}
-    return Group(prompt, tuple(_completion_of(row) for row in values["completions"]), **fields)
-
-
-def _completion_of(row: Mapping[str, Any]) -> Completion:
-    numbers = {name: tuple(row[name]) for name in ("token_ids", "logprobs")}
-    return Completion(**{**row, **numbers, "turns": turns_of(row.get("turns", ()))})
-
-
-def turns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
-    """What ``dataclasses.asdict`` made of turns, read back from JSON."""
-    return tuple(Turn(**{**row, "calls": tuple(ToolCall(**call) for call in row["calls"])}) for row in rows)
-
-
-def _with_tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(inner) for name, inner in value.items()}
-    return tuple(_with_tuples(inner) for inner in value) if isinstance(value, list) else value
+    return from_json(Group, {name: value for name, value in values.items() if name != "problem"} | {"prompt": prompt})
