@@ -5,6 +5,7 @@ import pytest
 from groupwise.config import build_config, explain, load_config, notes
 from groupwise.config.combinations import note_on_processes
 from groupwise.config.fields import OTHER_WORDS, REMARKS, field_paths, find_field, sections, suggest
+from groupwise.config.objective import LOSS_TYPES
 
 
 def test_every_setting_has_a_description_and_a_type_in_plain_words():
@@ -45,7 +46,7 @@ def test_a_setting_of_some_types_alone_is_listed_with_them():
     assert rows["algorithm.loss.aggregation", ()] == "sequence_mean"
     assert ("algorithm.loss.ratio", ("clip", "cispo")) in rows
     docs = {doc.name: doc for doc in explain() if doc.path.startswith("algorithm.loss.")}
-    assert docs["type"].type == "clip | cispo | reinforce | sapo | vespo | gmpo | dppo | FILE.py:FUNCTION"
+    assert docs["type"].type == " | ".join([*LOSS_TYPES, "FILE.py:FUNCTION"])
     assert docs["tau_positive (sapo)"].default == 1.0
 
 

@@ -6,7 +6,7 @@ A preset is a row of ``groupwise.config.presets``: values that lie under those t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -26,9 +26,10 @@ from groupwise.config.section import Section, type_of
 
 __all__ = ["COMMON", "AlgorithmConfig", "CorrectionConfig", "EntropyConfig", "KLConfig", "PresetName", "kind_in"]
 
-PresetName = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "bnpo", "ppo", "sapo", "vespo", "gmpo", "dppo", "maxrl", "gdpo"
-]  # fmt: skip
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
 
 
 class KLConfig(Section):
@@ -151,7 +152,7 @@ class AlgorithmConfig(Section):
     `maxrl` and `gdpo`: published variants of `group`. Or a function of your own."""
     loss: LossConfig = ClipLoss()
     """What is minimised. `clip`: PPO's pessimistic minimum. `cispo`: a clipped weight. `reinforce`: no ratio, for on-policy batches.
-    `sapo`, `vespo`, `gmpo`, `dppo`: other ways to bound an update. Or a function of your own."""
+    The others bound an update in ways of their own. Or a function of yours."""
     kl: KLConfig | None = KLConfig()
     """The KL to a reference; null keeps none."""
     correction: CorrectionConfig | None = None

@@ -6,22 +6,7 @@ In formulas i is a completion, t one of its |o_i| tokens, N the completions of t
 from __future__ import annotations
 
 from groupwise.config.algorithm import AlgorithmConfig, KLConfig
-from groupwise.config.objective import (
-    CispoLoss,
-    ClipLoss,
-    DppoLoss,
-    GaeAdvantage,
-    GdpoAdvantage,
-    GmpoLoss,
-    GroupAdvantage,
-    LossSection,
-    MaxrlAdvantage,
-    OwnAdvantage,
-    OwnLoss,
-    ReinforceLoss,
-    SapoLoss,
-    VespoLoss,
-)
+from groupwise.config.objective import GaeAdvantage, GdpoAdvantage, GroupAdvantage, MaxrlAdvantage, OwnAdvantage
 
 __all__ = ["formula", "in_words"]
 
@@ -44,7 +29,6 @@ _BATCH_SUMS = {
     "sequence_sum": "1/N sum_i sum_t L_it",
     "fixed": "sum_i sum_t L_it / (N max_completion_tokens)",
 }
-_TOKEN_RATIO = "w     = pi(o_it) / pi_old(o_it)"
 
 
 def in_words(algorithm: AlgorithmConfig) -> dict[str, str]:
@@ -54,9 +38,9 @@ def in_words(algorithm: AlgorithmConfig) -> dict[str, str]:
     return {
         "baseline": baseline,
         "scale": scale,
-        "ratio": _ratio_word(algorithm.loss),
+        "ratio": algorithm.loss.ratio_level,
         "surrogate": algorithm.loss.type,
-        "clip_range": _clip_range(algorithm.loss),
+        "clip_range": algorithm.loss.clip_range,
         "aggregation": algorithm.loss.aggregation,
         "kl": "none" if kl is None else f"{kl.beta:g} x {kl.estimator} {_PLACES[kl.placement]}",
     }
@@ -65,7 +49,8 @@ def in_words(algorithm: AlgorithmConfig) -> dict[str, str]:
 def formula(algorithm: AlgorithmConfig) -> list[str]:
     """The loss that these settings make, one line per step from rewards to the sum over the batch."""
     kl, loss = algorithm.kl, algorithm.loss
-    lines = [*_rewards(algorithm), *_advantages(algorithm), *_ratio(loss), f"L_it  = {_surrogate(loss)}"]
+    ratio = [] if loss.ratio_formula is None else [f"w     = {loss.ratio_formula}"]
+    lines = [*_rewards(algorithm), *_advantages(algorithm), *ratio, f"L_it  = {loss.formula}"]
     if kl is not None and kl.placement == "loss":
         factor = " w" if kl.importance_weighted else ""
         lines += [f"L_it += {kl.beta:g}{factor} {kl.estimator}_it", _estimate(kl, "pi")]
@@ -84,24 +69,6 @@ def _advantage_words(algorithm: AlgorithmConfig) -> tuple[str, str]:
     if isinstance(advantage, GdpoAdvantage):
         return "group mean of each function", "group std of each function, batch std"
     return advantage.type, "-"
-
-
-def _ratio_word(loss: LossSection) -> str:
-    if isinstance(loss, ClipLoss | CispoLoss):
-        return loss.ratio
-    return {"sapo": "token", "vespo": "sequence", "gmpo": "sequence", "dppo": "token"}.get(loss.type, "-")
-
-
-def _clip_range(loss: LossSection) -> str:
-    if isinstance(loss, GmpoLoss):
-        return f"exp(-{loss.epsilon:g}) to exp({loss.epsilon:g})"
-    if isinstance(loss, DppoLoss):
-        return f"{loss.divergence} of {loss.limit:g}"
-    if not isinstance(loss, ClipLoss | CispoLoss):
-        return "-"
-    low, high, cap = loss.epsilon, loss.high, loss.dual_clip if isinstance(loss, ClipLoss) else None
-    words = f"{low:g}" if low == high else f"{'none' if low >= 1 else f'{low:g}'} down, {high:g} up"
-    return f"{words}, at most {cap:g} for A < 0" if cap else words
 
 
 def _estimate(kl: KLConfig, policy: str) -> str:
@@ -167,41 +134,6 @@ def _gae(advantage: GaeAdvantage, per_token: bool) -> list[str]:
     at_end = "" if per_token else ", with r_it = r_i at the last token and 0 before"
     delta = f"delta_it = r_it + {next_value} - V_it, V = 0 after the last token{at_end}"
     return [delta, f"A_it  = sum_(s >= t) {discount} delta_is{white if advantage.whiten else ''}"]
-
-
-def _ratio(loss: LossSection) -> list[str]:
-    if isinstance(loss, ClipLoss | CispoLoss) and loss.ratio == "sequence":
-        return ["w     = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion"]
-    if isinstance(loss, VespoLoss):
-        return ["w     = pi(o_i) / pi_old(o_i), one for the whole completion"]
-    return [_TOKEN_RATIO] if isinstance(loss, ClipLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss) else []
-
-
-def _surrogate(loss: LossSection) -> str:
-    if isinstance(loss, ReinforceLoss):
-        return "-A log pi(o_it)"
-    if isinstance(loss, SapoLoss):
-        gate = "-4 / tau sigmoid(tau (w - 1)) A"
-        return f"{gate}, tau = {loss.tau_positive:g} where A > 0, else {loss.tau_negative:g}"
-    if isinstance(loss, VespoLoss):
-        positive, negative = (loss.k_positive, loss.lambda_positive), (loss.k_negative, loss.lambda_negative)
-        by_sign = f"k, l = {positive[0]:g}, {positive[1]:g} where A >= 0, else {negative[0]:g}, {negative[1]:g}"
-        return f"-w^k exp(l (1 - w)) A log pi(o_it), with no gradient through the weight; {by_sign}"
-    if isinstance(loss, GmpoLoss):
-        held = f"clip(log w, -{loss.epsilon:g}, {loss.epsilon:g})"
-        return f"-exp(1/|o_i| sum_t x_it) A, with x_it the smaller of log w and {held} where A > 0, else the larger"
-    if isinstance(loss, DppoLoss):
-        return f"-m w A, with m = 0 where w A would grow and {loss.divergence}(pi, pi_old) > {loss.limit:g}, else 1"
-    if isinstance(loss, OwnLoss):
-        return loss.formula
-    if not isinstance(loss, ClipLoss | CispoLoss):
-        return loss.type
-    held = f"clip(w, {max(0.0, 1 - loss.epsilon):g}, {1 + loss.high:g})"
-    if isinstance(loss, CispoLoss):
-        return f"-{held} A log pi(o_it), with no gradient through the weight"
-    if loss.dual_clip is not None:
-        return f"-min(w A, {held} A), and at most -{loss.dual_clip:g} A where A < 0"
-    return f"-min(w A, {held} A)"
 
 
 def _value(algorithm: AlgorithmConfig) -> list[str]:

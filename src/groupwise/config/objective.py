@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -193,10 +193,16 @@ class ValueConfig(Section):
 
 
 Aggregation = Literal["sequence_mean", "token_mean", "sequence_sum", "fixed"]
+_RATIOS = {
+    "token": "pi(o_it) / pi_old(o_it)",
+    "sequence": "(pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion",
+    "product": "pi(o_i) / pi_old(o_i), one for the whole completion",
+}
+"""Formulas of a ratio, i a completion and t one of its |o_i| tokens."""
 
 
 class LossSection(Section):
-    """What losses of all types have."""
+    """What losses of all types have. Properties are what `groupwise algorithms` shows of each."""
 
     type: str
     """Which loss."""
@@ -204,6 +210,26 @@ class LossSection(Section):
     """How token losses become one number. `sequence_mean`: completions weigh the same. `token_mean`: tokens weigh the same.
     `fixed`: so too, over completions x `rollout.max_completion_tokens`. `sequence_sum`: tokens are summed, completions
     averaged."""
+
+    @property
+    def ratio_level(self) -> str:
+        """What has a ratio of its own: a token, or a sequence."""
+        return "-"
+
+    @property
+    def ratio_formula(self) -> str | None:
+        """The ratio w; None where the loss has none."""
+        return _RATIOS.get(self.ratio_level)
+
+    @property
+    def clip_range(self) -> str:
+        """How far the ratio may go."""
+        return "-"
+
+    @property
+    def formula(self) -> str:
+        """The loss of one token, from w and the advantage A."""
+        return self.type
 
 
 class ClipLoss(LossSection):
@@ -225,6 +251,20 @@ class ClipLoss(LossSection):
         """The upper side of the clip range."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+    @property
+    def ratio_level(self) -> str:
+        return self.ratio
+
+    @property
+    def clip_range(self) -> str:
+        words = _range_words(self.epsilon, self.high)
+        return f"{words}, at most {self.dual_clip:g} for A < 0" if self.dual_clip else words
+
+    @property
+    def formula(self) -> str:
+        minimum = f"-min(w A, {_held(self.epsilon, self.high)} A)"
+        return minimum if self.dual_clip is None else f"{minimum}, and at most -{self.dual_clip:g} A where A < 0"
+
     @model_validator(mode="after")
     def check_cap(self) -> ClipLoss:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.high:
@@ -233,6 +273,14 @@ class ClipLoss(LossSection):
                 "or lower epsilon_high"
             )
         return self
+
+
+def _range_words(low: float, high: float) -> str:
+    return f"{low:g}" if low == high else f"{'none' if low >= 1 else f'{low:g}'} down, {high:g} up"
+
+
+def _held(low: float, high: float) -> str:
+    return f"clip(w, {max(0.0, 1 - low):g}, {1 + high:g})"
 
 
 class CispoLoss(LossSection):
@@ -252,12 +300,28 @@ class CispoLoss(LossSection):
         """The upper side of the clip range."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+    @property
+    def ratio_level(self) -> str:
+        return self.ratio
+
+    @property
+    def clip_range(self) -> str:
+        return _range_words(self.epsilon, self.high)
+
+    @property
+    def formula(self) -> str:
+        return f"-{_held(self.epsilon, self.high)} A log pi(o_it), with no gradient through the weight"
+
 
 class ReinforceLoss(LossSection):
     """-A log pi, with no ratio at all: only for on-policy batches (`algorithm.updates_per_batch: 1`)."""
 
     type: Literal["reinforce"] = "reinforce"
     """No ratio."""
+
+    @property
+    def formula(self) -> str:
+        return "-A log pi(o_it)"
 
 
 class SapoLoss(LossSection):
@@ -269,6 +333,15 @@ class SapoLoss(LossSection):
     """Temperature of the gate where the advantage is positive: larger fades faster."""
     tau_negative: float = Field(default=1.05, gt=0)
     """Temperature of the gate where it is negative."""
+
+    @property
+    def ratio_level(self) -> str:
+        return "token"
+
+    @property
+    def formula(self) -> str:
+        tau = f"tau = {self.tau_positive:g} where A > 0, else {self.tau_negative:g}"
+        return f"-4 / tau sigmoid(tau (w - 1)) A, {tau}"
 
 
 class VespoLoss(LossSection):
@@ -285,6 +358,20 @@ class VespoLoss(LossSection):
     lambda_negative: float = Field(default=2.0, ge=0)
     """lambda where the advantage is negative."""
 
+    @property
+    def ratio_level(self) -> str:
+        return "sequence"
+
+    @property
+    def ratio_formula(self) -> str:
+        return _RATIOS["product"]
+
+    @property
+    def formula(self) -> str:
+        positive = f"{self.k_positive:g}, {self.lambda_positive:g} where A >= 0"
+        by_sign = f"k, l = {positive}, else {self.k_negative:g}, {self.lambda_negative:g}"
+        return f"-w^k exp(l (1 - w)) A log pi(o_it), with no gradient through the weight; {by_sign}"
+
 
 class GmpoLoss(LossSection):
     """The geometric mean of a completion's token ratios, each clipped before the mean (GMPO, arXiv 2507.20673)."""
@@ -293,6 +380,23 @@ class GmpoLoss(LossSection):
     """A geometric mean."""
     epsilon: float = Field(default=0.4, gt=0)
     """Clip range of each token's log-ratio: useful from exp(-epsilon) to exp(epsilon)."""
+
+    @property
+    def ratio_level(self) -> str:
+        return "sequence"
+
+    @property
+    def ratio_formula(self) -> str:
+        return _RATIOS["token"]
+
+    @property
+    def clip_range(self) -> str:
+        return f"exp(-{self.epsilon:g}) to exp({self.epsilon:g})"
+
+    @property
+    def formula(self) -> str:
+        held = f"clip(log w, -{self.epsilon:g}, {self.epsilon:g})"
+        return f"-exp(1/|o_i| sum_t x_it) A, with x_it the smaller of log w and {held} where A > 0, else the larger"
 
 
 class DppoLoss(LossSection):
@@ -309,6 +413,18 @@ class DppoLoss(LossSection):
     def limit(self) -> float:
         """The threshold in use."""
         return {"tv": 0.15, "kl": 0.05}[self.divergence] if self.threshold is None else self.threshold
+
+    @property
+    def ratio_level(self) -> str:
+        return "token"
+
+    @property
+    def clip_range(self) -> str:
+        return f"{self.divergence} of {self.limit:g}"
+
+    @property
+    def formula(self) -> str:
+        return f"-m w A, with m = 0 where w A would grow and {self.divergence}(pi, pi_old) > {self.limit:g}, else 1"
 
 
 class OwnLoss(LossSection):
@@ -341,10 +457,10 @@ LOSS_TYPES: dict[str, type[LossSection]] = {
     "dppo": DppoLoss,
 }  # fmt: skip
 
-
-LossConfig = Annotated[
-    Annotated[ClipLoss, Tag("clip")] | Annotated[CispoLoss, Tag("cispo")] | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[SapoLoss, Tag("sapo")] | Annotated[VespoLoss, Tag("vespo")] | Annotated[GmpoLoss, Tag("gmpo")]
-    | Annotated[DppoLoss, Tag("dppo")] | Annotated[OwnLoss, Tag(OWN)],
-    Discriminator(lambda given: _tag(given, LOSS_TYPES)),
-]  # fmt: skip
+if TYPE_CHECKING:
+    LossConfig = LossSection
+else:
+    LossConfig = Annotated[
+        Union[(*(Annotated[kind, Tag(name)] for name, kind in LOSS_TYPES.items()), Annotated[OwnLoss, Tag(OWN)])],
+        Discriminator(lambda given: _tag(given, LOSS_TYPES)),
+    ]
