@@ -187,6 +187,13 @@ def gdpo(b: Batch, lp: Ragged, held: Ragged) -> float:
     return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
 
 
+def lite_ppo(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2508.08221: the difference to the group's mean over the standard deviation of all rewards; PPO's clip, token mean."""
+    std = np.array([x for r in b.rewards for x in r]).std(ddof=1)
+    advantages = [[(x - sum(r) / len(r)) / (std + 1e-4) for x in r] for r in b.rewards]
+    return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
+
+
 def rloo(b: Batch, lp: Ragged, held: Ragged) -> float:
     """arXiv 2402.14740 eq. 2 and the k-sample estimator: R = r - beta log(pi / ref) of the whole completion, beta 0.03."""
     total, n = 0.0, 0
@@ -276,6 +283,7 @@ SLOW = {
     "dppo": dppo,
     "maxrl": maxrl,
     "gdpo": gdpo,
+    "lite_ppo": lite_ppo,
 }
 VARIANTS = {
     "reinforce++ with baseline": (

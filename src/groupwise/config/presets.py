@@ -220,4 +220,16 @@ PRESETS: Mapping[str, Preset] = {
             "kl": None,
         },
     ),
+    "lite_ppo": Preset(
+        title="Lite PPO",
+        paper="2508.08221",
+        summary=(
+            "PPO without a critic and with two choices alone: the batch's standard deviation as the scale, and equal weights of all tokens."
+        ),
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "batch_std"},
+            "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
+            "kl": None,
+        },
+    ),
 }
