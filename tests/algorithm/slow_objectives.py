@@ -187,6 +187,17 @@ def gdpo(b: Batch, lp: Ragged, held: Ragged) -> float:
     return _clipped_tokens(b, lp, advantages, 0.2, 0.2, _tokens(lp))
 
 
+def topr(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """arXiv 2503.14286: log pi of the whole completion times its advantage; a bad one times its probability over the old, at most 1."""
+    total, n = 0.0, 0
+    for g, r in enumerate(b.rewards):
+        for i in range(len(r)):
+            a = r[i] - sum(r) / len(r)
+            taper = 1.0 if a >= 0 else min(1.0, np.exp(sum(held[g][i]) - sum(b.old[g][i])))
+            total, n = total + taper * a * sum(lp[g][i]), n + 1
+    return -total / n
+
+
 def lite_ppo(b: Batch, lp: Ragged, held: Ragged) -> float:
     """arXiv 2508.08221: the difference to the group's mean over the standard deviation of all rewards; PPO's clip, token mean."""
     std = np.array([x for r in b.rewards for x in r]).std(ddof=1)
@@ -284,6 +295,7 @@ SLOW = {
     "maxrl": maxrl,
     "gdpo": gdpo,
     "lite_ppo": lite_ppo,
+    "topr": topr,
 }
 VARIANTS = {
     "reinforce++ with baseline": (

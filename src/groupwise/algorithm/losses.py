@@ -20,7 +20,7 @@ from groupwise.metrics import Metric
 __all__ = [
     "LOSSES", "MAX_LOG_RATIO", "Loss", "LossInputs", "LossOutputs", "cispo", "cispo_loss", "clip", "clip_loss", "dppo_loss",
     "dual_clip", "gmpo_loss", "product_ratio", "reinforce", "reinforce_loss", "sapo", "sapo_loss", "sequence_importance",
-    "sequence_ratio", "token_ratio", "vespo", "vespo_loss",
+    "sequence_ratio", "token_ratio", "topr_loss", "vespo", "vespo_loss",
 ]  # fmt: skip
 
 MAX_LOG_RATIO = 20.0
@@ -272,6 +272,17 @@ def dppo_loss(inputs: LossInputs, *, divergence: str = "tv", threshold: float | 
     return LossOutputs(loss_T.masked_fill(left_out_T, 0.0), left_out_T, ratio_T)
 
 
+def topr_loss(inputs: LossInputs) -> LossOutputs:
+    """TOPR (arXiv 2503.14286): -sg[c] A log pi, c = 1 for A >= 0, else w cut to 0 to 1; w is the completion's whole ratio.
+
+    A bad completion fades as the policy leaves it, so that its loss is bounded; a good one is learnt however unlikely it has become.
+    """
+    w_T = product_ratio(inputs.logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
+    bad_T = inputs.advantages_T < 0
+    weight_T = torch.where(bad_T, w_T.clamp(max=1), torch.ones_like(w_T))
+    return LossOutputs(-weight_T * inputs.advantages_T * inputs.logprobs_T, bad_T & (w_T > 1), w_T)
+
+
 LOSSES: dict[str, Loss] = {
     "clip": clip_loss,
     "cispo": cispo_loss,
@@ -280,5 +291,6 @@ LOSSES: dict[str, Loss] = {
     "vespo": vespo_loss,
     "gmpo": gmpo_loss,
     "dppo": dppo_loss,
+    "topr": topr_loss,
 }
 """By ``algorithm.loss.type``; ``groupwise.algorithm.register_loss`` adds to it."""

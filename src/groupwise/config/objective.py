@@ -30,6 +30,7 @@ __all__ = [
     "OwnLoss",
     "ReinforceLoss",
     "SapoLoss",
+    "ToprLoss",
     "ValueConfig",
     "VespoLoss",
 ]
@@ -427,6 +428,29 @@ class DppoLoss(LossSection):
         return f"-m w A, with m = 0 where w A would grow and {self.divergence}(pi, pi_old) > {self.limit:g}, else 1"
 
 
+class ToprLoss(LossSection):
+    """REINFORCE in which bad completions fade as they become unlikely, by their whole ratio (TOPR, arXiv 2503.14286)."""
+
+    type: Literal["topr"] = "topr"
+    """A tapered weight of bad completions."""
+
+    @property
+    def ratio_level(self) -> str:
+        return "sequence"
+
+    @property
+    def ratio_formula(self) -> str:
+        return _RATIOS["product"]
+
+    @property
+    def clip_range(self) -> str:
+        return "at most 1 for A < 0"
+
+    @property
+    def formula(self) -> str:
+        return "-c A log pi(o_it), with no gradient through c = 1 where A >= 0, else min(w, 1)"
+
+
 class OwnLoss(LossSection):
     """A function of your own."""
 
@@ -454,7 +478,7 @@ class OwnLoss(LossSection):
 
 LOSS_TYPES: dict[str, type[LossSection]] = {
     "clip": ClipLoss, "cispo": CispoLoss, "reinforce": ReinforceLoss, "sapo": SapoLoss, "vespo": VespoLoss, "gmpo": GmpoLoss,
-    "dppo": DppoLoss,
+    "dppo": DppoLoss, "topr": ToprLoss,
 }  # fmt: skip
 
 if TYPE_CHECKING:

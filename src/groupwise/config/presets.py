@@ -220,6 +220,20 @@ PRESETS: Mapping[str, Preset] = {
             "kl": None,
         },
     ),
+    "topr": Preset(
+        title="TOPR",
+        paper="2503.14286",
+        summary=(
+            "Good completions are learnt as they are, bad ones weighted by how likely they still are: stale samples cannot drive the "
+            "policy astray."
+        ),
+        values={
+            "advantage": {"type": "group", "baseline": "group_mean", "scale": "none"},
+            "loss": {"type": "topr", "aggregation": "sequence_sum"},
+            "kl": None,
+        },
+        beyond="The paper's rewards are 1 and -1 with a constant baseline; the group's mean gives rewards of 0 and 1 both signs.",
+    ),
     "lite_ppo": Preset(
         title="Lite PPO",
         paper="2508.08221",
