@@ -10,26 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Part", "cut_batch"]
+__all__ = ["GroupPart", "cut_batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupPart:
     """Some completions of one group, by index; they share the group's prompt."""
 
     group: int
     members: tuple[int, ...]
 
 
-def cut_batch(sizes: Sequence[tuple[int, Sequence[int]]], budget: int) -> list[list[Part]]:
+def cut_batch(sizes: Sequence[tuple[int, Sequence[int]]], budget: int) -> list[list[GroupPart]]:
     """Micro-batches of at most ``budget`` tokens each, from ``(prompt tokens, [completion tokens, ...])`` for each group.
 
     A single completion that exceeds the budget with its prompt gets a micro-batch of its own: it cannot be cut.
 
     >>> cut_batch([(10, [5, 5]), (10, [5, 80])], budget=40)
-    [[Part(group=0, members=(0, 1)), Part(group=1, members=(0,))], [Part(group=1, members=(1,))]]
+    [[GroupPart(group=0, members=(0, 1)), GroupPart(group=1, members=(0,))], [GroupPart(group=1, members=(1,))]]
     """
-    batches: list[list[Part]] = [[]]
+    batches: list[list[GroupPart]] = [[]]
     room = budget
     for group, (prompt, completions) in enumerate(sizes):
         if prompt + sum(completions) > room and batches[-1] and prompt + sum(completions) <= budget:
@@ -40,12 +40,12 @@ def cut_batch(sizes: Sequence[tuple[int, Sequence[int]]], budget: int) -> list[l
             needed = length if members else prompt + length
             if needed > room and (members or batches[-1]):
                 if members:
-                    batches[-1].append(Part(group, tuple(members)))
+                    batches[-1].append(GroupPart(group, tuple(members)))
                 batches.append([])
                 room, members = budget, []
                 needed = prompt + length
             members.append(index)
             room -= needed
         if members:
-            batches[-1].append(Part(group, tuple(members)))
+            batches[-1].append(GroupPart(group, tuple(members)))
     return [batch for batch in batches if batch]

@@ -58,8 +58,8 @@ def keep_freed_memory() -> bool:
 def give_back_freed_memory() -> bool:
     """Tell glibc to give every block of a MiB and more back to the system as soon as it is freed.
 
-    Where weights are divided among processes, layers come and go between what stays, and blocks that are kept leave holes: together as
-    large as what dividing saves. Returns as ``keep_freed_memory``.
+    Where weights are divided among processes, layers come and go between what stays, and blocks that are kept fragment the heap: the
+    gaps are together as large as what dividing saves. Returns as ``keep_freed_memory``.
     """
     global _kept
     _limit_compiled_kernels()
@@ -87,7 +87,7 @@ def blocks_of_their_own() -> Iterator[None]:
     where freed memory is kept otherwise. For what is replaced by slightly larger blocks again and again, as a cache is that grows with each
     token, and for what lives long and goes at once, as weights and copies of them.
 
-    None of a growing cache's blocks fits into the hole that the last one left, so that kept holes would add up to all sizes there ever
+    None of a growing cache's blocks fits into the gap that the last one left, so that kept gaps would add up to all sizes there ever
     were: for a cache of T tokens T/2 times its own.
     """
     if not _kept:
@@ -103,15 +103,15 @@ def blocks_of_their_own() -> Iterator[None]:
 class KeptMemory:
     """Gives kept memory back where it grows from step to step though the steps do not.
 
-    Completions differ in length, so the blocks of one step do not quite fit into the holes of the last, and the heap creeps. What a step
-    needs is what it takes from a heap without holes: the first one after they were given back. More than ``_CREEP`` above that is holes.
+    Completions differ in length, so the blocks of one step do not quite fit into what the last one freed, and the heap fragments. What
+    a step needs is what it takes from a heap without gaps: the first one after they were given back. More than ``_CREEP`` above is gaps.
     Giving them back costs the next step a page fault for each page, so it is not done otherwise.
     """
 
     def __init__(self, resident_bytes: Callable[[], int] = lambda: psutil.Process().memory_info().rss) -> None:
         self.resident_bytes = resident_bytes
         self.needed: int | None = None
-        """What the first step after the holes were given back left with the process, in bytes."""
+        """What the first step after the gaps were given back left with the process, in bytes."""
 
     def after_step(self) -> bool:
         """Returns whether anything was given back."""
@@ -190,7 +190,7 @@ def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def release_freed_memory() -> bool:
-    """Give back what is free at this moment: once, after loading, which leaves holes that nothing later fits into.
+    """Give back what is free at this moment: once, after loading, which leaves gaps that nothing later fits into.
 
     fp32 weights of a bf16 checkpoint, for example, are freed piece by piece as projections are fused. Returns whether it was done.
     """

@@ -113,7 +113,7 @@ class Turn:
     text: str
     """Without special tokens; of a given turn the content alone, without what the chat template puts around it."""
     tokens: int
-    """Of the completion's, what the template puts around the turn included."""
+    """How many of the completion's tokens are its own: what the template puts around the turn included."""
     calls: tuple[ToolCall, ...] = ()
     """Those that the policy made in this turn."""
     reward: float | None = None

@@ -43,7 +43,7 @@ def notes(config: Config) -> list[str]:
 
 
 def note_on_processes(config: Config, processes: int) -> list[str]:
-    """A sentence where some of the processes wait for others in every step, since prompts are dealt whole."""
+    """A sentence where some of the processes wait for others in every step, since prompts are assigned whole."""
     prompts = config.rollout.prompts_per_step
     most = -(-prompts // processes)
     waiting = 1 - prompts / (most * processes)
@@ -121,9 +121,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    if (
-        config.model.dtype == "float32"
-    ):  # a note alone: the dtype is the machine's to say, and the recipe's precision is for others
+    if config.model.dtype == "float32":
+        # A note alone: the dtype is the machine's to say, and the recipe's precision is for others.
         for name in chosen(optimizer, "precision"):
             if optimizer.precision != "masters-8bit":
                 yield _without_effect(f"optimizer.{name}", optimizer.precision, "float32 weights are their own master copy")

@@ -406,7 +406,7 @@ class DppoLoss(LossSection):
     type: Literal["dppo"] = "dppo"
     """A divergence mask."""
     divergence: Literal["tv", "kl"] = "tv"
-    """Of the distributions "this token, or any other": total variation |p - p_old|, or KL(old || new)."""
+    """How far apart the distributions "this token, or any other" are: total variation |p - p_old|, or KL(old || new)."""
     threshold: float | None = Field(default=None, gt=0)
     """Largest divergence of a token that may still move away. Null takes the authors' 0.15 for `tv` and 0.05 for `kl`."""
 

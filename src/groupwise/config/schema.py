@@ -408,7 +408,7 @@ class OutputConfig(Section):
     log_completions: int = Field(default=4, ge=0)
     """Groups per step in `completions.jsonl`."""
     log_tokens: int = Field(default=1, ge=0)
-    """Of these, groups with tokens and log-probabilities, for the report. About 13 bytes a token."""
+    """How many of these groups have tokens and log-probabilities too, for the report. About 13 bytes a token."""
     trackers: list[Literal["jsonl", "tensorboard", "wandb", "trackio"]] = Field(default=["jsonl"])
     """Where numbers go besides the terminal and the run's folder (`jsonl`). Extras: `pip install 'groupwise[wandb]'`."""
     project: str | None = Field(default=None, min_length=1)

@@ -182,33 +182,35 @@ class EpisodeEngine(Engine):
         """See ``Engine.serve``; progress counts episodes."""
         played: dict[tuple[int, int], _Episode] = {}
 
-        def take(place: int, turn: Completion) -> _Episode:
+        def begin_or_append(place: int, turn: Completion) -> _Episode:
             episode = played.get((place, turn.sample))
             if episode is None:
                 begun = _begin(self.episodes, partner_of, request.prompts[place], turn, request.settings.max_tokens)
                 episode = played[place, turn.sample] = begun
             else:
-                episode.take(turn)
+                episode.append(turn)
             return episode
 
         with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
-            self._play(request, take, background, self._counting(played, on_progress))
+            self._play(request, begin_or_append, background, self._counting(played, on_progress))
             while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
                 settings = replace(request.settings, max_tokens=max(episode.room for episode in forked))
                 prompts = [episode.next_prompt() for episode in forked]
                 further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings)
-                self._play(further, _taken_by(forked), background, self._counting(played, on_progress))
+                self._play(further, _appending_to(forked), background, self._counting(played, on_progress))
         groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
         self.episodes.are_over([episode.partner for group in groups for episode in group])
         return [tuple(episode.completion() for episode in group) for group in groups]
 
     def _play(
-        self, request: SampleRequest, take: Callable[[int, Completion], _Episode], background: Background, on_progress: Progress | None
+        self, request: SampleRequest, append: Callable[[int, Completion], _Episode], background: Background,
+        on_progress: Progress | None,
     ) -> None:  # fmt: skip
-        """The rows of ``request``, until each has ended or forked. ``take``: a row's turn, by its prompt's place, taken by its episode."""
+        """Play the rows of ``request``, until each has ended or forked. ``append`` adds a row's turn to its episode, which it returns, by
+        the place of its prompt."""
 
         def answer(place: int, turn: Completion) -> Any:
-            return background.submit(lambda: take(place, turn).be_answered())
+            return background.submit(lambda: append(place, turn).be_answered())
 
         turns = Turns(answer, self.episodes.grace_s)
         if isinstance(self.engine, TurnEngine):
@@ -228,12 +230,12 @@ class EpisodeEngine(Engine):
         return count
 
 
-def _taken_by(episodes: Sequence[_Episode]) -> Callable[[int, Completion], _Episode]:
-    def take(place: int, turn: Completion) -> _Episode:
-        episodes[place].take(turn)
+def _appending_to(episodes: Sequence[_Episode]) -> Callable[[int, Completion], _Episode]:
+    def append(place: int, turn: Completion) -> _Episode:
+        episodes[place].append(turn)
         return episodes[place]
 
-    return take
+    return append
 
 
 def _begin(episodes: Episodes, partner_of: PartnerOf, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
@@ -268,14 +270,14 @@ class _Episode:
 
     def __post_init__(self) -> None:
         self.conversation = self.episodes.conversation(self.prompt, self.partner)
-        self.take(self.first)
+        self.append(self.first)
 
     @property
     def room(self) -> int:
         """Tokens that it may still have."""
         return self.max_tokens - len(self.token_ids)
 
-    def take(self, turn: Completion) -> None:
+    def append(self, turn: Completion) -> None:
         """Append a turn that was sampled, as far as there is room."""
         kept = turn.token_ids[: self.room]
         if len(kept) < len(turn.token_ids):

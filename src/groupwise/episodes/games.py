@@ -15,7 +15,7 @@ __all__ = ["LARGEST", "HigherOrLower", "fewest_guesses", "rows"]
 
 LARGEST = 64
 COST = 0.1
-"""Of a guess. The number found pays 1."""
+"""What a guess costs. The number found pays 1."""
 
 
 class HigherOrLower:

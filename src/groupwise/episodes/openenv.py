@@ -21,7 +21,7 @@ class OpenEnv(ABC):
 
     url: ClassVar[str]
     columns: ClassVar[tuple[str, ...]] = ()
-    """Of a row, handed to the server's ``reset``; beside them it gets a seed."""
+    """Columns of a row that the server's ``reset`` is handed; beside them it gets a seed."""
 
     _client: Any = None
 

@@ -40,7 +40,7 @@ class TurnTemplate:
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
         self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
-        """Of a tool's result. A template that does not know tools is given it as the user's words."""
+        """The role of a tool's result. A template that does not know tools is given it as the user's words."""
         self._tail([{"role": self.role, "content": ""}])
 
     def given(self, texts: Sequence[str], role: str | None = None) -> list[int]:

@@ -217,7 +217,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }  # fmt: skip
 _LONGEST_EXPRESSION = 200
 _LARGEST_BITS = 400
-"""Of a whole number in between, about 120 digits: what is larger would take memory and time, not teach anything."""
+"""The limit of a whole number in between, about 120 digits: what is larger would take memory and time, not teach anything."""
 _SIGNS = str.maketrans({"x": "*", "×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": "", "_": " "})
 
 

@@ -117,7 +117,7 @@ DECODE_OPERATIONS = (44, 75)
 _KERNEL_S = 4e-6
 """A kernel of a captured graph that moves next to nothing, with the gap before it. Assumed; 2 to 5 microseconds are reported."""
 _VLLM_ROW_S, _MODULE_STEP_S = 20e-6, 25e-3
-"""Of other engines on a GPU, what a step takes beside its arithmetic and traffic: vLLM's scheduler and sampler on the host, for each row
+"""What a step of other engines takes on a GPU beside its arithmetic and traffic: vLLM's scheduler and sampler on the host, for each row
 (20 to 40 thousand tokens/s are reported for 256 sequences of a model of 1.5B), and transformers' modules, which launch every kernel by
 Python (4 to 10 thousand)."""
 

@@ -131,7 +131,7 @@ _MIB = 2**20
 _FRAGMENTATION_NAME = "allocator fragmentation"
 _FRAGMENTATION = {"cpu": 0.25, "cuda": 0.2}
 """What an allocator loses, as a share of what comes and goes: on CPU the fragmentation of the C library's heap (measured: a sixth to a
-third), on a GPU an allowance: completions differ in length, so that hardly a block fits the hole that the last step left (10 to 25% are
+third), on a GPU an allowance: completions differ in length, so that hardly a block fits where the last step freed one (10 to 25% are
 expected, none was measured)."""
 
 

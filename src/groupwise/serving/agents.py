@@ -3,6 +3,11 @@
 Each episode is played by a program of its own, started with the address of a door and with a key, which names the episode. The policy
 that is trained answers. A program's first request is the episode's prompt, which a run of it beforehand has shown: so a group's members
 share it. A later request goes on from what was answered, and only what is new in it is rendered; the sampled tokens stay as they are.
+
+``AgentPrograms``, what all programs have in common, opens a ``_Door`` for each batch: the address, and the ``_Program`` of each key,
+which is a process. What one asks comes in by a ``_Handler`` as an ``_Exchange``, and waits in its program as a ``_Question``. A
+``_Play`` is one episode, between the engine and a program: it answers the question with a turn, and takes the next one for what the
+policy is told.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Choice:
     """One completion that a client wants, as far as it has come. Written by the sampling thread alone, except for ``wanted``."""
 
     name: str
-    """Of its randomness."""
+    """Names its randomness."""
     prompt_ids: tuple[int, ...]
     settings: SamplingSettings
     stop: tuple[str, ...]

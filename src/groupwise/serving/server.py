@@ -28,7 +28,7 @@ __all__ = ["KEY", "Answering", "ChatHandler", "Server", "find_key", "open_server
 KEY = "GROUPWISE_SERVE_KEY"
 
 MOST_BYTES = 2**22
-"""Of a message: more than the longest context takes."""
+"""The limit of a message: more than the longest context takes."""
 MOST_CONNECTIONS = 256
 _LOOK_EVERY_S = 0.5
 """How often it is seen whether a client still waits."""

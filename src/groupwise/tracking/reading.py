@@ -63,7 +63,7 @@ class CompletionRecord:
     occurrence: int = 0
     """How many groups of the same problem stand before this one in the step."""
     turns: tuple[Turn, ...] = ()
-    """Of an episode; empty where every token was sampled in one turn."""
+    """The turns of an episode; empty where every token was sampled in one turn."""
 
     @property
     def truncated(self) -> bool:

@@ -51,7 +51,7 @@ EPISODES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "environment's reward", number),
     ("environment_failed", "environment failed", percent),
 )
-"""Of episodes: the figure, its name in a table, and how it is written."""
+"""Figures of episodes: each with its name in a table, and how it is written."""
 SIDE_BY_SIDE = 3
 """Models in one table: so many fit 80 columns."""
 

@@ -192,9 +192,8 @@ class Ahead:
             return
         slot = self._slots[step % len(self._slots)]
         version = self.learner.updates
-        slot.take_weights(
-            version, self.learner.sharding
-        )  # nobody samples here: the last batch that did was that of ``step``, at the latest
+        # Nobody samples with this slot: the last batch that did was that of ``step``, at the latest.
+        slot.take_weights(version, self.learner.sharding)
         for later in missing:
             self._batches[later] = self._order(later, step, version)
 

@@ -53,7 +53,7 @@ class Critic:
         """The head's, which ``adamw`` steps."""
         self.adamw = torch.optim.AdamW(self.parameters, lr=self.config.learning_rate, weight_decay=0.0)
         self.grad_norm = 0.0
-        """Of the trunk's last step, before clipping."""
+        """The norm of the trunk's last gradient, before clipping."""
 
     @property
     def reads_policy(self) -> bool:

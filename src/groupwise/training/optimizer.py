@@ -272,7 +272,7 @@ class MasterAdamW:
         # StochasticAdamW is for bf16 weights; fp32 ones (an adapter's, say) lose nothing
         stochastic = config.precision == "stochastic" and any(m.dtype == torch.bfloat16 for m in self.masters)
         adamw: Any = StochasticAdamW(groups, **settings) if stochastic else torch.optim.AdamW(groups, fused=True, **settings)
-        # Now instead of at the first step: what stays comes before what comes and goes, so that the heap has no holes between, and a
+        # Now instead of at the first step: what stays comes before what comes and goes, so that the heap does not fragment, and a
         # device that is too small says so at once.
         for master in self.masters:
             adamw.state[master] = {

@@ -434,9 +434,8 @@ class Run:
         if self._asked_to_stop():
             self.stop()
         assert self.learner is not None
-        if (
-            every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row
-        ):  # else there is nothing new, and a good one goes
+        # After a dropped update there is nothing new, and a good one would go.
+        if every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row:
             self._make_ready()
             snapshot = self._snapshot(step + 1)
             if self.world.is_first:

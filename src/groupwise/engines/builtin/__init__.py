@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching over the weights that are trained."""

@@ -65,7 +65,7 @@ class _Row:
     key: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of the present turn."""
+    """Those of the present turn."""
     done: bool = False
     """Its turn has ended, and it is carried along until it leaves or goes on."""
     answer: Answer | None = None
@@ -103,7 +103,7 @@ class _Call:
     begun: dict[tuple[int, int], _Row] = field(default_factory=dict)
     """Rows of which a turn has ended: it is not sampled again."""
     tokens: int = 0
-    """Of turns that have ended."""
+    """Sampled in turns that have ended."""
 
     @property
     def missing(self) -> int:
@@ -264,7 +264,7 @@ class _Batch:
             groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
             dtype=self.decoder.dtype, device=self.decoder.device, native=takes_native(self.decoder),
         )  # fmt: skip
-        # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave holes as large as all of them.
+        # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave gaps as large as all of them.
         with blocks_of_their_own() if isinstance(self.decoder, MergedDecoder) else nullcontext():
             self.weights = DecodeWeights(self.decoder, self.max_rows)
         self.runner = Runner(self.decoder, self.weights, self.cache, self.draw, engine.limit.tell)

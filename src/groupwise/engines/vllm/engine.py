@@ -36,7 +36,7 @@ from groupwise.engines.vllm.protocol import (
     check_versions,
     owner_of,
 )
-from groupwise.engines.vllm.pushing import Patience, check_pushable, push, shares_device
+from groupwise.engines.vllm.pushing import RetryLimit, check_pushable, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
@@ -213,38 +213,38 @@ class VllmEngine(Engine):
         """Each job's place and row, once, in the order in which they end, whatever happens to the server in between. ``repair``: whether
         a server that lacks the weights is sent them; else StaleWeights is raised."""
         weights, left = self.weights, list(range(len(jobs)))
-        patience = Patience(self.patience_s)
+        retries = RetryLimit(self.patience_s)
         while left:
             asked, ended, held = list(left), set[int](), None
             try:
                 stop = sorted(self.end_token_ids)
                 for row in self.link.sample(weights, settings, [jobs[i] for i in asked], stop=stop, stream=on_piece is not None):
                     held = row.get("held", held)
-                    if "piece" in row and on_piece and not patience.lost:
+                    if "piece" in row and on_piece and not retries.lost:
                         on_piece(row["piece"])
                     if "job" in row:
                         ended.add(asked[row["job"]])
                         self._check(row, weights, settings)
                         yield asked[row["job"]], row
-                        patience.renew()
+                        retries.renew()
                 if len(ended) < len(asked):
                     raise Unreachable(f"{self.link.where} ended with {len(asked) - len(ended)} completions missing")
                 self._check_end(held, weights)
             except StaleWeights as stale:
                 if not repair:
                     raise
-                self._put_right_or_wait(stale, weights, patience)
+                self._put_right_or_wait(stale, weights, retries)
             except Unreachable as error:
-                patience.wait(error, "vLLM cannot be reached")
+                retries.wait(error, "vLLM cannot be reached")
             except Refused as refused:
                 raise TrainingError(f"vLLM at {self.link.where} does not sample: {refused}") from refused
             left = [i for i in left if i not in ended]
 
-    def _put_right_or_wait(self, stale: StaleWeights, wanted: str, patience: Patience) -> None:
+    def _put_right_or_wait(self, stale: StaleWeights, wanted: str, retries: RetryLimit) -> None:
         """One that loses the weights each time it gets them is waited for like one that is away."""
-        if patience.lost:
-            patience.wait(stale, f"vLLM at {self.link.where} does not keep the weights")
-        patience.lost = True
+        if retries.lost:
+            retries.wait(stale, f"vLLM at {self.link.where} does not keep the weights")
+        retries.lost = True
         with suppress(StaleWeights):  # lost again: the next request will be told so
             self._put_right(stale, wanted)
 

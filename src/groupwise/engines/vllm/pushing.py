@@ -23,7 +23,7 @@ from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
-__all__ = ["Patience", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device"]
+__all__ = ["RetryLimit", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device"]
 
 logger = logging.getLogger("groupwise")
 
@@ -107,7 +107,7 @@ def push(
 
     Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
     """
-    patience = Patience(patience_s)
+    retries = RetryLimit(patience_s)
     while True:
         source = None
         try:
@@ -116,23 +116,21 @@ def push(
             held, sent = link.begin(weights), list[str]()
             if in_place and held is None:
                 source, _kept = _in_place(link, policy.model, found)
-            if source is None and held != digest_of(
-                ()
-            ):  # else another process of the run was quicker, and its were read in place
+            # Where another process of the run was quicker, and its weights were read in place, there is nothing to send.
+            if source is None and held != digest_of(()):
                 for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
                     sent.append(sha256)
                     if held is None:
                         link.bucket(weights, index, data, sha256)
             told = {"weights": weights, "digest": held} if held is not None else link.commit(weights, version, sent, source)
         except (Unreachable, BeginAgain) as error:
-            patience.wait(error, "the weights cannot be pushed")
+            retries.wait(error, "the weights cannot be pushed")
             continue
         except Refused as refused:
             if source is None:
                 raise _not_taken(link, refused) from refused
-            logger.warning(
-                f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
-            )
+            sentence = f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
+            logger.warning(sentence)
             in_place = False
             continue
         except (StaleWeights, ConfigError) as refused:
@@ -165,7 +163,7 @@ def _not_taken(link: Link, refused: Exception) -> TrainingError:
     return TrainingError(f"vLLM at {link.where} does not take the weights: {refused}")
 
 
-class Patience:
+class RetryLimit:
     """How long a server may be away before a run gives up."""
 
     def __init__(self, seconds: float) -> None:
@@ -176,7 +174,7 @@ class Patience:
         self.since = time.monotonic()
 
     def wait(self, error: Exception, what: str) -> None:
-        """A moment; raises TrainingError when it has been long enough."""
+        """Wait for a moment; raises TrainingError when the server has been away for long enough."""
         self.lost = True
         if time.monotonic() - self.since >= self.seconds:
             raise TrainingError(
