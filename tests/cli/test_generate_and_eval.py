@@ -398,6 +398,9 @@ def test_inspect_refuses_a_source_that_is_not_there(groupwise, tiny_model):
     result = groupwise("data", "inspect", "nowhere.csv", "--model", tiny_model)
     assert result.exit_code == 2
     assert "nowhere.csv" in result.stderr
+    misspelt = groupwise("data", "inspect", "quikstart", "--model", tiny_model)
+    assert misspelt.exit_code == 2
+    assert "did you mean arithmetic, the data of the recipe quickstart?" in " ".join(misspelt.stderr.split())
 
 
 def test_prepare_writes_a_folder_that_train_takes(groupwise, small, problems, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -296,13 +297,21 @@ def test_hub_names_reach_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("source", "meant"),
-    [("gsmk", "gsm8k"), ("math50", "math500"), ("aime26", "aime25"), ("arithmatic", "arithmetic")],
+    [
+        ("gsmk", "gsm8k"),
+        ("math50", "math500"),
+        ("aime26", "aime25"),
+        ("arithmatic", "arithmetic"),
+        ("quikstart", "arithmetic, the data of the recipe quickstart"),
+        ("tools-1.5", "gsm8k, the data of the recipe tools-1.5b"),
+        ("quickstart", "arithmetic, the data of the recipe quickstart"),
+    ],
 )
-def test_a_misspelt_name_is_told_at_once_and_the_hub_is_not_asked(
+def test_a_misspelt_name_or_a_recipe_s_is_told_at_once_and_the_hub_is_not_asked(
     source: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("groupwise.data.readers._hub_answers", lambda source, name: pytest.fail("the Hub was asked"))
-    with pytest.raises(DataError, match=rf"{source!r} is neither a file nor .*: did you mean {meant}\?"):
+    with pytest.raises(DataError, match=rf"{source!r} is neither a file nor .*: did you mean {re.escape(meant)}\?"):
         load_problems(config(source))
     with pytest.raises(DataError, match=f"did you mean {meant}"):
         load_problems(config("arithmetic", eval_source=source, limit=20))

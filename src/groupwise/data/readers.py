@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.load import load_config, recipes
 from groupwise.data.named import NAMED, SUFFIXES, canonical_name, local_copy
 from groupwise.errors import DataError
 from groupwise.importing import import_member, in_one_line
@@ -247,9 +248,9 @@ def _read_hub(source: str, split: str, subset: str | None) -> Table:
     name, default_subset = (known.hub, known.subset) if known else (source, None)
     if known is None and _looks_like_path(source):
         raise DataError(f"data source {source!r} does not exist: check the path, or name a Hub data set such as openai/gsm8k")
-    if known is None and "/" not in source and (near := get_close_matches(source.lower(), KNOWN, n=1, cutoff=0.75)):
+    if known is None and "/" not in source and (meant := _nearest_name(source)):
         raise DataError(
-            f"data source {source!r} is neither a file nor a data set known by name: did you mean {near[0]}? One of the Hub is written "
+            f"data source {source!r} is neither a file nor a data set known by name: did you mean {meant}? One of the Hub is written "
             "owner/name"
         )
     reachable = _hub_answers(source, name)
@@ -264,6 +265,16 @@ def _read_hub(source: str, split: str, subset: str | None) -> Table:
             f"({_first_line(error)}): check the name, data.subset, data.split and the network{_or_a_copy(known is not None)}"
         ) from error
     return _dataset_table(loaded, name.rpartition("/")[2], split)
+
+
+def _nearest_name(source: str) -> str | None:
+    """The data set that a misspelt name may mean; or the recipe, with the data that it names, since a recipe is none itself."""
+    if near := get_close_matches(source.lower(), KNOWN, n=1, cutoff=0.75):
+        return near[0]
+    names = {recipe.name: recipe.path for recipe in recipes()}
+    if near := get_close_matches(source.lower(), names, n=1, cutoff=0.75):
+        return f"{load_config(names[near[0]]).data.source}, the data of the recipe {near[0]}"
+    return None
 
 
 HUB_TIMEOUT_S = 10.0
