@@ -62,9 +62,11 @@ def inputs_of(rewards, lengths=None, steps=None, penalties=None, values=None, fu
     )
 
 
-def process_advantages(steps, lengths, baseline="group_mean", scale="group_std", epsilon=1e-4):
+def process_advantages(steps, lengths, baseline="group_mean", scale="group_std", epsilon=1e-4, discount=1.0):
     group_N = torch.tensor([p for p, group in enumerate(steps) for _ in group], dtype=torch.long)
-    found = product.process_advantages(step_rewards(steps, lengths), group_N, lengths_N(lengths), baseline, scale, epsilon)
+    found = product.process_advantages(
+        step_rewards(steps, lengths), group_N, lengths_N(lengths), baseline, scale, epsilon, discount
+    )
     return nest(found, lengths)
 
 

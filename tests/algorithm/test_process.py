@@ -94,6 +94,20 @@ def test_the_reduction_holds_for_every_preset(name):
 
 
 @quick
+@given(batches(), st.floats(0, 1))
+def test_a_discount_lessens_later_steps_once_for_each_step_between(batch, discount):
+    """Steps that end with one token follow each other in the order in which they are given."""
+    steps, lengths = batch
+    found = process_advantages(steps, lengths, "none", "none", discount=discount)
+    for group, sizes, tokens in zip(steps, lengths, found, strict=True):
+        for completion, size, got in zip(group, sizes, tokens, strict=True):
+            ordered = sorted(completion, key=lambda step: step[0])
+            left = [[r for end, r in ordered if end >= t] for t in range(size)]
+            expected = [sum(discount**k * r for k, r in enumerate(rewards)) for rewards in left]
+            np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-6)
+
+
+@quick
 @given(batches(least=1), st.floats(-100, 100))
 def test_a_constant_added_to_all_steps_changes_nothing_under_a_mean(batch, shift):
     steps, lengths = batch

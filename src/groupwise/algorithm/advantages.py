@@ -258,7 +258,7 @@ def to_go(numbers_T: Tensor, lengths_N: Tensor) -> Tensor:
 
 def process_advantages(
     steps: StepRewards, group_N: Tensor, lengths_N: Tensor, baseline: str = "group_mean", scale: str = "group_std",
-    epsilon: float = 1e-4,
+    epsilon: float = 1e-4, discount: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3), ``[T]`` in float64.
 
@@ -270,6 +270,8 @@ def process_advantages(
     other completions; ``batch_mean``, ``batch_std`` and ``centred_std`` are over all steps of the batch. A group whose steps all have one
     reward gets exactly 0 under a group baseline, also where completions have different numbers of them. Raises ``RewardError`` for a reward
     that is not finite.
+
+    ``discount``: what each step counts for the one before it, 1 in the paper. At 0 a step is judged by its own reward alone.
     """
     groups = int(group_N[-1]) + 1 if len(group_N) else 0
     group_S = group_N[steps.sequence_S]
@@ -279,8 +281,22 @@ def process_advantages(
     centred_S = steps.rewards_S - _step_baselines(baseline, steps, group_S, pools, everything)
     divisors = torch.tensor(SCALES[scale](pools, everything, centred_S.tolist(), epsilon), dtype=torch.float64)
     at_T = torch.zeros(int(lengths_N.sum()), dtype=torch.float64)
-    at_T.index_add_(0, steps.end_S, centred_S / divisors[group_S])
+    at_T.index_add_(0, steps.end_S, _discounted(centred_S / divisors[group_S], steps, discount))
     return to_go(at_T, lengths_N)
+
+
+def _discounted(normalised_S: Tensor, steps: StepRewards, discount: float) -> Tensor:
+    """What stands at each step's end so that the plain sum from there on is the discounted one, A(s) = r(s) + discount A(s + 1)."""
+    if discount == 1:
+        return normalised_S
+    rewards, sequences, ends = normalised_S.tolist(), steps.sequence_S.tolist(), steps.end_S.tolist()
+    placed, later, last = [0.0] * len(rewards), 0.0, None
+    for s in sorted(range(len(rewards)), key=lambda s: (ends[s], s), reverse=True):
+        if sequences[s] != last:
+            later, last = 0.0, sequences[s]
+        placed[s] = rewards[s] - (1 - discount) * later
+        later = rewards[s] + discount * later
+    return torch.tensor(placed, dtype=torch.float64)
 
 
 def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: Rewards, everything: Sequence[float]) -> Tensor:
@@ -306,12 +322,13 @@ def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: R
 
 
 def group_advantage(
-    inputs: AdvantageInputs, *, baseline: str = "group_mean", scale: str = "group_std", epsilon: float = 1e-4
-) -> AdvantageOutputs:
+    inputs: AdvantageInputs, *, baseline: str = "group_mean", scale: str = "group_std", epsilon: float = 1e-4,
+    discount: float = 1.0,
+) -> AdvantageOutputs:  # fmt: skip
     """``group_advantages``, or ``token_advantages`` where the KL is part of the tokens' rewards, plus ``process_advantages``.
 
     Rewards of steps are judged apart from those of whole completions, each with its own mean, so that many small step rewards are not
-    measured by one large outcome; a function's weight is applied after its steps are normalised.
+    measured by one large outcome; a function's weight is applied after its steps are normalised. ``discount``: of later steps.
     """
     rewards = inputs.by_group(inputs.rewards_N)
     if inputs.penalties_T is None:
@@ -320,7 +337,7 @@ def group_advantage(
         out = AdvantageOutputs(
             advantages_T=token_advantages(rewards, inputs.penalties_T, inputs.lengths_N, baseline, scale, epsilon)
         )
-    return _with_steps(inputs, out, baseline, scale, epsilon)
+    return _with_steps(inputs, out, baseline, scale, epsilon, discount)
 
 
 def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> AdvantageOutputs:
@@ -398,13 +415,13 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def _with_steps(
-    inputs: AdvantageInputs, outcome: AdvantageOutputs, baseline: str, scale: str, epsilon: float
+    inputs: AdvantageInputs, outcome: AdvantageOutputs, baseline: str, scale: str, epsilon: float, discount: float = 1.0
 ) -> AdvantageOutputs:
     if not inputs.steps:
         return outcome
     total_T = outcome.per_token(inputs)
     for steps in inputs.steps.values():
-        of_steps_T = process_advantages(steps, inputs.group_N, inputs.lengths_N, baseline, scale, epsilon)
+        of_steps_T = process_advantages(steps, inputs.group_N, inputs.lengths_N, baseline, scale, epsilon, discount)
         total_T = total_T + steps.weight_N[inputs.sequence_T] * of_steps_T
     return AdvantageOutputs(advantages_T=total_T)
 

@@ -56,6 +56,9 @@ class GroupAdvantage(AdvantageSection):
     the batch's: of the rewards (`batch_std`), or of the differences (`centred_std`)."""
     epsilon: float = Field(default=1e-4, gt=0)
     """Added to the divisor."""
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """For rewards of steps: what each step counts for the one before it. 1 adds up all that follow; 0 judges a step, or a turn, by its
+    own reward alone, with less noise, where that reward says all that the step was worth."""
 
     @model_validator(mode="after")
     def check_scale(self) -> GroupAdvantage:
