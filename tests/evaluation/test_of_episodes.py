@@ -61,6 +61,18 @@ def test_turns_calls_and_what_they_cost():
     assert "success" not in counted
 
 
+def test_mean_turns_have_an_interval_whose_unit_is_the_problem():
+    """Turns 1, 2, 4 and 2 of four problems: 2.25 +- 1.96 s / 2 with s^2 = (1.5625 + 2 x 0.0625 + 3.0625) / 3."""
+    half = 1.959963984540054 * (4.75 / 3) ** 0.5 / 2
+    once = records(*PLAYED)
+    assert figures(once)["turns_interval"] == pytest.approx([2.25 - half, 2.25 + half])
+    again = [{**record, "sample": 1} for record in once]
+    assert figures(once + again)["turns_interval"] == pytest.approx([2.25 - half, 2.25 + half]), (
+        "a second sample alike says nothing new"
+    )
+    assert "turns_interval" not in figures(records(episode()))
+
+
 def test_without_a_call_no_share_of_calls_is_made_up():
     counted = figures(records(episode(), episode()))["episodes"]
     assert counted["calls"] == 0
@@ -144,7 +156,7 @@ def test_the_table_and_the_terminal_say_it_in_80_columns():
     assert max(map(len, text.splitlines())) <= 80
     assert "invalid and failed calls" in legend(rows)
     said = printed(lambda console: ConsoleTracker(console, show=0).evaluation(result))
-    assert "turns 2.2, calls 1.2, invalid calls 16.7%, failed calls 33.3%" in " ".join(said.split())
+    assert "turns 2.2 [1.24, 3.16], calls 1.2, invalid calls 16.7%, failed calls 33.3%" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
@@ -36,6 +37,7 @@ __all__ = [
     "share",
     "shares_by_problem",
     "sign_flip_p_value",
+    "turns_interval",
 ]
 
 Record = Mapping[str, Any]
@@ -91,6 +93,8 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
             result[key] = list(share(records, key))
     if all("turns" in record for record in records):
         result["episodes"] = of_episodes(records)
+        if turns := turns_interval(records):
+            result["turns_interval"] = list(turns)
     if samples > 1:
         result["pass_at"] = at_each_k(grouped, samples, passed)
         result["majority_at"] = at_each_k(grouped, samples, voted)
@@ -121,6 +125,18 @@ def of_episodes(records: Sequence[Record]) -> dict[str, float]:
         if known:
             result["reward"] = math.fsum(known) / len(known)
     return result
+
+
+def turns_interval(records: Sequence[Record]) -> tuple[float, float] | None:
+    """The ends of the 95% interval of the mean turns of an episode: normal, with problems as the unit. None for fewer than two problems."""
+    counts = [
+        [sum(turn["role"] == "assistant" for turn in r["turns"]) for r in samples] for samples in by_problem(records).values()
+    ]
+    if len(counts) < 2:
+        return None
+    means_P = [sum(samples) / len(samples) for samples in counts]
+    middle, half = statistics.fmean(means_P), Z * statistics.stdev(means_P) / math.sqrt(len(means_P))
+    return middle - half, middle + half
 
 
 def estimate(scores_P: Sequence[float], samples: int) -> tuple[float, float, float]:

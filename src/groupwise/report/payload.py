@@ -14,7 +14,7 @@ from groupwise.config import Config
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
-from groupwise.evaluation.figures import crosstab, first_samples, of_episodes, share
+from groupwise.evaluation.figures import crosstab, first_samples, of_episodes, share, turns_interval
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.curves import QUANTILES, bands, curves, taken
 from groupwise.report.page import pack_json
@@ -218,6 +218,7 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
         row[key] = list(share(stopped, key))
     if all("turns" in record for record in evaluation.records):
         row["episodes"] = of_episodes(evaluation.records)
+        row["turns_interval"] = turns_interval(evaluation.records)
     if all("success" in record for record in evaluation.records) and any(r["success"] is not None for r in evaluation.records):
         row["success"] = list(share(evaluation.records, "success"))
     row["samples"] = round(len(evaluation.records) / n)

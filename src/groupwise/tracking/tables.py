@@ -91,7 +91,13 @@ def figure_lines(rows: Rows) -> Iterable[tuple[str, list[str]]]:
     yield "tokens, mean", [f"{row['mean_tokens']:.0f}" for _, row in rows]
     for key, name, write in EPISODES:
         if any(key in one.get("episodes", ()) for one in figures):
-            yield name, [write(one["episodes"][key]) if key in one.get("episodes", ()) else "-" for one in figures]
+            yield name, [_played(one, key, write) if key in one.get("episodes", ()) else "-" for one in figures]
+
+
+def _played(figures: Mapping[str, Any], key: str, write: Callable[[float], str]) -> str:
+    """A figure of episodes, with its 95% interval where it has one."""
+    ends = figures.get(f"{key}_interval")
+    return write(figures["episodes"][key]) + (f" [{', '.join(map(write, ends))}]" if ends else "")
 
 
 def with_interval(estimate: Sequence[float] | None) -> str:
@@ -247,9 +253,9 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
 
 def episode_line(row: Mapping[str, Any]) -> str:
     """``success 51.0% [44.1, 57.9], tokens sampled 41.2, turns 2.1 ...`` of an evaluation; empty where it played no episodes."""
-    played = row.get("figures", {}).get("episodes", {})
-    cells = [f"{name.strip()} {write(played[key])}" for key, name, write in EPISODES if key in played]
-    success = row.get("figures", {}).get("success")
+    figures = row.get("figures", {})
+    played, success = figures.get("episodes", {}), figures.get("success")
+    cells = [f"{name.strip()} {_played(figures, key, write)}" for key, name, write in EPISODES if key in played]
     return ", ".join([*([f"success {interval(success[0], success[1:])}"] if success else []), *cells])
 
 

@@ -130,8 +130,8 @@ function playedTable(evaluations) {
   const rows = evaluations.filter((row) => row.episodes);
   if (!rows.length) return null;
   const share_ = (value) => (value === undefined ? '–' : percent(value));
-  return [table(['episodes', 'success', 'reward', 'turns', 'calls', 'invalid calls', 'failed calls', 'tokens sampled', 'tokens given'], rows.map(({ stage, mode, success, episodes: e }) => [
-    stageName(stage) + ', ' + mode, success ? interval(success) : '–', number(e.reward), number(e.turns), number(e.calls), share_(e.invalid_calls), share_(e.failed_calls), number(e.sampled_tokens), number(e.given_tokens)]), true),
+  return [table(['episodes', 'success', 'reward', 'turns', 'calls', 'invalid calls', 'failed calls', 'tokens sampled', 'tokens given'], rows.map(({ stage, mode, success, episodes: e, turns_interval: ends }) => [
+    stageName(stage) + ', ' + mode, success ? interval(success) : '–', number(e.reward), number(e.turns) + (ends ? ' [' + ends.map(number).join(', ') + ']' : ''), number(e.calls), share_(e.invalid_calls), share_(e.failed_calls), number(e.sampled_tokens), number(e.given_tokens)]), true),
   el('p', { class: 'note' }, 'Means of an episode. Success: the environment gave more than 0. Invalid and failed: of the calls, those that could not be made and those in which the tool did wrong.')];
 }
 
