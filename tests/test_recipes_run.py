@@ -102,7 +102,7 @@ def run(name, changes, folder):
 def check(config, result, seen):
     """Two full batches were sampled, scored by the recipe's own rewards, and learnt from."""
     assert [report.step for report in seen] == [1, 2]
-    functions = {entry.function for entry in config.rewards.functions}
+    functions = {entry.called.rpartition(":")[2] for entry in config.rewards.functions}
     for report in seen:
         assert len(report.groups) == config.rollout.prompts_per_step
         assert {len(group.completions) for group in report.groups} == {config.rollout.completions_per_prompt}

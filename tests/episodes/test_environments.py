@@ -278,13 +278,14 @@ def test_a_run_with_an_environment_learns_from_its_rewards_and_resumes(tmp_path)
     assert [g.completions for g in again[-1].groups] == [g.completions for g in reports[-1].groups]
 
 
-def test_the_check_before_a_run_does_not_judge_an_environment_by_texts(tmp_path):
-    """What was not played has no reward of an environment: that is no failure of a function, and no sign of a blind one."""
+@pytest.mark.parametrize("function", ["environment", "environment_turns", "groupwise.episodes.games:guesses_lost"])
+def test_the_check_before_a_run_does_not_judge_an_environment_by_texts(function, tmp_path):
+    """What was not played has no turns and no reward of an environment: that is no failure of a function, and no sign of a blind one."""
     (tmp_path / "game.py").write_text(GAME)
     model = write_tiny_llama(tmp_path / "model", max_position_embeddings=512)
     config = tiny_config(
         model, write_sums(tmp_path / "sums.jsonl"), rollout={"environment": f"{tmp_path / 'game.py'}:Letters"},
-        rewards={"functions": [{"function": "environment"}]},
+        rewards={"functions": [{"function": function}]},
     )  # fmt: skip
     prepared = prepare(config)
     assert prepared.rewards.without_weights() is None
