@@ -1,6 +1,8 @@
 """An adapter learns what peft's own module would, its updates reach the sampler, and the reference is the model without it."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,24 @@ def test_a_saved_policy_is_whole_and_has_the_adapter_beside_it(tiny_llama, tmp_p
         assert (slow(whole, (7, 8, 9, 2)) - wanted).abs().max() < 1e-4
         assert (slow(again, (7, 8, 9, 2)) - wanted).abs().max() < 1e-4
     assert is_adapted(policy.model), "saving does not merge the policy itself"
+
+
+def test_adapters_that_are_written_at_once_by_two_threads_are_both_written(tiny_llama, tmp_path: Path, monkeypatch):
+    """peft writes a card beside them, and asks for Jinja's version when it does so for the first time."""
+    from huggingface_hub.utils import _runtime
+
+    find = _runtime.importlib.metadata.version
+
+    def slow(name: str) -> str:
+        time.sleep(0.5 * (name == "Jinja2"))
+        return find(name)
+
+    monkeypatch.setattr(_runtime, "_package_versions", {})
+    monkeypatch.setattr(_runtime.importlib.metadata, "version", slow)
+    models = [adapted(tiny_llama()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda i: models[i].model.save_pretrained(tmp_path / str(i)), range(2)))
+    assert all((tmp_path / str(i) / "adapter_model.safetensors").is_file() for i in range(2))
 
 
 def test_what_does_not_fit_is_one_sentence(tiny_llama):

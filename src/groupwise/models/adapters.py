@@ -370,4 +370,9 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ModelError("an adapter needs the package peft, which is not installed: pip install 'groupwise[peft]'") from error
+    # peft writes a card beside an adapter and asks whether Jinja is there. Two threads that ask for the first time at once, such as a
+    # checkpoint's and the final model's, are told that it is not (huggingface_hub notes "N/A" before it looks).
+    from huggingface_hub.utils import is_jinja_available
+
+    is_jinja_available()
     return peft
