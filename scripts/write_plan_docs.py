@@ -32,6 +32,7 @@ SETUPS = (
     SetUp("Quickstart on two CPU cores", "quickstart --hardware cpu --prompt-tokens 70"),
     SetUp("The same with a calculator", "quickstart-tools --hardware cpu --prompt-tokens 95"),
     SetUp("The same with a game", "quickstart-game --hardware cpu --prompt-tokens 52"),
+    SetUp("1.5B with an adapter on two CPU cores", "gsm8k-1.5b-cpu --hardware cpu --prompt-tokens 110 --completion-tokens 170"),
     SetUp("0.5B on a card of 16 GB", "gsm8k-0.5b --gpu-memory 16GiB"),
     SetUp("1.5B trained whole on a card of 24 GB", "gsm8k-1.5b-24gb --hardware rtx-4090"),
     SetUp(

@@ -16,7 +16,8 @@ from groupwise.config.load import recipes
 from groupwise.doctor import diagnose_settings
 
 GSM8K = [
-    "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu", "tools-1.5b", "tutorial-1.5b",
+    "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-1.5b-cpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu",
+    "tools-1.5b", "tutorial-1.5b",
 ]  # fmt: skip
 LESS = {"rollout.max_completion_tokens": 3, "training.steps": 2, "evaluation.problems": 2, "model.device": "cpu"}
 

@@ -13,8 +13,8 @@ from groupwise.config.load import load_run_config
 from groupwise.errors import ConfigError
 
 RECIPES = [
-    "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu", "polaris-3b-qlora", "polaris-3b",
-    "quickstart-game", "quickstart-tools", "quickstart", "tools-1.5b", "tutorial-1.5b",
+    "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-1.5b-cpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu",
+    "polaris-3b-qlora", "polaris-3b", "quickstart-game", "quickstart-tools", "quickstart", "tools-1.5b", "tutorial-1.5b",
 ]  # fmt: skip
 
 
