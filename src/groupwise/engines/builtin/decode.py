@@ -1,8 +1,9 @@
 """One decode step: the next-token logits of every row in flight.
 
-Between the matrix products, bf16 models on CPUs are computed by fused loops (``models/native``) where these could be compiled, and
-everything else by PyTorch's operations. Their attention has two parts with one softmax. Against the prompt, all rows of a group are the
-queries of one matrix product with the group's single copy of keys and values; against its own tokens, each row has its own.
+Between the matrix products, bf16 models on CPUs are computed by fused loops (``models/native``) where these could be compiled, models on
+GPUs by Triton kernels (``gpu_kernels.py``), and everything else by PyTorch's operations. Their attention has two parts with one softmax.
+Against the prompt, all rows of a group are the queries of one matrix product with the group's single copy of keys and values; against its
+own tokens, each row has its own.
 
 The matrix products themselves are callables, so that they can run on weights laid out for few rows. On CPUs the library's kernels for
 bf16 spend a large part of a step rearranging the weight: with 32 rows a step of SmolLM2-135M took 17.8 ms on plain weights and 13.6 ms
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,11 +32,12 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.given import Given
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16, product_gives_fp32
-from groupwise.models.native.calls import add_norm, decode_attention
+from groupwise.models.layer import Layer
+from groupwise.models.native import calls as native
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "plain_product",
+    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "kernels_fit", "plain_product",
     "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
@@ -112,8 +115,15 @@ class Lanes:
         return rows if self.lane_of_row is None else rows.index_select(0, self.lane_of_row)
 
 
-ALLOWED = {"fp32": True, "rearranged": True}
+ALLOWED = {"fp32": True, "rearranged": True, "kernels": True}
 """What ``fast_paths`` leaves out is False."""
+
+_KERNELS_ON = frozenset({"cuda"})
+
+
+def kernels_fit(device: torch.device) -> bool:
+    """Whether there are GPU kernels for models on ``device``."""
+    return ALLOWED["kernels"] and device.type in _KERNELS_ON and find_spec("triton") is not None
 
 
 @cache
@@ -305,7 +315,8 @@ class DecodeStep:
 
 def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None = None) -> Tensor:
     """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``given``: is computed beside it."""
-    return (_by_operations if step.lanes else _by_kernels)(decoder, weights, cache, step, given)
+    by = _by_operations if step.lanes and not kernels_fit(decoder.device) else _by_kernels
+    return by(decoder, weights, cache, step, given)
 
 
 def _entering(decoder: Decoder, step: DecodeStep, given: Given | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -319,37 +330,76 @@ def _entering(decoder: Decoder, step: DecodeStep, given: Given | None) -> tuple[
 def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
     shape, norm = decoder.shape, decoder.norm
     heads, kv_heads = shape.heads, shape.kv_heads
+    kernels, attend_to = (native, _attend_natively) if step.lanes is None else (_gpu_kernels(), _attend_on_gpu)
     (x, ropes), added = _entering(decoder, step, given), None
     rows, turned = len(step.last_tokens), heads + kv_heads
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
-        qkv = product.qkv(add_norm(x, added, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
+        qkv = product.qkv(kernels.add_norm(x, added, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
         cos, sin = ropes[kind]
         beside: list[Tensor] = []
         if given is not None:  # first, since the step's rows may look at what is kept here
-            rotated = torch.empty_like(qkv[rows:])
-            rotate_heads(qkv[rows:], cos[rows:], sin[rows:], rotated, turned)
+            new = _normed(qkv[rows:], layer, decoder)
+            rotated = torch.empty_like(new)
+            rotate_heads(new, cos[rows:], sin[rows:], rotated, turned)
             beside = [given.attend(rotated[:, :turned], rotated[:, turned:], cache, index, kind, shape.query_scale)]
-        attended = decode_attention(
-            qkv[:rows], cos[:rows], sin[:rows], cache.own[index], cache.prompt[index], step.own_lengths, step.group_of_row,
-            step.prompt_lengths, heads, shape.query_scale, decoder.windows[kind],
-        )  # fmt: skip
+        attended = attend_to(qkv[:rows], cos[:rows], sin[:rows], cache, index, step, decoder, layer)
         added = product.output(torch.cat([attended.view(rows, -1), *beside]) if beside else attended.view(rows, -1))
         if layer.attention_norm is not None:
-            added = add_norm(added, None, layer.attention_norm, *norm)
-        added = product.down(gated(product.gate_up(add_norm(x, added, layer.post_norm, *norm)), shape.activation))
+            added = kernels.add_norm(added, None, layer.attention_norm, *norm)
+        added = product.down(kernels.gated(product.gate_up(kernels.add_norm(x, added, layer.post_norm, *norm)), shape.activation))
         if layer.feed_forward_norm is not None:
-            added = add_norm(added, None, layer.feed_forward_norm, *norm)
+            added = kernels.add_norm(added, None, layer.feed_forward_norm, *norm)
     assert added is not None
-    return weights.head(add_norm(x[:rows], added[:rows], decoder.final_norm, *norm))
+    return weights.head(kernels.add_norm(x[:rows], added[:rows], decoder.final_norm, *norm))
+
+
+def _gpu_kernels() -> Any:
+    from groupwise.engines.builtin import gpu_kernels  # only here: Triton takes a while to import, and is not everywhere
+
+    return gpu_kernels
+
+
+def _normed(qkv: Tensor, layer: Layer, decoder: Decoder) -> Tensor:
+    """``qkv`` with its query and key heads normed, in families that do so."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return qkv
+    return head_norm(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.norm)
+
+
+def _attend_natively(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Cache, index: int, step: DecodeStep, decoder: Decoder, layer: Layer
+) -> Tensor:
+    return native.decode_attention(
+        _normed(qkv, layer, decoder), cos, sin, cache.own[index], cache.prompt[index], step.own_lengths,
+        step.group_of_row, step.prompt_lengths, decoder.shape.heads, decoder.shape.query_scale, decoder.windows[decoder.kinds[index]],
+    )  # fmt: skip
+
+
+def _attend_on_gpu(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Cache, index: int, step: DecodeStep, decoder: Decoder, layer: Layer
+) -> Tensor:
+    lanes, kernels = step.lanes, _gpu_kernels()
+    assert lanes is not None
+    norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+    query = kernels.rotate_and_store(qkv, cos, sin, cache.own[index], step.own_lengths, decoder.shape.heads, norms, *decoder.norm)
+    return kernels.attend(  # type: ignore[no-any-return]
+        query, cache.own[index], cache.prompt[index], row_of_lane=lanes.row_of_lane,
+        lane_of_row=lanes.row_index if lanes.lane_of_row is None else lanes.lane_of_row, group_of_row=step.group_of_row,
+        prompt_lengths=step.prompt_lengths, own_lengths=step.own_lengths, positions=step.positions, scale=_scale(decoder),
+        window=decoder.windows[decoder.kinds[index]],
+    )  # fmt: skip
+
+
+def _scale(decoder: Decoder) -> float:
+    """Of scores."""
+    return decoder.head_width**-0.5 if decoder.shape.query_scale is None else decoder.shape.query_scale
 
 
 def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
     shape, norm, lanes = decoder.shape, decoder.norm, step.lanes
     heads, kv_heads = shape.heads, shape.kv_heads
     assert lanes is not None
-    scale = decoder.head_width**-0.5 if shape.query_scale is None else shape.query_scale
+    scale = _scale(decoder)
     lanes.mask.scatter_(1, (step.own_lengths + lanes.prompt_positions)[:, None], 0.0)
     masks = [lanes.mask_of(window, step.positions) for window in decoder.windows]
     x, ropes = _entering(decoder, step, given)
@@ -358,8 +408,7 @@ def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step:
     query = rotated[:rows, :heads]
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
         qkv = product.qkv(rms_norm(x, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
+        qkv = _normed(qkv, layer, decoder)
         rope_rotate(qkv[:, :turned], *ropes[kind], rotated)
         keys, values = cache.own[index]
         keys[lanes.row_index, :, step.own_lengths] = rotated[:rows, heads:]

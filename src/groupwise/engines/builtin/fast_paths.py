@@ -53,6 +53,7 @@ _SOURCES = (
     Path(decoding.__file__),
     Path(builtin.__file__),
     Path(given.__file__),
+    Path(__file__).with_name("gpu_kernels.py"),
     *Path(attention.__file__).parent.glob("*.py"),
 )
 
@@ -121,6 +122,7 @@ def fast_paths() -> tuple[FastPath, ...]:
         FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),
         FastPath("logits in fp32", lambda d: logprobs._gives_fp32(d.device, d.dtype), _allow_fp32_logits, ("passes",)),
         FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
+        FastPath("kernels for decoding", lambda d: decoding.kernels_fit(d.device), _allow_kernels, ("a step of long rows",)),
     )
 
 
@@ -134,6 +136,10 @@ def _allow_rearranging(yes: bool) -> None:
 
 def _allow_fp32(yes: bool) -> None:
     decoding.ALLOWED["fp32"] = yes
+
+
+def _allow_kernels(yes: bool) -> None:
+    decoding.ALLOWED["kernels"] = yes
 
 
 def _allow_graphs(yes: bool) -> None:
@@ -165,6 +171,8 @@ def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> l
     if decoder is None:
         return []
     choices, keep = [], True
+    for path in fast_paths():
+        path.switch(False)  # until its turn
     for path in fast_paths():
         path.switch(True)
         if path.applies(decoder):
@@ -265,22 +273,28 @@ def _passes(decoder: Decoder) -> Action:
     return action
 
 
+def _cache(decoder: Decoder, prompt_tokens: int, tokens: int) -> Cache:
+    """For eight rows in two groups."""
+    decoder.reserve_positions(prompt_tokens + tokens + 1)
+    return Cache(
+        layers=len(decoder.layers), kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=2, prompt_tokens=prompt_tokens, rows=8,
+        completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=builtin.takes_native(decoder),
+    )  # fmt: skip
+
+
+def _planned(cache: Cache, prompt_lengths: list[int], own_lengths: list[int]) -> DecodeStep:
+    return DecodeStep.plan(
+        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=prompt_lengths, own_lengths=own_lengths, last_tokens=list(range(5, 13)),
+        keys=[1] * 8, turn_starts=[0] * 8,
+    )  # fmt: skip
+
+
 def _step(decoder: Decoder, tokens: int) -> tuple[Cache, DecodeStep, DecodeWeights]:
     """Eight rows in two groups, their prompts computed, and one token sampled."""
     lengths = [len(prompt) for prompt in _PROMPTS]
-    decoder.reserve_positions(max(lengths) + tokens + 1)
-    cache = Cache(
-        layers=len(decoder.layers), kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=2, prompt_tokens=max(lengths), rows=8,
-        completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=builtin.takes_native(decoder),
-    )  # fmt: skip
-    packed = pack_prompts(_PROMPTS).to(decoder.device)
-    starts = [0, lengths[0]]
+    cache, packed, starts = _cache(decoder, max(lengths), tokens), pack_prompts(_PROMPTS).to(decoder.device), [0, lengths[0]]
     decoder.hidden(packed, lambda layer, kv: cache.store_prompts(layer, kv, starts, lengths, [0, 1]))
-    step = DecodeStep.plan(
-        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=lengths, own_lengths=[0] * 8, last_tokens=list(range(5, 13)), keys=[1] * 8,
-        turn_starts=[0] * 8,
-    )  # fmt: skip
-    return cache, step, DecodeWeights(decoder, 8)
+    return cache, _planned(cache, lengths, [0] * 8), DecodeWeights(decoder, 8)
 
 
 def _decode_step(decoder: Decoder) -> Action:
@@ -288,6 +302,43 @@ def _decode_step(decoder: Decoder) -> Action:
     with torch.no_grad():
         cache, step, weights = _step(decoder, 4)
     return torch.no_grad()(lambda: [decoding.decode(decoder, weights, cache, step)])  # type: ignore[no-any-return]
+
+
+_LONG = ([300, 70], [0, 63, 64, 255, 256, 257, 600, 700])
+"""Of prompts, and of what rows have of their own."""
+
+
+class _Logits(builtin.Runner):
+    """A runner whose step is no more than its logits."""
+
+    logits: Tensor
+
+    def _once(self, step: DecodeStep, *given: given.Given) -> None:
+        self.logits = decoding.decode(self.decoder, self.weights, self.cache, step)
+
+
+def _long_step(decoder: Decoder) -> Action:
+    """Next-token logits of rows that have much behind them: random keys so large that a row looks at few positions, and one that is left
+    out shows. Where steps are replayed it is too, since how long its launches take is not what counts there."""
+    prompts, own = _LONG
+    cache, generator = _cache(decoder, max(prompts), max(own) + 1), torch.Generator().manual_seed(1)
+    cache.reserve(max(own) + 1, len(own))
+    for keys, values in (*cache.prompt, *cache.own):
+        keys.copy_(2 * torch.randn(keys.shape, generator=generator))
+        values.copy_(torch.randn(values.shape, generator=generator))
+    draw = Draw(SamplingSettings(max_tokens=1, greedy=True), decoder.vocabulary, decoder.device)
+    runner, step = _Logits(decoder, DecodeWeights(decoder, len(own)), cache, draw), _planned(cache, prompts, own)
+    runner._once(step)
+    graph = runner._capture(step) if decoder.device.type in builtin.GRAPHS else None
+
+    def action() -> Sequence[Tensor]:
+        if graph is None:
+            runner._once(step)
+        else:
+            graph.replay()
+        return [runner.logits]
+
+    return torch.no_grad()(action)  # type: ignore[no-any-return]
 
 
 def _burst(decoder: Decoder) -> Action:
@@ -304,7 +355,8 @@ def _burst(decoder: Decoder) -> Action:
 
 
 _OPERATIONS: dict[str, Callable[[Decoder], Action]] = {
-    "passes": _passes, "a decode step": _decode_step, "a burst of decode steps": _burst
+    "passes": _passes, "a decode step": _decode_step, "a step of long rows": torch.no_grad()(_long_step),
+    "a burst of decode steps": _burst,
 }  # fmt: skip
 
 
