@@ -32,6 +32,7 @@ from benchmarks.shapes import SHAPES, random_groups, random_policy, random_promp
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import engine as builtin
+from groupwise.engines.builtin.decode import KERNEL_LAUNCHES, kernels_fit
 from groupwise.engines.builtin.engine import BuiltinEngine, Runner
 from groupwise.engines.builtin.fast_paths import check_fast_paths
 from groupwise.engines.wrappers import SamplingThread
@@ -515,17 +516,17 @@ def profile(place: Place) -> Found:
     groups = _groups(shape, place.pick(4, 1), place.pick(256, 9), place.pick(512, 9), 0)
     packed = scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
     learning = _profiled(place, lambda: scorer.logprobs(packed).sum().backward())
-    each, once_for_all = DECODE_OPERATIONS
+    each, once_for_all = KERNEL_LAUNCHES if kernels_fit(place.device) else DECODE_OPERATIONS
     planned = each * SHAPES[shape].num_hidden_layers + once_for_all
     numbers = {"decode_step": step, "micro_batch": learning, "planned_kernels": planned}
     seen = (
-        f"a decode step has {step['kernels']} kernels, {planned} by the plan, and the device works {step['busy']:.0%} of it; "
+        f"a decode step has {step['kernels']} kernels, {planned} by the count, and the device works {step['busy']:.0%} of it; "
         f"a micro-batch {learning['kernels']}, and {learning['busy']:.0%}; most time: {', '.join(list(learning['top'])[:3])}"
     )
     slower = ""
     if place.judged:
         off = not 0.7 <= step["kernels"] / planned <= 1.3
-        slower = "the plan counts other kernels than run: count again" if off else slower
+        slower = "other kernels run than were counted: count again" if off else slower
         slower = (
             "in learning the device waits for Python: fuse, or make micro-batches larger" if learning["busy"] < 0.5 else slower
         )

@@ -63,6 +63,46 @@ def test_a_decode_step_launches_as_much_as_the_plan_counts(decode_step):
     assert (two - one, one - (two - one)) == cost.DECODE_OPERATIONS
 
 
+class StandIns:
+    """For the kernels of ``gpu_kernels.py``, whose launches PyTorch does not dispatch: as many as ``test_gpu_kernels.py`` counts."""
+
+    def __init__(self):
+        self.launches = 0
+
+    def add_norm(self, x, *_):
+        self.launches += 1
+        return x.new_empty(x.shape)
+
+    def gated(self, gate_up, *_):
+        self.launches += 1
+        return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+    def rotate_and_store(self, qkv, cos, sin, own, own_lengths, heads, *_):
+        self.launches += 1
+        return qkv.new_empty(len(qkv), heads, qkv.shape[2])
+
+    def attend(self, query, *_, **__):
+        self.launches += 2
+        return query.new_empty(query.shape)
+
+
+def test_by_kernels_it_launches_a_quarter_and_asks_nothing(decode_step, monkeypatch):
+    """Four products remain in a layer."""
+    kernels, found = StandIns(), []
+    monkeypatch.setattr(decode, "kernels_fit", lambda device: True)
+    monkeypatch.setattr(decode, "_gpu_kernels", lambda: kernels)
+    for layers in (1, 2):
+        step = decode_step(num_hidden_layers=layers)
+        kernels.launches = 0
+        with Dispatched() as seen:
+            step()
+        assert not seen.waits
+        assert seen.launches["addmm"] + seen.launches["mm"] == 4 * layers + 1
+        found.append(kernels.launches + sum(seen.launches.values()))
+    one, two = found
+    assert (two - one, one - (two - one)) == decode.KERNEL_LAUNCHES
+
+
 GROUPS = [(list(range(3, 12)), [list(range(3, 3 + n)) for n in (4, 9, 1)]), ([5], [[6, 7], [8]])]
 
 
