@@ -52,7 +52,7 @@ ONE = (
     Check("weights", 60, "three calls with weights changed between: the graph follows them, and reserved memory stays flat (5%)"),
     Check("mismatch", 60, "sampler and learner differ by less than 0.01 nats a token in the mean"),
     Check("sampling", 90, "a decode step within 1.5 times the plan; graphs faster than launches; a capture below 60 ms"),
-    Check("profile", 60, "as many kernels in a decode step as the plan counts (30%); the GPU idle for less than half of a pass"),
+    Check("profile", 60, "as many kernels in a decode step as are counted (30%); the GPU idle for less than half of a pass"),
     Check("learning", 75, "20% of the peak arithmetic or more; peak memory within the plan, and not below half of it"),
     Check("memory", 75, "short memory halves passes and rows; gradient norm and tokens stay the same"),
     Check("resume", 90, "a resumed run has the very weights of one that went through, in every precision"),
