@@ -173,7 +173,13 @@ def vllm(place: Place, server: Sequence[str] | None = None) -> Found:
     """
     if server is None and (refused := _no_vllm(place) or _alone(place)) is not None:
         return refused
-    return _by_server(place, server, torch.cuda.device_count() - 1, []).found()
+    done = _by_server(place, server, torch.cuda.device_count() - 1, [])
+    found = done.found()
+    if found.verdict != "as expected" or not place.on_gpu:
+        return found
+    seen = f"{found.seen}; weights {'broadcast' if done.direct else 'sent as files'}, a push takes {min(done.pushes[1:]):.2f} s"
+    slower = "" if done.direct else "NCCL does not reach the server's GPU: the run's log says why"
+    return judge(seen, found.numbers, slower=slower or ("a push takes longer than 1 s" if min(done.pushes[1:]) > 1 else ""))
 
 
 def colocated(place: Place, server: Sequence[str] | None = None) -> Found:
@@ -184,9 +190,11 @@ def colocated(place: Place, server: Sequence[str] | None = None) -> Found:
     found = done.found()
     if found.verdict != "as expected" or not place.on_gpu:
         return found
-    numbers = {**found.numbers, "shared": done.shared, "in_place": done.in_place, "given_back": done.swing}
-    seen = f"{found.seen}; weights {'read in place' if done.in_place else 'sent'}, {done.swing:.0%} of the card given back"
-    slower = "" if done.in_place else "CUDA IPC does not work here" if done.shared else "the two sides see another GPU"
+    numbers = {**found.numbers, "shared": done.shared, "in_place": done.shared and done.direct, "given_back": done.swing}
+    seen = f"{found.seen}; weights {'read in place' if done.shared and done.direct else 'sent'}, {done.swing:.0%} of the card given back"
+    slower = (
+        "" if done.shared and done.direct else "CUDA IPC does not work here" if done.shared else "the two sides see another GPU"
+    )
     slower = slower or ("vLLM keeps its memory while the policy learns" if done.swing < 0.15 else "")
     return judge(seen, numbers, slower=slower or ("a push takes longer than 1 s" if min(done.pushes[1:]) > 1 else ""))
 
@@ -210,7 +218,8 @@ class _Sampled:
     seconds: float
     shared: bool
     """Whether server and run are on one GPU, as the program finds out itself."""
-    in_place: bool
+    direct: bool
+    """Whether weights went from GPU to GPU, or were read where they are, and no files were sent."""
     swing: float
     """Share of the GPU that was in use at one moment and free at another."""
 
@@ -252,7 +261,7 @@ def _by_server(place: Place, server: Sequence[str] | None, gpu: int, options: li
     said = folder.with_suffix(".log").read_text(encoding="utf-8")
     return _Sampled(
         [row["policy/sampler_mismatch"] for row in rows], [row["time/push_s"] for row in rows], seconds, shared,
-        shared and "does not read the weights in place" not in said, watch.swing,
+        not any(words in said for words in ("does not read the weights in place", "is sent the weights as files")), watch.swing,
     )  # fmt: skip
 
 

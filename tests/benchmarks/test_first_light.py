@@ -187,18 +187,34 @@ def test_a_server_beside_the_run_is_waited_for_and_its_start_that_fails_is_told(
 
 def test_what_a_server_on_the_same_gpu_must_do_is_judged(monkeypatch, tmp_path):
     place = SimpleNamespace(on_gpu=True, device=torch.device("cuda"), folder=tmp_path)
-    good = {"gaps": [0.01, 0.01], "pushes": [4.0, 0.3], "seconds": 9.0, "shared": True, "in_place": True, "swing": 0.2}
+    good = {"gaps": [0.01, 0.01], "pushes": [4.0, 0.3], "seconds": 9.0, "shared": True, "direct": True, "swing": 0.2}
     for change, verdict, means in (
         ({}, "as expected", "nothing to do"),
         ({"gaps": [0.01, 0.03]}, "wrong", "vLLM samples by other weights or another distribution"),
-        ({"in_place": False}, "slower", "CUDA IPC does not work here"),
-        ({"in_place": False, "shared": False}, "slower", "the two sides see another GPU"),
+        ({"direct": False}, "slower", "CUDA IPC does not work here"),
+        ({"shared": False}, "slower", "the two sides see another GPU"),
         ({"swing": 0.1}, "slower", "vLLM keeps its memory while the policy learns"),
         ({"pushes": [0.3, 2.0]}, "slower", "a push takes longer than 1 s"),
     ):
         done = first_light_several._Sampled(**{**good, **change})
         monkeypatch.setattr(first_light_several, "_by_server", lambda *_, done=done: done)
         found = first_light_several.colocated(place, server=["any"])
+        assert (found.verdict, found.means) == (verdict, means)
+
+
+def test_what_a_server_on_another_gpu_must_do_is_judged(monkeypatch, tmp_path):
+    place = SimpleNamespace(on_gpu=True, device=torch.device("cuda"), folder=tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    good = {"gaps": [0.01, 0.01], "pushes": [4.0, 0.3], "seconds": 9.0, "shared": False, "direct": True, "swing": 0.0}
+    for change, verdict, means in (
+        ({}, "as expected", "nothing to do"),
+        ({"gaps": [0.01, 0.03]}, "wrong", "vLLM samples by other weights or another distribution"),
+        ({"direct": False}, "slower", "NCCL does not reach the server's GPU: the run's log says why"),
+        ({"pushes": [0.3, 2.0]}, "slower", "a push takes longer than 1 s"),
+    ):
+        done = first_light_several._Sampled(**{**good, **change})
+        monkeypatch.setattr(first_light_several, "_by_server", lambda *_, done=done: done)
+        found = first_light_several.vllm(place, server=["any"])
         assert (found.verdict, found.means) == (verdict, means)
 
 

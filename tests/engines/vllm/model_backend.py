@@ -35,9 +35,13 @@ class ModelBackend:
 
     def load(self, source, label):
         tensors = {}
-        for name, tensor in read(opened(source)):
-            assert name not in tensors, "a tensor came twice"
-            tensors[name] = tensor
+        with opened(source, 0, torch.device("cpu")) as named:
+            for name, tensor in read(named):
+                assert name not in tensors, "a tensor came twice"
+                tensors[name] = tensor
+            again = dict(read(named))
+        if any(not torch.equal(tensor, again[name]) for name, tensor in tensors.items()):
+            raise ValueError("other tensors came the second time")
         wanted = {name for name, _ in self.model.named_parameters()}  # tied ones once
         if set(tensors) != wanted:
             raise ValueError(f"the tensors are not the model's: {sorted(set(tensors) ^ wanted)[:3]}")

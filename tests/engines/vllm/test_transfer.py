@@ -27,11 +27,12 @@ SAMPLED = SamplingSettings(max_tokens=6)
 _READER = """
 import sys
 from groupwise.engines.vllm.transfer import opened, read
-source = opened(sys.stdin.buffer.read())
-assert len(list(read(source))) == 3, "what is open can be read again"
-for name, tensor in read(source):
-    print(name, tensor.dtype, tuple(tensor.shape), float(tensor.double().sum()))
-    tensor.zero_()
+import torch
+with opened(sys.stdin.buffer.read(), 0, torch.device("cpu")) as source:
+    assert len(list(read(source))) == 3, "what is open can be read again"
+    for name, tensor in read(source):
+        print(name, tensor.dtype, tuple(tensor.shape), float(tensor.double().sum()))
+        tensor.zero_()
 """
 
 
@@ -57,7 +58,7 @@ def test_handles_open_memory_and_call_nothing_else(payload):
             return payload, ("true",)
 
     with pytest.raises(ValueError, match=r"cannot be opened .*opens no memory"):
-        opened(pickle.dumps([("a", Call())]))
+        opened(pickle.dumps([("a", Call())]), 0, torch.device("cpu")).__enter__()
 
 
 def test_the_card_is_the_seventh_argument_of_what_opens_its_memory(monkeypatch):

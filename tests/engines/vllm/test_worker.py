@@ -53,6 +53,8 @@ class Worker(GroupwiseWorker):
     class parallel_config:
         world_size = 1
 
+    device = torch.device("cpu")
+
     def __init__(self, model):
         self.model = model
         self.model_runner = self

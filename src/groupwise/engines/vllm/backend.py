@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import Broken, Job, Refused, check_versions, found_vllm, shape_of
-from groupwise.engines.vllm.transfer import Named, Source, device_id, opened, read
+from groupwise.engines.vllm.transfer import Named, Source, device_id, names_in, opened, read
+from groupwise.engines.vllm.wire import nccl_version
 from groupwise.errors import ModelError
 
 __all__ = ["EXTENSION", "GroupwiseWorker", "VllmBackend", "VllmOptions"]
@@ -43,7 +44,10 @@ class GroupwiseWorker:
         many could not be (``repacked``, ``sharded``). Raises ValueError, naming it, for a parameter that no tensor filled, or that
         holds something else.
         """
-        source = opened(source)
+        with opened(source, getattr(self, "rank", 0), torch.device(self.device)) as named:  # type: ignore[attr-defined]
+            return self._load_and_compare(named)
+
+    def _load_and_compare(self, source: Sequence[str] | Named) -> dict[str, int]:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         loaded: set[str] = set()
         original = model.load_weights
@@ -57,7 +61,7 @@ class GroupwiseWorker:
             self.reload_weights(weights_iterator=read(source))  # type: ignore[attr-defined]
         finally:
             del model.load_weights
-        missing = _missing(model, loaded, {name for name, _ in read(source, empty=True)})
+        missing = _missing(model, loaded, names_in(source))
         if missing:
             raise ValueError(f"{len(missing)} tensors of vLLM's model were not among those sent, the first {missing[0]}")
         _pack_again(model)
@@ -195,7 +199,7 @@ class VllmBackend:
         return {
             "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
             "dtype": str(config.dtype).removeprefix("torch."), "max_model_tokens": config.max_model_len,
-            "devices": self.devices, "sleeps": self.sleeps,
+            "devices": self.devices, "sleeps": self.sleeps, "nccl": nccl_version(),
         }  # fmt: skip
 
     def load(self, source: Source, label: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Client:
             raise ConfigError(f"rollout.vllm.url is {url!r}, but it must be an address such as http://127.0.0.1:8300")
         self.where, self.patience_s = url, patience_s
         self._host, self._port = parts.hostname, parts.port or 80
+        self.on_this_machine = parts.hostname in ("localhost", "127.0.0.1", "::1")
         self._shared = None if shared is None else shared.expanduser().resolve()
         self._files: list[Path] = []
         self._secret = secret or find_secret()
@@ -108,6 +109,8 @@ class Client:
         self._files.clear()
 
     def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]:
+        if isinstance(source, dict):
+            return self._post("/groupwise/wire", {"id": weights, "version": version, "offer": source})
         if source is not None:
             assert isinstance(source, bytes), "tensors and files of this process mean nothing to another"
             asked = urlencode({"id": weights, "version": version})

@@ -36,7 +36,7 @@ from groupwise.engines.vllm.protocol import (
     check_versions,
     owner_of,
 )
-from groupwise.engines.vllm.pushing import RetryLimit, check_pushable, push, shares_device
+from groupwise.engines.vllm.pushing import RetryLimit, Way, check_pushable, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
@@ -91,8 +91,7 @@ class VllmEngine(Engine):
         self.policy_version = 0
         self._owner = self.world.on_rank0(lambda: uuid.uuid4().hex[:12])
         self.divided = False
-        self.in_place = True
-        """Whether vLLM reads the weights where they are, if it can; not any more once that has failed."""
+        self._way = Way()
         self._sleeps = self._slept = False
         self._pushes = 0
         self._prompt_tokens = self._cached_tokens = 0
@@ -201,6 +200,7 @@ class VllmEngine(Engine):
         """Let other runs have the server."""
         self._let_go()
         self._let_go = lambda: None
+        self._way.close()
         self.link.close()
 
     def _rows(
@@ -290,9 +290,9 @@ class VllmEngine(Engine):
     def _push(self, policy: Policy | None) -> None:
         """Push the weights, in the first process and in one that finds the weights lost."""
         assert policy is not None, "the first process was not given the whole weights"
-        self.in_place = push(
+        push(
             self.link, policy, self.weights, self.policy_version,
-            take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s, in_place=self.in_place,
+            take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s, way=self._way,
         )  # fmt: skip
 
     def _may_sleep(self) -> bool:

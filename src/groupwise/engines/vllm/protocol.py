@@ -9,6 +9,7 @@ an answer. It is in GROUPWISE_VLLM_SECRET on both sides, or in a file of the use
     POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see
     POST /groupwise/commit     {id, version, sha256s}: where exactly these parts are there, load them, compare, forget what was cached
     POST /groupwise/handles    ?id=&version=: in place of parts and commit, handles to the trainer's memory, on the same GPU
+    POST /groupwise/wire       {id, version, offer}: the same by a broadcast between GPUs, which the offer says how to join
     POST /groupwise/release    {id}: these weights are done with; the GPU's memory may be handed back until the next ones come
     POST /groupwise/sample     {weights, settings, jobs, stream}: one JSON object a line, as completions end
 
@@ -61,7 +62,7 @@ __all__ = [
     "shape_of",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 SECRET = "GROUPWISE_VLLM_SECRET"
 
 _SHAPE = (
@@ -118,6 +119,7 @@ class Link(Protocol):
     where: str
     in_process: bool
     """Whether vLLM's worker reads this process's memory."""
+    on_this_machine: bool
 
     def hello(self) -> dict[str, Any]: ...
     def hold(self, owner: str, who: str) -> Callable[[], None]: ...

@@ -9,6 +9,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +18,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from groupwise.engines.vllm.protocol import BeginAgain, Link, Refused, StaleWeights, Unreachable, check_server, digest_of
-from groupwise.engines.vllm.transfer import Source, device_id, handles_to
+from groupwise.engines.vllm.transfer import Offer, Source, device_id, handles_to
+from groupwise.engines.vllm.wire import Wire, nccl_version
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
-__all__ = ["RetryLimit", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device"]
+__all__ = ["RetryLimit", "Way", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device", "why_no_wire"]
 
 logger = logging.getLogger("groupwise")
 
@@ -87,6 +90,22 @@ def _packed(part: dict[str, Tensor]) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
+@dataclass
+class Way:
+    """How weights reach vLLM, from one push to the next."""
+
+    in_place: bool = True
+    """Whether they are read in place, or broadcast, if they can be; not any more once that has failed."""
+    wire: Wire | None = None
+    told: bool = False
+    """Whether it was said why files are sent to GPUs."""
+
+    def close(self) -> None:
+        if self.wire is not None:
+            self.wire.close()
+        self.wire = None
+
+
 def push(
     link: Link,
     policy: Policy,
@@ -96,42 +115,49 @@ def push(
     take_hold: Callable[[], None],
     bucket_bytes: int,
     patience_s: float,
-    in_place: bool = True,
-) -> bool:
+    way: Way,
+) -> None:
     """Have the policy's weights held there under the id ``weights``. The policy must stand still meanwhile: what is interrupted is sent
     again from its beginning, and what is held in the end is compared, by its digest, with what was sent last. ``take_hold`` of the server
     comes first each time, since one that was restarted does not know whose it is.
 
-    Where vLLM computes on the policy's own device it reads the weights in place, unless not ``in_place``. Where that fails they are sent
-    in parts, which is said. Returns whether they were read in place.
+    Where vLLM computes on the policy's own device it reads the weights in place, and to other GPUs of the machine they are broadcast,
+    unless not ``way.in_place``. Where that fails they are sent in parts, which is said.
 
     Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
     """
     retries = RetryLimit(patience_s)
     while True:
-        source = None
+        commit = None
         try:
             found = check_server(link, policy.model.config, policy.name)  # it may have been restarted, with something else
             take_hold()
             held, sent = link.begin(weights), list[str]()
-            if in_place and held is None:
-                source, _kept = _in_place(link, policy.model, found)
-            # Where another process of the run was quicker, and its weights were read in place, there is nothing to send.
-            if source is None and held != digest_of(()):
+            if way.in_place and held is None:
+                commit = _in_place(link, policy.model, found, way)
+            if commit is None and held != digest_of(
+                ()
+            ):  # else another process of the run was quicker, and its were read in place
                 for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
                     sent.append(sha256)
                     if held is None:
                         link.bucket(weights, index, data, sha256)
-            told = {"weights": weights, "digest": held} if held is not None else link.commit(weights, version, sent, source)
+            if held is not None:
+                told = {"weights": weights, "digest": held}
+            else:
+                told = commit(weights, version) if commit is not None else link.commit(weights, version, sent)
         except (Unreachable, BeginAgain) as error:
+            way.close()
             retries.wait(error, "the weights cannot be pushed")
             continue
         except Refused as refused:
-            if source is None:
+            way.close()
+            if commit is None:
                 raise _not_taken(link, refused) from refused
-            sentence = f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
-            logger.warning(sentence)
-            in_place = False
+            logger.warning(
+                f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
+            )
+            way.in_place = False
             continue
         except (StaleWeights, ConfigError) as refused:
             raise _not_taken(link, refused) from refused
@@ -140,18 +166,58 @@ def push(
                 f"vLLM at {link.where} says that it holds the weights {told.get('weights')} of digest {str(told.get('digest'))[:12]}, but "
                 f"{weights} of {digest_of(sent)[:12]} were pushed: restart it, and continue with --resume"
             )
-        return in_place
+        return
 
 
-def _in_place(link: Link, model: Any, found: dict[str, Any]) -> tuple[Source | None, list[Tensor]]:
-    """How vLLM can read the weights where they are, with what must live meanwhile; None where it cannot."""
+Commit = Callable[[str, int], dict[str, Any]]
+"""From the weights' id and version, what the server says when it holds them."""
+
+
+def _in_place(link: Link, model: Any, found: dict[str, Any], way: Way) -> Commit | None:
+    """How vLLM gets the weights without files; None where it cannot. What has to live meanwhile lives as long as the result."""
     if link.in_process:
         if model.device.type == "cuda":
             torch.cuda.synchronize()  # vLLM's thread has a queue of its own
-        return lambda: named_weights(model), []
+        return lambda weights, version: link.commit(weights, version, [], lambda: named_weights(model))
     if shares_device(found, model.device):
-        return handles_to(named_weights(model))
-    return None, []
+        handles, kept = handles_to(named_weights(model))
+        return partial(_by_handles, link, handles, kept)
+    if (reason := why_no_wire(link, found, model.device)) is None:
+        way.wire = way.wire or Wire(model.device, len(found["devices"]))
+        return partial(_by_wire, link, way.wire, model)
+    if reason and not way.told:
+        logger.warning(f"vLLM at {link.where} is sent the weights as files, which takes seconds: {reason}")
+        way.told = True
+    return None
+
+
+def _by_handles(link: Link, handles: Source, kept: list[Tensor], weights: str, version: int) -> dict[str, Any]:
+    return link.commit(weights, version, [], handles)
+
+
+def _by_wire(link: Link, wire: Wire, model: Any, weights: str, version: int) -> dict[str, Any]:
+    def commit(offer: Offer) -> dict[str, Any]:
+        return link.commit(weights, version, [], offer)
+
+    try:
+        return wire.push(lambda: named_weights(model), commit)
+    except RuntimeError as error:
+        raise Refused(f"the broadcast to its GPUs broke off: {' '.join(str(error).split())[:300]}") from error
+
+
+def why_no_wire(link: Link, found: dict[str, Any], device: torch.device) -> str | None:
+    """None where weights are broadcast from ``device`` to the workers of the server that said ``found``; else why they are not, which is
+    nothing to be said ("") without GPUs on both sides."""
+    workers = found.get("devices") or [""]
+    if device.type != "cuda" or not all(workers):
+        return ""
+    if not link.on_this_machine:
+        return "it is on another machine"
+    if device_id(device) in workers or len(set(workers)) < len(workers):
+        return "some of its GPUs are the trainer's, or have several workers"
+    if found.get("nccl") != nccl_version():
+        return f"NCCL is {found.get('nccl') or 'missing'} there and {nccl_version()} here: install the same torch on both sides"
+    return None
 
 
 def shares_device(found: dict[str, Any], device: torch.device) -> bool:

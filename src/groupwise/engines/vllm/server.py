@@ -126,6 +126,8 @@ class _Handler(Handler):
             asked = {name: values[0] for name, values in parse_qs(query).items()}
             return service.commit(asked["id"], int(asked["version"]), [], bytes(body))
         values = json.loads(body)
+        if path == "/groupwise/wire":
+            return service.commit(values["id"], int(values["version"]), [], dict(values["offer"]))
         if path == "/groupwise/release":
             service.release_memory(values["id"])
             return {"released": values["id"]}

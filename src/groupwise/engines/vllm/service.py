@@ -32,7 +32,7 @@ class Backend(Protocol):
 
     def about(self) -> dict[str, Any]:
         """``backend`` (name and version), ``model``, ``shape`` (see `shape_of`), ``dtype``, ``max_model_tokens``; ``devices``, the GPU of
-        each worker (`device_id`), and ``sleeps``, whether memory can be handed back."""
+        each worker (`device_id`), ``nccl``, the version there, and ``sleeps``, whether memory can be handed back."""
         ...
 
     def load(self, source: Source, label: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class _Lease:
 class Service:
     """Implements ``protocol.Link`` over a backend in this process. Calls may come from several threads."""
 
-    in_process = True
+    in_process = on_this_machine = True
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Weights as vLLM's worker reads them: out of files, as the trainer's own tensors, or as handles to memory of another process.
+"""Weights as vLLM's worker reads them: out of files, as the trainer's own tensors, as handles to memory of another process, or over a wire.
 
 Files always work. Tensors are handed over as they are where vLLM computes in the trainer's process. To a server on the trainer's GPU go
-handles, which are a few hundred bytes for each tensor: the worker opens them, and reads the trainer's memory in place (CUDA IPC).
+handles, which are a few hundred bytes for each tensor: the worker opens them, and reads the trainer's memory in place (CUDA IPC). To one on
+other GPUs of the machine they are broadcast (``wire.py``).
 
 Handles are pickled by torch.multiprocessing, on a GPU and on a CPU alike. Unpickled are the functions that open memory, and nothing else.
 """
@@ -11,17 +12,20 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Named", "Source", "device_id", "handles_to", "opened", "read"]
+__all__ = ["Named", "Offer", "Source", "device_id", "handles_to", "names_in", "opened", "read"]
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 """Name and tensor of everything; each call begins again."""
-Source = Sequence[str] | bytes | Named
-"""Safetensors files, handles (`handles_to`), or tensors of this process."""
+Offer = dict[str, Any]
+"""What a worker has to know to join the trainer's group (`wire.Wire`); plain values."""
+Source = Sequence[str] | bytes | Offer | Named
+"""Safetensors files, handles (`handles_to`), an offer, or tensors of this process."""
 
 _OPENING = {
     "torch.multiprocessing.reductions": (
@@ -60,26 +64,41 @@ def handles_to(named: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-def opened(source: Source) -> Sequence[str] | Named:
-    """The source as `read` takes it, as often as it likes. Handles are opened here, once: each is good for one opening.
+@contextmanager
+def opened(source: Source, rank: int, device: torch.device) -> Iterator[Sequence[str] | Named]:
+    """The source as `read` takes it, as often as it likes, for the worker of this ``rank``. Handles are opened here, once: each is good for
+    one opening.
 
-    Raises ValueError for handles that are none, or lead nowhere.
+    Raises ValueError for handles that are none, or lead nowhere, and as `wire.Received`.
     """
-    if not isinstance(source, bytes):
-        return source
-    tensors = _open(source)
-    return lambda: tensors
+    if isinstance(source, dict):
+        from groupwise.engines.vllm.wire import Received
 
-
-def read(source: Sequence[str] | Named, empty: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything in the source; of files with ``empty`` the names alone."""
-    if callable(source):
-        yield from source()
+        received = Received(source, rank, device)
+        try:
+            yield received
+        finally:
+            received.close()
+    elif isinstance(source, bytes):
+        tensors = _open(source)
+        yield lambda: tensors
     else:
-        yield from _read_files(source, empty)
+        yield source
 
 
-def _read_files(files: Sequence[str], empty: bool) -> Iterator[tuple[str, Tensor]]:
+def read(source: Sequence[str] | Named) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything in the source."""
+    return iter(source()) if callable(source) else _read_files(source)
+
+
+def names_in(source: Sequence[str] | Named) -> set[str]:
+    """The names alone, without sending or reading what they name where that is dear."""
+    if callable(source):
+        return set(getattr(source, "names", ())) or {name for name, _ in source()}
+    return {name for name, _ in _read_files(source, empty=True)}
+
+
+def _read_files(files: Sequence[str], empty: bool = False) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     for file in files:
