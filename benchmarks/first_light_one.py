@@ -185,7 +185,7 @@ def _distance(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[s
 
 
 def parity(place: Place) -> Found:
-    """The GPU's way of computing (the library's attention) against the CPU's (blocked), fp32 and bf16."""
+    """The GPU's ways of computing (the library's attention, with masks and by flash kernels) against the CPU's (blocked), fp32 and bf16."""
     numbers: dict[str, Any] = {}
     wrong = []
     for name, kind in FAMILIES.items():
@@ -202,12 +202,14 @@ def parity(place: Place) -> Found:
         truth = _numbers_of(model(torch.float32), cpu, "blocked")
         in_fp32 = _distance(_numbers_of(model(torch.float32), place.device, "sdpa"), truth)
         in_bf16 = _distance(_numbers_of(model(torch.bfloat16), place.device, "sdpa"), truth)
+        by_flash = _distance(_numbers_of(model(torch.bfloat16), place.device, "varlen"), truth)
         of_cpu = _distance(_numbers_of(model(torch.bfloat16), cpu, "blocked"), truth)
-        numbers[name] = {"fp32": in_fp32, "bf16": in_bf16, "bf16_of_the_cpu": of_cpu}
+        numbers[name] = {"fp32": in_fp32, "bf16": in_bf16, "bf16_by_flash": by_flash, "bf16_of_the_cpu": of_cpu}
         if not max(in_fp32) <= 1e-3:
             wrong.append(f"{name} in fp32 (logprobs {in_fp32[0]:.1e}, gradients {in_fp32[1]:.1e})")
-        if not all(here <= 2 * there for here, there in zip(in_bf16, of_cpu, strict=True)):
-            wrong.append(f"{name} in bf16 (logprobs {in_bf16[0]:.1e}, the CPU's {of_cpu[0]:.1e})")
+        for way, found in (("in bf16", in_bf16), ("in bf16 by flash attention", by_flash)):
+            if not all(here <= 2 * there for here, there in zip(found, of_cpu, strict=True)):
+                wrong.append(f"{name} {way} (logprobs {found[0]:.1e}, the CPU's {of_cpu[0]:.1e})")
     worst = max(max(found["fp32"]) for found in numbers.values())
     seen = f"largest distance in fp32 {worst:.1e}" + (f"; off: {', '.join(wrong)}" if wrong else "")
     return judge(

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from groupwise.cli import app
 from groupwise.engines.builtin import decode, engine, fast_paths
 from groupwise.engines.builtin.fast_paths import FastPath, check_fast_paths, choose
-from groupwise.models import layer, ops
+from groupwise.models import attention, layer, ops, varlen_attention
 from groupwise.models.native import build, calls
 from tests.conftest import TINY
+from tests.models.slow_flash import flash_on_cpus
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SHAPE = Qwen2Config(**{**TINY, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True})
@@ -211,6 +212,21 @@ def test_the_library_s_attention_is_compared_with_blocked_products(monkeypatch):
     found, _ = choose(path, decoder)
     assert found.taken
     assert 0 < found.operations[0].difference < 1e-4
+
+
+@pytest.mark.parametrize("louder", [1.0, 1.1])
+def test_flash_attention_is_compared_with_rectangles(monkeypatch, louder):
+    decoder = fast_paths._small(SHAPE, torch.float32, CPU)
+    path = replace(next(p for p in fast_paths.fast_paths() if p.name == "flash attention"), slack=100.0)
+    monkeypatch.setattr(
+        fast_paths.attention, "default_implementation", lambda device: "varlen" if attention._by_flash else "sdpa"
+    )
+    real = varlen_attention._backward
+    monkeypatch.setattr(varlen_attention, "_backward", lambda *given: tuple(louder * g for g in real(*given)))
+    with flash_on_cpus():
+        found, _ = choose(path, decoder)
+    assert found.taken is (louder == 1)
+    assert 0 < found.operations[0].difference < (1e-4 if louder == 1 else 0.2)
 
 
 def test_the_doctor_shows_the_table(tiny_qwen2, tmp_path, monkeypatch):

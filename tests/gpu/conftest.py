@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from groupwise.models import attention, ops
 from groupwise.models.decoder import Decoder
 from tests.conftest import TINY
 
@@ -28,6 +29,11 @@ def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _contiguous(self: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     return self if self.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+
+
+def _norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """One operation, as a PyTorch with CUDA has it; others compose it of several."""
+    return torch.ops.aten.mul.Tensor(x, weight), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
 def _viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
@@ -69,6 +75,9 @@ def _set(self: Tensor, index: Any, value: Any) -> None:
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     """While it lasts, every new tensor is without memory, and one on ``cuda:0`` takes part in no operation with one on the CPU."""
+    monkeypatch.setattr(ops, "_by_library", True)  # as where the self-check has found nothing wrong
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", _norm)
+    monkeypatch.setattr(attention, "_by_flash", False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     for name, method in {"copy_": _copy, "contiguous": _contiguous, "__getitem__": _get, "__setitem__": _set}.items():
         monkeypatch.setattr(Tensor, name, method)

@@ -1,5 +1,7 @@
 """What a pass asks of a GPU: kernels in a decode step, and waits for an answer, which leave it idle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -11,6 +13,7 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import Runner
+from groupwise.models import varlen_attention
 from groupwise.models.decoder import Decoder
 from groupwise.planner import cost
 from tests.conftest import TINY
@@ -119,6 +122,32 @@ def test_a_forward_pass_asks_the_device_nothing_and_stays_there(fake_decoder):
         scored = decoder.score(packed, entropy=True)
     assert not seen.waits
     assert scored.logprobs_T.device.type == scored.entropy_T.device.type == "cuda"
+
+
+def test_flash_attention_stays_on_the_device_in_both_directions(fake_decoder, cuda):
+    """By PyTorch's own descriptions of its kernels. Autograd goes no way back on a GPU that is not there: it is called by hand."""
+    decoder = fake_decoder()
+    decoder.attention = "varlen"
+    packed = decoder.prepare(GROUPS)
+    with Dispatched() as seen, torch.no_grad():
+        scored = decoder.score(packed)
+    assert not seen.waits
+    assert seen.launches["_flash_attention_forward"] == 2 * len(decoder.layers)
+    assert scored.logprobs_T.device == cuda
+    rows, heads, kv_heads, width = len(packed.token_ids_R), decoder.heads, decoder.kv_heads, decoder.head_width
+    qkv = torch.empty(rows, heads + 2 * kv_heads, width, dtype=torch.bfloat16, device=cuda)
+    ctx = SimpleNamespace(
+        save_for_backward=lambda *kept: setattr(ctx, "saved_tensors", kept), mark_non_differentiable=lambda x: None
+    )
+    cos, sin = decoder.ropes(packed.positions_R)[0]
+    attended, _ = varlen_attention._Attend.forward(
+        ctx, qkv, cos, sin, varlen_attention.plan_runs(packed.spans, cuda), heads, kv_heads, None
+    )
+    with Dispatched() as seen:
+        gradient, *_ = varlen_attention._Attend.backward(ctx, torch.empty_like(attended), None)
+    assert not seen.waits
+    assert seen.launches["_flash_attention_backward"] == 2
+    assert (gradient.shape, gradient.dtype, gradient.device) == (qkv.shape, qkv.dtype, cuda)
 
 
 @pytest.mark.parametrize("entropy", [False, True])

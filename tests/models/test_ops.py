@@ -7,7 +7,7 @@ import torch
 
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.decode import plain_product, rearranged_product, rearranging_helps
-from groupwise.models import devices
+from groupwise.models import devices, ops
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
 EPSILON = 1e-3  # large, so that leaving it out shows
@@ -50,6 +50,38 @@ CASES = {
     ),
     "geglu": (lambda x: gated(x, "gelu_tanh"), plain_geglu, [(7, 10)]),
 }
+
+
+@pytest.fixture
+def by_library(monkeypatch):
+    """PyTorch's kernel of a whole norm: there on CPUs forward, and its gradient's operator is given one."""
+
+    def backward(grad, x, shape, scale, weight, wanted):
+        assert grad.is_contiguous()
+        assert x.is_contiguous()
+        assert list(shape) == list(weight.shape)
+        assert scale.shape == (*x.shape[:-1], 1)
+        normal = x.float() * scale
+        inner = grad.float() * weight.float()
+        back = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
+        return back.to(x.dtype), (grad.float() * normal).flatten(0, -2).sum(0).to(weight.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", backward, "CPU")
+    monkeypatch.setattr(ops, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(ops, "_by_library", True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "head_norm", "rms_norm of 1 + weight"])
+def test_norms_by_the_library_s_kernel(name, by_library, monkeypatch):
+    """But for those with an offset, which keep to operations."""
+    called = []
+    kernel = torch.ops.aten._fused_rms_norm
+    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", lambda *given: called.append(None) or kernel(*given))
+    test_values_and_gradients(name)
+    assert bool(called) is ("1 + weight" not in name)
 
 
 @pytest.mark.parametrize("name", CASES)

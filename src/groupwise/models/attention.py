@@ -20,10 +20,11 @@ from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
 from groupwise.models.ops import rotate_heads
 from groupwise.models.packing import Packed, Span
+from groupwise.models.varlen_attention import Runs, fits, plan_runs
 
 __all__ = [
-    "AttentionBlock", "AttentionPlan", "Rectangles", "allow_library", "attend_by_library", "default_implementation", "plan_attention",
-    "plan_rectangles",
+    "AttentionBlock", "AttentionPlan", "Rectangles", "allow_flash", "allow_library", "attend_by_library", "default_implementation",
+    "plan_attention", "plan_rectangles",
 ]  # fmt: skip
 
 
@@ -35,14 +36,24 @@ class AttentionPlan:
     sin: Tensor
     blocked: BlockedPlan | None
     rectangles: Rectangles | None
+    runs: Runs | None = None
 
 
 def default_implementation(device: torch.device) -> str:
-    """``blocked`` (``models/blocked_attention.py``) on CPUs, ``sdpa`` (``models/attention.py``) elsewhere."""
-    return "blocked" if device.type == "cpu" or not _by_library else "sdpa"
+    """``blocked`` (``models/blocked_attention.py``) on CPUs; elsewhere ``varlen`` (``models/varlen_attention.py``) where a self-check has
+    allowed it, else ``sdpa`` (``models/attention.py``)."""
+    if device.type == "cpu" or not _by_library:
+        return "blocked"
+    return "varlen" if _by_flash else "sdpa"
 
 
-_by_library = True
+_by_library, _by_flash = True, False
+
+
+def allow_flash(yes: bool) -> None:
+    """Take the flash kernels for sequences of many lengths on GPUs, or leave them out, for decoders that are made from now on."""
+    global _by_flash
+    _by_flash = yes
 
 
 def allow_library(yes: bool) -> None:
@@ -67,8 +78,15 @@ def plan_attention(
         # With a mask, cuDNN's attention is tried first on sm90 and later, and makes a plan for each new shape (20 to 40 ms are reported):
         # rectangles hardly ever have the same shape twice.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    library = {w: plan_rectangles(packed.spans, w, device) for w in set(needed)}
-    return [AttentionPlan(cos, sin, None, library[w]) for (cos, sin), w in zip(ropes, needed, strict=True)]
+    cos = ropes[0][0]
+    flash = implementation == "varlen" and fits(device, cos.dtype, 2 * cos.shape[-1])
+    # What a window leaves of a prompt differs from row to row: those layers keep to rectangles.
+    runs = plan_runs(packed.spans, device) if flash and None in needed else None
+    library = {w: plan_rectangles(packed.spans, w, device) for w in set(needed) if w is not None or runs is None}
+    return [
+        AttentionPlan(cos, sin, None, library.get(w), runs if w is None else None)
+        for (cos, sin), w in zip(ropes, needed, strict=True)
+    ]
 
 
 SCORE_BUDGET = ATTENTION_SCORES

@@ -75,7 +75,7 @@ class Decoder:
         model: a causal LM for which ``why_unsupported`` is ``None``; its parameters become views of this decoder's.
         trainable: whether the tensors require gradients.
         gradient_checkpointing: recompute each layer in the backward pass. Sampling is not affected.
-        attention: ``blocked``, ``sdpa`` or ``auto`` (see ``models/attention.py``).
+        attention: ``blocked``, ``sdpa``, ``varlen`` or ``auto`` (see ``models/attention.py``).
         device: where it will compute, if its weights are still elsewhere.
     """
 

@@ -33,6 +33,7 @@ from groupwise.models.ops import (
     rms_norm,
     rotate_heads,
 )  # fmt: skip
+from groupwise.models.varlen_attention import attend_by_flash
 from groupwise.threads import adapt_threads
 
 if TYPE_CHECKING:
@@ -115,12 +116,15 @@ def layer_forward(
 
 
 def _by_library(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
-    assert plan.rectangles is not None
     heads, kv_heads, norm = shape.heads, shape.kv_heads, (shape.epsilon, shape.norm_offset)
     qkv = layer.product("qkv", rms_norm(x, layer.input_norm, *norm)).view(len(x), -1, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
         qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
-    attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, heads, kv_heads, shape.query_scale)
+    if plan.runs is not None:
+        attended, rotated = attend_by_flash(qkv, plan.cos, plan.sin, plan.runs, heads, kv_heads, shape.query_scale)
+    else:
+        assert plan.rectangles is not None
+        attended, rotated = attend_by_library(qkv, plan.cos, plan.sin, plan.rectangles, heads, kv_heads, shape.query_scale)
     added = layer.product("output", attended.reshape(len(x), -1))
     x = x + (added if layer.attention_norm is None else rms_norm(added, layer.attention_norm, *norm))
     added = layer.product("down", gated(layer.product("gate_up", rms_norm(x, layer.post_norm, *norm)), shape.activation))

@@ -17,8 +17,8 @@ from torch.nn.functional import gelu, silu
 from groupwise.models.native import calls as native
 
 __all__ = [
-    "gated", "gated_backward", "head_norm", "head_norm_backward", "normalise", "normalise_backward", "rms_norm", "rope_rotate",
-    "rotate_heads", "scramble", "uniforms",
+    "allow_library_norms", "gated", "gated_backward", "head_norm", "head_norm_backward", "normalise", "normalise_backward",
+    "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble", "uniforms",
 ]  # fmt: skip
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
@@ -43,10 +43,29 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(scramble(keys, positions), 11).double() * 2.0**-53
 
 
+DEVICES = frozenset({"cuda"})
+"""Where PyTorch has a kernel for a whole norm, and for its gradient."""
+_by_library = False
+
+
+def allow_library_norms(yes: bool) -> None:
+    """Take PyTorch's kernels for norms, one launch for eight, or leave them out. On GPUs they round once, where the operations do twice."""
+    global _by_library
+    _by_library = yes
+
+
+def norms_by_library(device: torch.device, offset: float) -> bool:
+    """Whether norms on ``device`` go by PyTorch's kernel. Not with an offset, which it would add in the weights' own dtype."""
+    return _by_library and device.type in DEVICES and not offset
+
+
 def normalise(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """``rms_norm`` without a gradient, and the factor of each row, fp32 ``[..., 1]``."""
     if native.fits(x, x.shape[-1]) and x.is_contiguous():
         return native.norm(x, weight, epsilon, offset)
+    if norms_by_library(x.device, offset):
+        y, scale = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, epsilon)
+        return y, scale
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     if offset:
@@ -60,6 +79,11 @@ def normalise_backward(
     """Gradients of ``x``, with ``residual`` added if given, and of ``weight``; ``scale`` is what ``normalise`` gave."""
     if native.fits(x, x.shape[-1]) and x.is_contiguous() and grad.is_contiguous():
         return native.norm_backward(grad, x, scale, weight, residual, offset)
+    if norms_by_library(x.device, offset):
+        back, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+            grad.contiguous(), x.contiguous(), list(weight.shape), scale, weight, [True, True]
+        )
+        return back if residual is None else back.add_(residual), grad_weight
     normal = x.float() * scale
     grad_weight = (grad.float() * normal).flatten(0, -2).sum(0)
     inner = grad.float() * (weight.float() + offset if offset else weight.float())

@@ -112,7 +112,7 @@ def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, de
     return work + _between_s(setup, rows)
 
 
-DECODE_OPERATIONS = (44, 75)
+DECODE_OPERATIONS = (30, 68)
 """Kernels of a decode step of the built-in engine on a GPU, in each layer and once for all: counted by dispatch in the tests."""
 _KERNEL_S = 4e-6
 """A kernel of a captured graph that moves next to nothing, with the gap before it. Assumed; 2 to 5 microseconds are reported."""

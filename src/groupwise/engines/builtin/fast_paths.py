@@ -35,7 +35,7 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.memory import ran_out_on_device, reclaim_memory
-from groupwise.models import attention, logprobs
+from groupwise.models import attention, logprobs, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import wait_for
 from groupwise.models.embedded import cache_folder
@@ -118,11 +118,24 @@ def fast_paths() -> tuple[FastPath, ...]:
         ),
         FastPath("rearranged weights", lambda d: decoding.rearranging_helps(d.embedding), _allow_rearranging, ("a decode step",)),
         FastPath("the library's attention", lambda d: d.device.type != "cpu", attention.allow_library, ("passes",)),
+        FastPath(
+            "norms in one kernel",
+            lambda d: ops.norms_by_library(d.device, d.norm[1]),
+            ops.allow_library_norms,
+            ("passes", "a decode step"),
+        ),
+        FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",)),
         # Not for speed: sampler and learner agree better.
         FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),
         FastPath("logits in fp32", lambda d: logprobs._gives_fp32(d.device, d.dtype), _allow_fp32_logits, ("passes",)),
         FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
         FastPath("kernels for decoding", lambda d: decoding.kernels_fit(d.device), _allow_kernels, ("a step of long rows",)),
+    )
+
+
+def _takes_flash(decoder: Decoder) -> bool:
+    return attention.default_implementation(decoder.device) == "varlen" and varlen_attention.fits(
+        decoder.device, decoder.dtype, decoder.head_width
     )
 
 
