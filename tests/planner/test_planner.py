@@ -444,16 +444,17 @@ def test_the_page_of_rates_is_the_table_of_cards():
 
 
 def test_a_sequence_of_32_thousand_tokens_of_1_5b_fits_on_80_gigabytes():
-    """With recomputation; without it the activations alone are 68 GB. Sampled eight at a time, as one group."""
+    """With recomputation; without it the activations alone are 67 GB. Sampled eight at a time, as one group."""
 
     def peak(recompute):
         setup = setup_of(
             KNOWN_SHAPES["Qwen/Qwen2.5-1.5B"], device="cuda", prompt=512,
             model={"dtype": "bfloat16", "gradient_checkpointing": recompute}, training={"micro_batch_tokens": 32_768},
-            rollout={"prompts_per_step": 1, "completions_per_prompt": 8, "max_completion_tokens": 32_256, "engine": "builtin"},
+            rollout={"prompts_per_step": 1, "completions_per_prompt": 8, "max_completion_tokens": 32_256, "engine": "builtin",
+                     "max_concurrent_sequences": 8},
         )  # fmt: skip
         assert max(batch.rows for batch in setup.micro_batches) >= 32_000
         return peak_phase(phases(setup)).bytes
 
     assert peak(True) < 60e9
-    assert peak(False) > 90e9
+    assert peak(False) > 110e9

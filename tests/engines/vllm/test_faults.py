@@ -14,7 +14,7 @@ from groupwise.engines.vllm import protocol
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
-from groupwise.engines.vllm.pushing import packed_buckets
+from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
 from tests.engines.vllm.model_backend import ModelBackend
@@ -135,7 +135,7 @@ def test_a_sampler_that_did_not_take_the_weights_is_found_out(serve, engine_over
 
 def test_damaged_and_missing_parts_change_nothing(tiny_llama, tmp_path):
     service = Service(ModelBackend(tiny_llama()), spool=tmp_path)
-    parts = list(packed_buckets(tiny_llama(), 40_000))
+    parts = list(packed_buckets(named_weights(tiny_llama()), 40_000))
     assert len(parts) > 3
 
     service.hold("run", "a test")
@@ -183,7 +183,7 @@ def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
         release.wait(120)
 
     service = Service(ModelBackend(tiny_llama(), before_row=hold), spool=tmp_path)
-    parts = list(packed_buckets(tiny_llama(), 2**28))
+    parts = list(packed_buckets(named_weights(tiny_llama()), 2**28))
 
     service.hold("run", "a test")
 

@@ -18,7 +18,8 @@ from groupwise.engines.vllm import pushing, transfer
 from groupwise.engines.vllm.engine import VllmEngine
 from groupwise.engines.vllm.protocol import StaleWeights
 from groupwise.engines.vllm.service import Service
-from groupwise.engines.vllm.transfer import handles_to, opened
+from groupwise.engines.vllm.transfer import handles_to
+from groupwise.engines.vllm.wire import opened
 from groupwise.errors import TrainingError
 from groupwise.models.load import Policy
 from tests.engines.vllm.model_backend import ModelBackend
@@ -26,7 +27,8 @@ from tests.engines.vllm.model_backend import ModelBackend
 SAMPLED = SamplingSettings(max_tokens=6)
 _READER = """
 import sys
-from groupwise.engines.vllm.transfer import opened, read
+from groupwise.engines.vllm.transfer import read
+from groupwise.engines.vllm.wire import opened
 import torch
 with opened(sys.stdin.buffer.read(), 0, torch.device("cpu")) as source:
     assert len(list(read(source))) == 3, "what is open can be read again"

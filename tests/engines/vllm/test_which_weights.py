@@ -10,7 +10,7 @@ import torch
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import BeginAgain, StaleWeights
-from groupwise.engines.vllm.pushing import packed_buckets
+from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import TrainingError
 from tests.engines.vllm.model_backend import ModelBackend
@@ -105,9 +105,9 @@ def test_parts_of_two_pushes_are_never_loaded_together(tiny_llama, shifted, tmp_
     """The same id twice, with other numbers: only what the commit seals counts."""
     service, model = Service(ModelBackend(tiny_llama()), spool=tmp_path), tiny_llama()
     service.hold("run", "a test")
-    first = list(packed_buckets(model, 40_000))
+    first = list(packed_buckets(named_weights(model), 40_000))
     shifted(model)
-    second = list(packed_buckets(model, 40_000))
+    second = list(packed_buckets(named_weights(model), 40_000))
     shas = [sha256 for _, sha256 in second]
     assert service.begin("run:1") is None
     for index, part in enumerate([*first[:2], *second[2:]]):
@@ -136,7 +136,7 @@ def test_what_is_being_loaded_is_out_of_everybody_s_reach(tiny_llama, tmp_path):
             return super().load(files, label)
 
     service = Service(Slow(tiny_llama()), spool=tmp_path)
-    parts = list(packed_buckets(tiny_llama(), 40_000))
+    parts = list(packed_buckets(named_weights(tiny_llama()), 40_000))
     shas = [sha256 for _, sha256 in parts]
     service.hold("run", "a test")
     service.begin("run:1")
@@ -217,7 +217,7 @@ def test_a_service_whose_weights_go_while_it_samples_says_so(tiny_llama, tmp_pat
     service = Service(ModelBackend(tiny_llama()), spool=tmp_path)
     service.hold("run", "a test")
     service.begin("run:1")
-    ((data, sha256),) = packed_buckets(tiny_llama(), 2**28)
+    ((data, sha256),) = packed_buckets(named_weights(tiny_llama()), 2**28)
     service.bucket("run:1", 0, data, sha256)
     service.commit("run:1", 1, [sha256])
     jobs = [Job((3, 4), 1), Job((3, 5), 2)]

@@ -18,8 +18,8 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm import pushing, wire
 from groupwise.engines.vllm.protocol import Broken, Unreachable
 from groupwise.engines.vllm.pushing import why_no_wire
-from groupwise.engines.vllm.transfer import opened, read
-from groupwise.engines.vllm.wire import Wire
+from groupwise.engines.vllm.transfer import read
+from groupwise.engines.vllm.wire import Wire, opened
 from tests.engines.vllm.test_transfer import same
 from tests.engines.vllm.test_worker import FULL, Fused, Worker
 
@@ -62,7 +62,8 @@ def test_a_server_elsewhere_has_the_weights_without_a_file(
 
 _WORKERS = """
 import json, sys, torch
-from groupwise.engines.vllm.transfer import opened, read
+from groupwise.engines.vllm.transfer import read
+from groupwise.engines.vllm.wire import opened
 rank, offer = int(sys.argv[1]), json.loads(sys.stdin.read())
 with opened(offer, rank, torch.device("cpu")) as source:
     first = {name: tensor.double().sum().item() for name, tensor in read(source)}

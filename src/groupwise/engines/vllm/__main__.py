@@ -102,7 +102,7 @@ def _start_vllm(args: argparse.Namespace, model: str) -> VllmBackend:
     options = VllmOptions(
         model=model, dtype=args.dtype, max_model_tokens=args.max_model_tokens, max_sequences=args.max_sequences,
         memory_share=args.gpu_memory_share, cache_gib=args.cache_gib, tensor_parallel=args.tensor_parallel, eager=args.eager,
-        block_tokens=args.block_tokens, sleeps=args.sleep_mode,
+        block_tokens=args.block_tokens, sleeps=args.sleep_mode, adapter_rank=args.adapters,
     )  # fmt: skip
     return VllmBackend(options, own_process=True)
 
@@ -206,6 +206,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="on the GPU that the run learns on: hand memory back while it does (not with ahead)",
     )
+    how.add_argument(
+        "--adapters", type=int, metavar="RANK", choices=(8, 16, 32, 64, 128, 256, 320, 512),
+        help="take adapters of up to this rank alone, once the base was sent, in place of merged weights",
+    )  # fmt: skip
     how.add_argument("--eager", action="store_true", help="no compilation: up in seconds, and slower")
     return out
 

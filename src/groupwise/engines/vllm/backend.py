@@ -7,12 +7,16 @@ processes are decoded in one batch. vLLM mixes `GroupwiseWorker` into its own wo
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import queue
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +24,8 @@ from torch import Tensor, nn
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import Broken, Job, Refused, check_versions, found_vllm, shape_of
-from groupwise.engines.vllm.transfer import Named, Source, device_id, names_in, opened, read
-from groupwise.engines.vllm.wire import nccl_version
+from groupwise.engines.vllm.transfer import Adapter, Named, Source, device_id, names_in, read
+from groupwise.engines.vllm.wire import nccl_version, opened
 from groupwise.errors import ModelError
 
 __all__ = ["EXTENSION", "GroupwiseWorker", "VllmBackend", "VllmOptions"]
@@ -72,7 +76,7 @@ class GroupwiseWorker:
 
 def _missing(model: nn.Module, loaded: set[str], sent: set[str]) -> list[str]:
     """Parameters that no tensor went into; of those fused from several, the parts that did not come."""
-    missing = {name for name, _ in model.named_parameters()} - loaded
+    missing = {_plain_name(name) for name, _ in model.named_parameters()} - {_plain_name(name) for name in loaded}
     for name in loaded:
         head, _, suffix = name.rpartition(".")
         parent, _, whole = head.rpartition(".")
@@ -80,6 +84,11 @@ def _missing(model: nn.Module, loaded: set[str], sent: set[str]) -> list[str]:
         if parts & sent:
             missing |= parts - sent
     return sorted(missing)
+
+
+def _plain_name(name: str) -> str:
+    """As without the places that vLLM keeps for adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def _pack_again(model: nn.Module) -> None:
@@ -95,7 +104,7 @@ def _pack_again(model: nn.Module) -> None:
 @torch.no_grad()
 def _compare(model: nn.Module, source: Sequence[str] | Named) -> dict[str, int]:
     """Every parameter that is still in a checkpoint's form against what the source says of it."""
-    parameters = dict(model.named_parameters())
+    parameters = {_plain_name(name): parameter for name, parameter in model.named_parameters()}
     fused = {part: (whole, place) for whole, parts in _fusions(model).items() for place, part in enumerate(parts)}
     pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in read(source):
@@ -145,6 +154,8 @@ class VllmOptions:
     """Without compilation and CUDA graphs: up at once, and slower."""
     block_tokens: int | None = None
     """Tokens that a block of the prefix cache has; only whole blocks of a prompt are shared by its group."""
+    adapter_rank: int | None = None
+    """Largest rank of adapters that are sent alone; without it they are merged by the trainer."""
     sleeps: bool = False
     """On a GPU: memory is handed back on request, until the next weights come (vLLM's sleep mode)."""
     seed: int = 0
@@ -171,6 +182,8 @@ class VllmBackend:
         if options.sleeps and current_platform.is_sleep_mode_available():
             more["enable_sleep_mode"] = True
         self.sleeps = bool(more.get("enable_sleep_mode"))
+        if options.adapter_rank is not None:
+            more |= {"enable_lora": True, "max_lora_rank": options.adapter_rank, "max_loras": 1, "max_cpu_loras": 1}
         cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
         arguments = EngineArgs(
             model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
@@ -189,6 +202,7 @@ class VllmBackend:
         self.broken = threading.Event()
         self._failed: BaseException | None = None
         self._steps = 0
+        self._adapter = _Adapters()
         self._thread = threading.Thread(target=self._loop, name="groupwise-vllm", daemon=True)
         self._thread.start()
 
@@ -200,11 +214,12 @@ class VllmBackend:
             "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
             "dtype": str(config.dtype).removeprefix("torch."), "max_model_tokens": config.max_model_len,
             "devices": self.devices, "sleeps": self.sleeps, "nccl": nccl_version(),
+            "adapter_rank": self.options.adapter_rank or 0,
         }  # fmt: skip
 
     def load(self, source: Source, label: str) -> dict[str, Any]:
         """See ``Backend.load``."""
-        load = _Load(source, label)
+        load = _Load(source, label, self._adapter)
         self._inbox.put(load)
         return load.result.result()
 
@@ -298,7 +313,9 @@ class VllmBackend:
         try:
             for place, job in enumerate(call.jobs):
                 name = f"groupwise-{next(numbers)}"
-                self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, _parameters(call, job))
+                self.engine.add_request(
+                    name, {"prompt_token_ids": list(job.prompt)}, _parameters(call, job), lora_request=self._adapter.request
+                )
                 added[name] = (call, place)
         except ValueError as error:
             self.engine.abort_request(list(added))
@@ -356,11 +373,39 @@ class _Call:
 
 
 @dataclass
+class _Adapters:
+    """The adapter that requests are answered with, if any. Each has a number of its own: nothing cached under one serves another."""
+
+    request: Any = None
+    count: int = 0
+
+    def replace(self, engine: Any, adapter: Adapter | None) -> None:
+        """Raises ValueError where vLLM does not take it."""
+        before, self.request = self.request, None
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+        if adapter is None:
+            return
+        from vllm.lora.request import LoRARequest
+
+        self.count += 1
+        with tempfile.TemporaryDirectory(prefix="groupwise-adapter-") as folder:
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
+            (file,) = adapter.files
+            shutil.copyfile(file, Path(folder) / "adapter_model.safetensors")
+            made = LoRARequest(f"groupwise-{self.count}", self.count, folder)
+            if not engine.add_lora(made):
+                raise ValueError("vLLM did not take the adapter")
+        self.request = made
+
+
+@dataclass
 class _Load:
     """New weights, and what became of them."""
 
     source: Source
     label: str
+    adapters: _Adapters = field(default_factory=_Adapters)
     result: Future[dict[str, Any]] = field(default_factory=Future)
 
     def run(self, engine: Any) -> None:
@@ -369,7 +414,12 @@ class _Load:
             slept = engine.is_sleeping()
             if slept:
                 engine.wake_up(["weights"])
-            reports = engine.collective_rpc("groupwise_load", args=(self.source,))
+            if isinstance(self.source, Adapter):
+                self.adapters.replace(engine, self.source)
+                reports = [{"compared": 0, "repacked": 0, "sharded": 0}]
+            else:
+                self.adapters.replace(engine, None)
+                reports = engine.collective_rpc("groupwise_load", args=(self.source,))
             if slept:
                 engine.wake_up(["kv_cache"])
             if not engine.reset_prefix_cache():

@@ -25,7 +25,7 @@ from groupwise.engines.vllm.protocol import (
     find_secret,
     settings_values,
 )
-from groupwise.engines.vllm.transfer import Source
+from groupwise.engines.vllm.transfer import Adapter, Source
 from groupwise.errors import ConfigError
 
 __all__ = ["Client"]
@@ -111,13 +111,14 @@ class Client:
     def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]:
         if isinstance(source, dict):
             return self._post("/groupwise/wire", {"id": weights, "version": version, "offer": source})
-        if source is not None:
+        if source is not None and not isinstance(source, Adapter):
             assert isinstance(source, bytes), "tensors and files of this process mean nothing to another"
             asked = urlencode({"id": weights, "version": version})
             with self._call("POST", f"/groupwise/handles?{asked}", source, self.patience_s) as answer:
                 return self._values(answer)
         try:
-            return self._post("/groupwise/commit", {"id": weights, "version": version, "sha256s": list(sha256s)})
+            adapter = {"adapter": source.config} if source else {}
+            return self._post("/groupwise/commit", {"id": weights, "version": version, "sha256s": list(sha256s), **adapter})
         finally:
             self._forget_files()
 

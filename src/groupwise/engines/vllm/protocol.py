@@ -7,7 +7,8 @@ an answer. It is in GROUPWISE_VLLM_SECRET on both sides, or in a file of the use
     POST /groupwise/hold       {owner, who}: the server is this run's, as long as the connection stays open; refused where it is another's
     POST /groupwise/begin      {id}: an update begins
     POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see
-    POST /groupwise/commit     {id, version, sha256s}: where exactly these parts are there, load them, compare, forget what was cached
+    POST /groupwise/commit     {id, version, sha256s}: where exactly these parts are there, load them, compare, forget what was cached; with
+                               {adapter}, a config of peft, they are its factors
     POST /groupwise/handles    ?id=&version=: in place of parts and commit, handles to the trainer's memory, on the same GPU
     POST /groupwise/wire       {id, version, offer}: the same by a broadcast between GPUs, which the offer says how to join
     POST /groupwise/release    {id}: these weights are done with; the GPU's memory may be handed back until the next ones come

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from groupwise.engines.vllm.protocol import BeginAgain, Link, Refused, StaleWeights, Unreachable, check_server, digest_of
-from groupwise.engines.vllm.transfer import Offer, Source, device_id, handles_to
+from groupwise.engines.vllm.protocol import (
+    BeginAgain,
+    Link,
+    Refused,
+    StaleWeights,
+    Unreachable,
+    check_server,
+    digest_of,
+    owner_of,
+)
+from groupwise.engines.vllm.transfer import Adapter, Named, Offer, Source, device_id, handles_to
 from groupwise.engines.vllm.wire import Wire, nccl_version
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
@@ -44,12 +53,12 @@ def check_pushable(model: Any, name: str) -> None:
 
 
 @torch.no_grad()
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint would hold, under its name there, where it lies. Tied ones come once, under the first name. An
-    adapter is added up in fp32 and rounded once, layer by layer: no second copy of the model.
+    adapter is added up in fp32 and rounded once, layer by layer: no second copy of the model; with ``base_alone`` it is left out.
     """
     seen: set[int] = set()
-    merged = dict(_merged_layers(model)) if is_adapted(model) else {}
+    merged = dict(_merged_layers(model)) if is_adapted(model) and not base_alone else {}
     for name, tensor in base_module(model).state_dict().items():
         parts = name.split(".")
         if any(part.startswith("lora_") for part in parts):
@@ -73,10 +82,30 @@ def _merged_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, lambda layer=layer: layer.get_delta_weight(adapter)
 
 
-def packed_buckets(model: Any, limit: int) -> Iterator[tuple[bytes, str]]:
+def adapter_alone(model: Any, found: dict[str, Any]) -> tuple[Adapter, Named] | None:
+    """The adapter by itself, for a server that said ``found``; None where it wants merged weights, or this adapter is none for vLLM."""
+    if not is_adapted(model) or not found.get("adapter_rank"):
+        return None
+    config, active = model.peft_config[model.active_adapter], model.active_adapter
+    layers = {name: layer for name, layer in base_module(model).named_modules() if hasattr(layer, "lora_A")}
+    if config.r > found["adapter_rank"] or config.rank_pattern or config.alpha_pattern or "lm_head" in layers:
+        return None
+    told = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": config.r, "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora, "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }  # fmt: skip
+    factors = {
+        f"base_model.model.{name}.lora_{factor}.weight": getattr(layer, f"lora_{factor}")[active].weight.detach()
+        for name, layer in layers.items()
+        for factor in "AB"
+    }
+    return Adapter(told), lambda: iter(factors.items())
+
+
+def packed_buckets(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[bytes, str]]:
     """The weights as safetensors of about ``limit`` bytes each (a larger tensor travels alone), with the SHA-256 of each."""
     part: dict[str, Tensor] = {}
-    for name, tensor in named_weights(model):
+    for name, tensor in named:
         if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > limit:
             yield _packed(part)
             part = {}
@@ -97,6 +126,8 @@ class Way:
     in_place: bool = True
     """Whether they are read in place, or broadcast, if they can be; not any more once that has failed."""
     wire: Wire | None = None
+    adapters: bool = True
+    """Whether an adapter is sent alone to a server that takes some."""
     told: bool = False
     """Whether it was said why files are sent to GPUs."""
 
@@ -122,69 +153,95 @@ def push(
     comes first each time, since one that was restarted does not know whose it is.
 
     Where vLLM computes on the policy's own device it reads the weights in place, and to other GPUs of the machine they are broadcast,
-    unless not ``way.in_place``. Where that fails they are sent in parts, which is said.
+    unless not ``way.in_place``. Where that fails they are sent in parts, which is said. A server that takes adapters alone is sent the base
+    once, and the adapter's factors from then on.
 
     Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
     """
     retries = RetryLimit(patience_s)
+    model, base = policy.model, f"{owner_of(weights)}:base"
     while True:
-        commit = None
+        alone = None
         try:
-            found = check_server(link, policy.model.config, policy.name)  # it may have been restarted, with something else
+            found = check_server(link, model.config, policy.name)  # it may have been restarted, with something else
             take_hold()
-            held, sent = link.begin(weights), list[str]()
-            if way.in_place and held is None:
-                commit = _in_place(link, policy.model, found, way)
-            if commit is None and held != digest_of(
-                ()
-            ):  # else another process of the run was quicker, and its were read in place
-                for index, (data, sha256) in enumerate(packed_buckets(policy.model, bucket_bytes)):
-                    sent.append(sha256)
-                    if held is None:
-                        link.bucket(weights, index, data, sha256)
-            if held is not None:
-                told = {"weights": weights, "digest": held}
-            else:
-                told = commit(weights, version) if commit is not None else link.commit(weights, version, sent)
+            alone = adapter_alone(model, found) if way.adapters else None
+            if alone is None:
+                _hold(link, found, weights, version, lambda: named_weights(model), model.device, way, bucket_bytes)
+                return
+            if found.get("base") != base:
+                _hold(link, found, base, version, lambda: named_weights(model, True), model.device, way, bucket_bytes)
+            _hold(link, found, weights, version, alone[1], model.device, way, bucket_bytes, alone[0])
+            return
         except (Unreachable, BeginAgain) as error:
             way.close()
             retries.wait(error, "the weights cannot be pushed")
-            continue
-        except Refused as refused:
+        except _Declined as declined:
             way.close()
-            if commit is None:
-                raise _not_taken(link, refused) from refused
-            logger.warning(
-                f"vLLM at {link.where} does not read the weights in place ({refused}): they are sent to it from here on"
-            )
             way.in_place = False
-            continue
+            logger.warning(
+                f"vLLM at {link.where} does not read the weights in place ({declined}): they are sent to it from here on"
+            )
+        except Refused as refused:
+            if alone is None:
+                raise _not_taken(link, refused) from refused
+            way.adapters = False
+            logger.warning(f"vLLM at {link.where} does not take the adapter alone ({refused}): it is merged from here on")
         except (StaleWeights, ConfigError) as refused:
             raise _not_taken(link, refused) from refused
-        if (told.get("weights"), told.get("digest")) != (weights, digest_of(sent)):
-            raise TrainingError(
-                f"vLLM at {link.where} says that it holds the weights {told.get('weights')} of digest {str(told.get('digest'))[:12]}, but "
-                f"{weights} of {digest_of(sent)[:12]} were pushed: restart it, and continue with --resume"
-            )
-        return
+
+
+class _Declined(Refused):
+    """What was refused were weights that are read in place or broadcast; files may do."""
+
+
+def _hold(
+    link: Link, found: dict[str, Any], weights: str, version: int, named: Named, device: torch.device, way: Way, bucket_bytes: int,
+    adapter: Adapter | None = None,
+) -> None:  # fmt: skip
+    """Have ``named`` held there under the id ``weights``: all of the model, or an adapter's factors.
+
+    Raises TrainingError where something else is held then.
+    """
+    held, sent = link.begin(weights), list[str]()
+    commit = _in_place(link, named, device, found, way) if way.in_place and held is None and adapter is None else None
+    if commit is None and held != digest_of(()):  # else another process of the run was quicker, and its were read in place
+        for index, (data, sha256) in enumerate(packed_buckets(named(), 2**40 if adapter else bucket_bytes)):
+            sent.append(sha256)
+            if held is None:
+                link.bucket(weights, index, data, sha256)
+    if held is not None:
+        told = {"weights": weights, "digest": held}
+    elif commit is None:
+        told = link.commit(weights, version, sent, adapter)
+    else:
+        try:
+            told = commit(weights, version)
+        except Refused as refused:
+            raise _Declined(str(refused)) from refused
+    if (told.get("weights"), told.get("digest")) != (weights, digest_of(sent)):
+        raise TrainingError(
+            f"vLLM at {link.where} says that it holds the weights {told.get('weights')} of digest {str(told.get('digest'))[:12]}, but "
+            f"{weights} of {digest_of(sent)[:12]} were pushed: restart it, and continue with --resume"
+        )
 
 
 Commit = Callable[[str, int], dict[str, Any]]
 """From the weights' id and version, what the server says when it holds them."""
 
 
-def _in_place(link: Link, model: Any, found: dict[str, Any], way: Way) -> Commit | None:
+def _in_place(link: Link, named: Named, device: torch.device, found: dict[str, Any], way: Way) -> Commit | None:
     """How vLLM gets the weights without files; None where it cannot. What has to live meanwhile lives as long as the result."""
     if link.in_process:
-        if model.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()  # vLLM's thread has a queue of its own
-        return lambda weights, version: link.commit(weights, version, [], lambda: named_weights(model))
-    if shares_device(found, model.device):
-        handles, kept = handles_to(named_weights(model))
+        return lambda weights, version: link.commit(weights, version, [], named)
+    if shares_device(found, device):
+        handles, kept = handles_to(named())
         return partial(_by_handles, link, handles, kept)
-    if (reason := why_no_wire(link, found, model.device)) is None:
-        way.wire = way.wire or Wire(model.device, len(found["devices"]))
-        return partial(_by_wire, link, way.wire, model)
+    if (reason := why_no_wire(link, found, device)) is None:
+        way.wire = way.wire or Wire(device, len(found["devices"]))
+        return partial(_by_wire, link, way.wire, named)
     if reason and not way.told:
         logger.warning(f"vLLM at {link.where} is sent the weights as files, which takes seconds: {reason}")
         way.told = True
@@ -195,12 +252,12 @@ def _by_handles(link: Link, handles: Source, kept: list[Tensor], weights: str, v
     return link.commit(weights, version, [], handles)
 
 
-def _by_wire(link: Link, wire: Wire, model: Any, weights: str, version: int) -> dict[str, Any]:
+def _by_wire(link: Link, wire: Wire, named: Named, weights: str, version: int) -> dict[str, Any]:
     def commit(offer: Offer) -> dict[str, Any]:
         return link.commit(weights, version, [], offer)
 
     try:
-        return wire.push(lambda: named_weights(model), commit)
+        return wire.push(named, commit)
     except RuntimeError as error:
         raise Refused(f"the broadcast to its GPUs broke off: {' '.join(str(error).split())[:300]}") from error
 

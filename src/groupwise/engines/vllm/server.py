@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, find_secret, settings_from
 from groupwise.engines.vllm.service import MOST_BYTES, Service
+from groupwise.engines.vllm.transfer import Adapter
 from groupwise.listening import BoundedServer, Handler, TooMuch
 
 __all__ = ["Server"]
@@ -134,7 +135,8 @@ class _Handler(Handler):
         if path == "/groupwise/begin":
             return {"held": service.begin(values["id"])}
         if path == "/groupwise/commit":
-            return service.commit(values["id"], int(values["version"]), list(values["sha256s"]))
+            adapter = Adapter(dict(values["adapter"])) if values.get("adapter") else None
+            return service.commit(values["id"], int(values["version"]), list(values["sha256s"]), adapter)
         raise Refused(f"there is nothing at {path}")
 
     def _hold(self, values: dict[str, Any]) -> None:

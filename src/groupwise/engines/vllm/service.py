@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise import __version__
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Job, Refused, StaleWeights, digest_of, owner_of
-from groupwise.engines.vllm.transfer import Source
+from groupwise.engines.vllm.transfer import Adapter, Source
 
 __all__ = ["MOST_BYTES", "Backend", "Service"]
 
@@ -32,7 +32,8 @@ class Backend(Protocol):
 
     def about(self) -> dict[str, Any]:
         """``backend`` (name and version), ``model``, ``shape`` (see `shape_of`), ``dtype``, ``max_model_tokens``; ``devices``, the GPU of
-        each worker (`device_id`), ``nccl``, the version there, and ``sleeps``, whether memory can be handed back."""
+        each worker (`device_id`), ``nccl``, the version there, ``sleeps``, whether memory can be handed back, and ``adapter_rank``, the
+        largest of an adapter alone."""
         ...
 
     def load(self, source: Source, label: str) -> dict[str, Any]:
@@ -96,6 +97,8 @@ class Service:
         self._spool = spool or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
         self.weights: str | None = None
         self.version, self.digest = 0, ""
+        self.base: str | None = None
+        """The whole weights that are held, under an adapter or by themselves."""
         self._lease: _Lease | None = None
         self._update: _Update | None = None
         self._lock = threading.Condition()
@@ -106,7 +109,7 @@ class Service:
         with self._lock:
             lease, held = self._lease, (self.version, self.digest)
         return {
-            "protocol": PROTOCOL, "groupwise": __version__, "version": held[0], "digest": held[1],
+            "protocol": PROTOCOL, "groupwise": __version__, "version": held[0], "digest": held[1], "base": self.base,
             "used_by": f"{lease.who} since {lease.since}" if lease else None,
             "shared": str(self.shared) if self.shared else None, **self.backend.about(),
         }  # fmt: skip
@@ -188,7 +191,8 @@ class Service:
 
     def commit(self, weights: str, version: int, sha256s: Sequence[str], source: Source | None = None) -> dict[str, Any]:
         """Load what arrived, as soon as no completion is under way any more. All or nothing: unless exactly the parts that ``sha256s``
-        names are there, the old weights stay. ``source``: what is loaded where nothing was sent in parts.
+        names are there, the old weights stay. ``source``: what is loaded where nothing was sent in parts, or
+        the adapter that they are.
 
         Returns the backend's report, with the ``weights`` and the ``digest`` that are held then. Raises BeginAgain where parts are missing
         or are others, Refused where the backend does not take them; in the latter case nothing is held, since some of the model may have
@@ -201,7 +205,12 @@ class Service:
             started = time.perf_counter()
             try:
                 arrived = [str(update.arrived[i][0]) for i in sorted(update.arrived)]
-                report = self.backend.load(arrived if source is None else source, weights)
+                if isinstance(source, Adapter):
+                    report = self.backend.load(replace(source, files=arrived), weights)
+                else:
+                    self.base = None
+                    report = self.backend.load(arrived if source is None else source, weights)
+                    self.base = weights
             except ValueError as error:
                 raise Refused(f"the weights {weights} were not loaded: {error}") from error
             self.weights, self.version, self.digest = weights, version, digest_of(sha256s)
@@ -213,7 +222,7 @@ class Service:
             self._lock.wait_for(lambda: not self._loading)
             if weights != self.weights:
                 return
-            self._loading, self.weights = True, None
+            self._loading, self.weights, self.base = True, None, None
             self._lock.wait_for(lambda: not self._sampling)
         try:
             self.backend.release_memory()

@@ -12,20 +12,32 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Named", "Offer", "Source", "device_id", "handles_to", "names_in", "opened", "read"]
+__all__ = ["Adapter", "Named", "Offer", "Source", "device_id", "handles_to", "names_in", "open_handles", "read"]
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 """Name and tensor of everything; each call begins again."""
 Offer = dict[str, Any]
 """What a worker has to know to join the trainer's group (`wire.Wire`); plain values."""
-Source = Sequence[str] | bytes | Offer | Named
-"""Safetensors files, handles (`handles_to`), an offer, or tensors of this process."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter alone, over weights that vLLM holds: peft's own files."""
+
+    config: dict[str, Any]
+    """What ``adapter_config.json`` says."""
+    files: Sequence[str] = ()
+    """Safetensors of its factors."""
+
+
+Source = Sequence[str] | bytes | Offer | Named | Adapter
+"""Safetensors files, handles (`handles_to`), an offer, tensors of this process, or an adapter alone."""
 
 _OPENING = {
     "torch.multiprocessing.reductions": (
@@ -64,35 +76,13 @@ def handles_to(named: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-@contextmanager
-def opened(source: Source, rank: int, device: torch.device) -> Iterator[Sequence[str] | Named]:
-    """The source as `read` takes it, as often as it likes, for the worker of this ``rank``. Handles are opened here, once: each is good for
-    one opening.
-
-    Raises ValueError for handles that are none, or lead nowhere, and as `wire.Received`.
-    """
-    if isinstance(source, dict):
-        from groupwise.engines.vllm.wire import Received
-
-        received = Received(source, rank, device)
-        try:
-            yield received
-        finally:
-            received.close()
-    elif isinstance(source, bytes):
-        tensors = _open(source)
-        yield lambda: tensors
-    else:
-        yield source
-
-
 def read(source: Sequence[str] | Named) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in the source."""
     return iter(source()) if callable(source) else _read_files(source)
 
 
 def names_in(source: Sequence[str] | Named) -> set[str]:
-    """The names alone, without sending or reading what they name where that is dear."""
+    """The names alone, without sending or reading what they name where that takes long."""
     if callable(source):
         return set(getattr(source, "names", ())) or {name for name, _ in source()}
     return {name for name, _ in _read_files(source, empty=True)}
@@ -107,7 +97,8 @@ def _read_files(files: Sequence[str], empty: bool = False) -> Iterator[tuple[str
                 yield name, torch.empty(0) if empty else tensors.get_tensor(name)
 
 
-def _open(handles: bytes) -> list[tuple[str, Tensor]]:
+def open_handles(handles: bytes) -> list[tuple[str, Tensor]]:
+    """What they lead to. Raises ValueError for handles that are none, or lead nowhere."""
     try:
         found: list[tuple[str, Tensor]] = _Opening(io.BytesIO(handles)).load()
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError) as error:

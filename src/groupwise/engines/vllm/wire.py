@@ -19,17 +19,18 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.engines.vllm.transfer import Named, Offer
+from groupwise.engines.vllm.transfer import Adapter, Named, Offer, Source, open_handles
 
-__all__ = ["Received", "Wire", "nccl_version"]
+__all__ = ["Received", "Wire", "nccl_version", "opened"]
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _LOOK_S, _GRACE_S = 2e-4, 2.0
@@ -159,6 +160,27 @@ class Received:
             tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=self._device)
             _broadcast(self._group, tensor).wait()
             yield name, tensor
+
+
+@contextmanager
+def opened(source: Source, rank: int, device: torch.device) -> Iterator[Sequence[str] | Named]:
+    """The source as `read` takes it, as often as it likes, for the worker of this ``rank``. Handles are opened here, once: each is good for
+    one opening.
+
+    Raises ValueError for handles that are none, or lead nowhere, and as `Received`.
+    """
+    if isinstance(source, dict):
+        received = Received(source, rank, device)
+        try:
+            yield received
+        finally:
+            received.close()
+    elif isinstance(source, bytes):
+        tensors = open_handles(source)
+        yield lambda: tensors
+    else:
+        assert not isinstance(source, Adapter), "vLLM has a way of its own for those"
+        yield source
 
 
 _last: dict[str, tuple[Any, Any]] = {}
