@@ -79,7 +79,8 @@ def plan_runs(spans: Sequence[Span], device: torch.device) -> Runs:
     empty = torch.empty(0, dtype=torch.long)
     starts = _moved([torch.tensor(list(accumulate(size, initial=0)), dtype=torch.int32) for size in sizes], device)
     rows = _moved([torch.cat([empty, *queries]), torch.cat([empty, *keys])], device)
-    return Runs(*(_Bounds(s, max(size, default=0)) for s, size in zip(starts, sizes, strict=True)), *rows)
+    own, of_queries, of_keys = (_Bounds(s, max(size, default=0)) for s, size in zip(starts, sizes, strict=True))
+    return Runs(own, of_queries, of_keys, rows[0], rows[1])
 
 
 def _moved(indices: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import Future
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +247,27 @@ def test_numbers_of_other_kinds_do_not_travel():
         opened({"tensors": [["a", "torch.int8", [1]]]}, 0, CPU) as source,
     ):
         list(read(source))
+
+
+@pytest.mark.parametrize(("rank", "handled", "before"), [(0, "0", None), (0, "0", "3"), (1, "3", "3")])
+def test_between_gpus_the_group_is_nccl_s_and_outlives_a_worker(rank, handled, before, monkeypatch):
+    """By a stand-in: there is no NCCL here. What ends a process whose peer died is off at the trainer's end alone."""
+    import torch.distributed as dist
+
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    made = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store, rank, size, options):
+            made.append((rank, size, options._timeout.total_seconds(), os.environ.get(name)))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    wire._group(dist.HashStore(), "key", rank, 3, timedelta(seconds=7), torch.device("cuda"))
+    assert made == [(rank, 3, 7.0, handled)]
+    assert os.environ.get(name) == before
 
 
 def test_an_answer_that_comes_too_early_ends_the_waiting():

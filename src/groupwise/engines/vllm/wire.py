@@ -207,12 +207,14 @@ def _group(store: Any, key: str, rank: int, size: int, limit: timedelta, device:
     store = dist.PrefixStore(key, store)
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     if rank == 0:  # a worker that dies shall not end the trainer with it; a worker whose trainer died may go
         os.environ[name] = "0"
     try:
-        return dist.ProcessGroupNCCL(store, rank, size, limit)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
         if rank == 0:
             os.environ.pop(name)
