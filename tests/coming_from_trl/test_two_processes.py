@@ -196,7 +196,10 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
         pytest.importorskip("deepspeed")
     saving = {"save_strategy": "steps", "save_steps": 2, "beta": 0.1}
     still = {"reward_weights": [0.0], "weight_decay": 0.1, "max_steps": 2}
-    cases = [case_of("whole", tiny_folder, tmp_path, saving), case_of("nothing to learn", tiny_folder, tmp_path, still)]
+    cases = [
+        case_of("whole", tiny_folder, tmp_path, saving, evaluate=True),
+        case_of("nothing to learn", tiny_folder, tmp_path, still),
+    ]
     if way != "ddp":
         cases.append(case_of("resumed", tiny_folder, tmp_path, saving, resume=str(tmp_path / "whole" / "checkpoint-2")))
         cases.append(case_of("one", tiny_folder, tmp_path, {}, resume=str(tmp_path / "whole" / "checkpoint-2")))
@@ -210,8 +213,10 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     run_case(**case_of("still alone", tiny_folder, tmp_path, {**still, "per_device_train_batch_size": 8}))
     assert_same_weights(weights(tmp_path / "still alone"), weights(tmp_path / "nothing to learn"))
-    run_case(**case_of("alone", tiny_folder, tmp_path, {**saving, "per_device_train_batch_size": 8}))
+    alone = {**saving, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16}
+    run_case(**case_of("alone", tiny_folder, tmp_path, alone, evaluate=True))
     assert_same_log(found(tmp_path / "alone")["log"], found(tmp_path / "whole")["log"])
+    assert_same_log([found(tmp_path / "alone")["eval"]], [found(tmp_path / "whole")["eval"]])
     assert_same_weights(weights(tmp_path / "alone"), weights(tmp_path / "whole"))
     if way != "ddp":
         assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))

@@ -310,8 +310,14 @@ class Zero(Divided):
         """Gather the weights of ``parameters``, or all, for as long as this lasts; a collective call in stage 3."""
         if self.stage == 2:
             return nullcontext()
+        self._let_go()
         chosen = list(self.blocks.parameters() if parameters is None else parameters)
         return self.deepspeed.zero.GatheredParameters(chosen)
+
+    def _let_go(self) -> None:
+        """Let go of what passes of stage 3 have gathered: one without a backward pass leaves weights on their way, fetched for the next."""
+        offload = self.engine.optimizer
+        getattr(offload, "parameter_offload", offload).partition_all_parameters()
 
     def gathered(self, module: nn.Module) -> AbstractContextManager[None]:
         return self._gathered(list(module.parameters(recurse=False)))  # type: ignore[no-any-return]
@@ -333,7 +339,7 @@ class Zero(Divided):
                 self.engine.backward(loss * self.world.size)
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
-                self.engine.optimizer.partition_all_parameters()  # what the outermost module gathered: nothing else lets go of it
+                self._let_go()  # of what the outermost module gathered: nothing else does
 
     def check(self) -> None:
         """Stage 2: raises RankError where the processes' weights are not the same bits. In stage 3 each number is in one place."""
