@@ -131,6 +131,14 @@ class GRPOConfig(_Fields):
 
         return resolve_device("cpu" if self.use_cpu else "auto")
 
+    @property
+    def train_batch_size(self) -> int:
+        return int(self.per_device_train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        return int(self.per_device_eval_batch_size)
+
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """``warmup_steps``, or the share of the run that it is below 1."""
         steps = self.warmup_steps

@@ -223,6 +223,10 @@ class Outputs:
         """Refused: uploading is left to the Hub's own command."""
         raise ConfigError(f"push_to_hub() is not there: save_model() and then `hf upload NAME {self.args.output_dir}`")
 
+    def create_model_card(self, *_: object, **__: object) -> None:
+        """Refused, like ``push_to_hub``."""
+        raise ConfigError("create_model_card() is not there: write README.md into the folder of save_model() yourself")
+
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""
         return self.world.is_first
