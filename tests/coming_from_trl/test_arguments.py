@@ -322,7 +322,7 @@ def test_settings_of_losses_and_advantages_that_trl_lacks_reach_them():
         )
     )
     assert (made.loss.keywords, made.aggregation) == ({"epsilon": 0.3}, "sequence_mean")
-    assert made.advantage.keywords == {"baseline": "leave_one_out", "scale": "group_std", "epsilon": 1e-4}
+    assert made.advantage.keywords == {"baseline": "leave_one_out", "scale": "group_std", "epsilon": 1e-4, "discount": 1.0}
     assert objective(GRPOConfig(advantage_type="maxrl")).advantage.func is maxrl_advantage
     assert objective(GRPOConfig(loss_type="dppo")).loss.keywords == {"divergence": "tv", "threshold": None}
 
