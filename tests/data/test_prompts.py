@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import grade
 from groupwise.data.arithmetic import generate
-from groupwise.data.prompts import SYSTEM_PROMPTS, drop_long_prompts, render, resolve_system, worked_completion
+from groupwise.data.prompts import SYSTEM_PROMPTS, drop_long_prompts, render, resolve_system, worked_completion, worked_expressions
 from groupwise.data.sources import load_problems
+from groupwise.episodes.tools import calculator
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Problem, Prompt
 
@@ -176,6 +178,18 @@ def test_worked_completions_earn_full_marks(shared_data: Path) -> None:
             verdict = grade(worked_completion(item, style), item.answer, style)  # type: ignore[arg-type]
             assert verdict.exact
             assert verdict.strict
+
+
+def test_gsm8k_s_marks_are_what_the_calculator_computes(shared_data: Path) -> None:
+    """Its result is the one that the row has, in the mark and in the text."""
+    marked = 0
+    for row in load_problems(DataConfig(source=str(shared_data / "gsm8k"), limit=500)).train:
+        results = re.findall(r"=([^<>=]*)>>", row.columns["solution"])
+        assert [float(calculator(one)) for one in worked_expressions(row)] == [pytest.approx(float(r), rel=0.02) for r in results]
+        marked += len(results)
+    assert marked > 1000
+    assert worked_expressions(problem("?", expression="6 * 7", solution="<<1+1=2>>")) == ["6 * 7"]
+    assert worked_expressions(problem("?")) == []
 
 
 def test_long_prompts() -> None:

@@ -324,13 +324,14 @@ def test_a_run_of_episodes_without_a_reward_in_its_metrics_is_read_all_the_same(
     assert "calls-in-a-loop" in found
 
 
-def test_calls_in_another_format_are_pointed_at(tmp_path):
+@pytest.mark.parametrize(("begin", "mark"), [("<tool_call>", "<tool_call>"), ('{\n  "name": "search"', '{"name":')])
+def test_calls_in_another_format_are_pointed_at(tmp_path, begin, mark):
     def other(step, p, group, sample, answer):
-        return Written(f'<tool_call>{{"name": "search", "step": {step + sample}}}</tool_call>', calls=())
+        return Written(f"{begin} {step + sample}", calls=())
 
     finding = findings_of(tmp_path / "run", played(lambda p: {"episodes/calls": 0.0}, other))["never-calls"]
-    assert "completions contain '<tool_call>', which is no call by rollout.call_format=" in finding.summary
-    assert finding.examples[0].text.startswith("<tool_call>")
+    assert f"completions contain {mark!r}, which is no call by rollout.call_format=" in finding.summary
+    assert finding.examples[0].text.startswith(begin)
 
 
 def test_a_reward_without_the_tool_is_a_warning_once_calls_fall(tmp_path):

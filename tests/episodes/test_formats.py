@@ -16,6 +16,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=3),
     max_leaves=6,
 )
+ONE_OBJECT = "a call is one JSON object, and nothing beside it"
 NAMES = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(
     lambda name: name not in ("if", "in", "is", "or", "and", "as", "not", "for")
 )
@@ -30,7 +31,7 @@ def echo(said: str) -> str:
     return said
 
 
-@given(st.sampled_from(["hermes", "llama3"]), NAMES, st.dictionaries(NAMES, VALUES, max_size=3))
+@given(st.sampled_from(["hermes", "llama3", "json"]), NAMES, st.dictionaries(NAMES, VALUES, max_size=3))
 def test_json_calls_come_back_as_they_were_written(form, name, arguments):
     text = FORMATS[form].write(name, arguments)
     if "</tool_call>" not in json.dumps(arguments):
@@ -73,6 +74,22 @@ def test_what_a_call_in_tags_says_reaches_the_tool(text):
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', [Asked("f", {"x": 1})]),
         ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [Asked("f"), Asked("g")]),
         ("llama3", '{"name": "f", "parameters": {', [Asked("", problem="the call is no JSON object")]),
+        ("json", "It is {42}.", []),
+        ("json", '{"name": "f", "arguments": {"x": 1}}', [Asked("f", {"x": 1})]),
+        ("json", ' {\n  "name": "f",\n  "arguments": {}\n}\n', [Asked("f")]),
+        ("json", '```json\n{"name": "f", "arguments": {"x": "```"}}\n```', [Asked("f", {"x": "```"})]),
+        ("json", '```\n{"name": "f", "arguments": {}}\n```\n', [Asked("f")]),
+        ("json", '{"name": "f", "arguments": {}}{"name": "g", "arguments": {}}', [Asked("", problem=f"{ONE_OBJECT} (Extra data: line 1 column 31 (char 30))")]),
+        ("json", '{"name": "f", "arguments": {"x": 1}',
+         [Asked("", problem=f"{ONE_OBJECT} (Expecting ',' delimiter: line 1 column 36 (char 35))")]),
+        ("json", 'For example {"name": "f", "arguments": {}}', []),
+        ("json", 'Write this:\n```json\n{"name": "f", "arguments": {}}\n```', []),
+        ("json", '```json\n{"name": "f", "arguments": {}}\n```\nis what you write', []),
+        ("json", '```json\n{"name": "f", "arguments": {}}', []),
+        ("json", '{"name": "Ann", "arguments": ["rain"]}', []),
+        ("json", '{"name": "f", "arguments": {}, "age": 7}', []),
+        ("json", '{"answer": 42}', []),
+        ("json", '[{"name": "f", "arguments": {}}]', []),
         ("llama3", '{"name": "f", "parameters": {}} and', [Asked("f"), Asked("", problem="the call is no JSON object")]),
     ],
 )  # fmt: skip

@@ -244,6 +244,7 @@ class TestCalls:
             ("tags", "Let me see. <call>calculator('2')</call>", {"expression": "2"}, "Let me see."),
             ("hermes", f"So:\n<tool_call>\n{HERMES}\n</tool_call>", {"expression": "3"}, "So:"),
             ("llama3", '{"name": "calculator", "parameters": {"expression": "4"}}', {"expression": "4"}, None),
+            ("json", f"```json\n{HERMES}\n```", {"expression": "3"}, None),
         ],
     )  # fmt: skip
     def test_a_call_is_read_by_the_model_s_format(self, serving, form, text, arguments, content):
@@ -282,6 +283,11 @@ class TestCalls:
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert "tool_calls" not in answer["choices"][0]["message"]
         assert joined(streamed(where, asking(tools=[CALCULATOR]))) == text
+
+    @pytest.mark.parametrize("text", [f"So: {HERMES}", "```json\n{}\n```", "`1`", "```python\nprint(1)\n```\nprints 1."])
+    def test_json_that_is_shown_stays_text(self, serving, text):
+        where = serving(text, call_format="json")
+        assert said(call(where, asking(tools=[CALCULATOR]))[1]) == joined(streamed(where, asking(tools=[CALCULATOR]))) == text
 
     def test_without_tools_nothing_is_a_call(self, serving):
         assert said(call(serving("<call>calculator(1)</call>"), asking())[1]) == "<call>calculator(1)</call>"

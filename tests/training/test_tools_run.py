@@ -176,6 +176,24 @@ def test_the_generator_s_problems_are_worked_with_the_calculator(roomy):
         assert "Tools: calculator(expression): Computes an arithmetic expression." in prompt.text
 
 
+def test_gsm8k_s_problems_are_worked_with_the_calculator_by_their_marks(roomy, tmp_path):
+    """One call for each mark, each answered before the next; where there is no calculator, the solution alone."""
+    solution = "48/2 = <<48/2=24>>24 in May.\nThat makes 48+24 = <<48+24=72>>72.\n#### 72"
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text("".join(json.dumps({"question": f"How many, {a}?", "answer": solution}) + "\n" for a in range(8)))
+    answer = "<reasoning>\n48/2 = 24 in May.\nThat makes 48+24 = 72.\n</reasoning>\n<answer>\n72\n</answer>"
+    other = tmp_path / "other.py"
+    other.write_text('def look_up(word: str) -> str:\n    """Looks up.\n\n    Args:\n        word: What.\n    """\n    return word\n')
+    for tool, calls in (("calculator", ["48/2", "48+24"]), (f"{other}:look_up", [])):
+        config = tiny_config(roomy, data, rollout={"tools": [tool]}, rewards={"functions": [{"function": "correctness"}]})
+        prepared = prepare(config)
+        ids, own = worked_episode(prepared.train_prompts[0], "xml", prepared.tokenizer, prepared.episodes)
+        said = prepared.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if s])
+        assert said == "".join(f"<call>calculator({one})</call><|im_end|>" for one in calls) + f"{answer}<|im_end|>"
+        given = prepared.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if not s])
+        assert [word for word in given.split() if word.split("<")[0].isdecimal()] == ["24<|im_end|>", "72<|im_end|>"][: len(calls)]
+
+
 @pytest.mark.parametrize("script", [[], "one text", [1], {}])
 def test_a_script_that_is_no_list_of_texts_is_refused(roomy, tmp_path, script):
     config = tiny_config(

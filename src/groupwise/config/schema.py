@@ -216,9 +216,9 @@ class RolloutConfig(Section):
     `{command: python my_agent.py}`. `rewards.functions` has `environment` for what it gives."""
     max_turns: int = Field(default=4, ge=2)
     """With `tools` or an `environment`: turns of the policy, the answer included."""
-    call_format: Literal["auto", "tags", "hermes", "llama3"] = "auto"
-    """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `tags`: `<call>name(arguments)</call>`.
-    `auto` follows the chat template."""
+    call_format: Literal["auto", "tags", "hermes", "llama3", "json"] = "auto"
+    """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `json`: one object as the whole turn, bare or in a
+    fence (Qwen2.5-Coder). `tags`: `<call>name(arguments)</call>`. `auto` follows the chat template, and is never `json`."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds that a call may take; then the policy is told so. An environment's step that takes longer ends the episode, and so does an
     agent that neither asks nor ends."""

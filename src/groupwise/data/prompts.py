@@ -13,7 +13,9 @@ from groupwise.data.readers import peek_columns
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
-__all__ = ["SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "render", "resolve_system", "worked_completion"]
+__all__ = [
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "render", "resolve_system", "worked_completion", "worked_expressions",
+]  # fmt: skip
 
 SYSTEM_PROMPTS: dict[str, str] = {
     "xml": "Reason in <reasoning></reasoning>, then put only the final answer in <answer></answer>.",
@@ -23,7 +25,7 @@ SYSTEM_PROMPTS: dict[str, str] = {
 
 BOXED_COLUMNS = ({"problem", "answer", "difficulty"}, {"prompt", "reward_model"})
 """Columns of POLARIS, and of the layout that it keeps its benchmarks in: their answers are LaTeX."""
-CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
+CALCULATOR_MARK = re.compile(r"<<([^<>]*?)(?:=[^<>]*)?>>")
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
@@ -148,6 +150,13 @@ def worked_completion(problem: Problem, style: AnswerStyle) -> str:
         return solution
     last = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
     return f"{solution}\n{last}" if solution else last
+
+
+def worked_expressions(problem: Problem) -> list[str]:
+    """What a calculator computes on the way to the answer, in order: the column ``expression``, or GSM8K's ``<<48/2=24>>`` marks in the
+    column ``solution``."""
+    expression = problem.columns.get("expression")
+    return CALCULATOR_MARK.findall(str(problem.columns.get("solution") or "")) if expression is None else [str(expression)]
 
 
 def drop_long_prompts(

@@ -31,7 +31,7 @@ def never_calls(run: RunRecord) -> Evidence | None:
     if len(calls) < 3 or not has_tools or calls.late >= HARDLY:
         return None
     late = completions_between(run, calls.late_steps)
-    unread = Counter(mark for record in late for mark in MARKS if not record.calls and mark in record.said)
+    unread = Counter(mark for record in late for mark in MARKS if not record.calls and mark in "".join(record.said.split()))
     mark, count = unread.most_common(1)[0] if unread else ("", 0)
     form = run.config.rollout.call_format if run.config else "auto"
     seen = f"; {count} of {len(late)} recorded completions contain {mark!r}, which is no call by rollout.call_format={form}"
@@ -40,7 +40,7 @@ def never_calls(run: RunRecord) -> Evidence | None:
         f"({calls.first:.2g} in the first steps){seen if count else ''}",
         calls.late_steps,
         {"calls_first": calls.first, "calls_late": calls.late},
-        three(late, where=lambda r: not unread or mark in r.said),
+        three(late, where=lambda r: not unread or mark in "".join(r.said.split())),
     )
 
 

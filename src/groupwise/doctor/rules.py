@@ -359,7 +359,8 @@ RULES: tuple[Rule, ...] = (
         "never-calls", "run", "Tools are there and hardly ever called", "warning", episodes.never_calls,
         "A completion without a call is like one without tools, and what is never tried is never learnt.",
         "A warm start with played examples (warm_start, the column script); see that the prompt tells of the tools, and that "
-        "rollout.call_format is the one that the model was trained with. If calls were usual before: see whether they are paid.",
+        "rollout.call_format is the one that the model was trained with (json for Qwen2.5-Coder, whose template says otherwise). If calls "
+        "were usual before: see whether they are paid.",
     ),
     Rule(
         "calls-in-a-loop", "run", "The same call again and again", "warning", episodes.calls_in_a_loop,

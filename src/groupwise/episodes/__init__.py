@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.answers import AnswerStyle
-from groupwise.data.prompts import render, worked_completion
+from groupwise.data.prompts import render, worked_completion, worked_expressions
 from groupwise.engines import Engine
 from groupwise.engines.turns import GRACE_S
 from groupwise.episodes.driver import Agents, EpisodeEngine, Episodes
@@ -113,8 +113,8 @@ def describe_tools(tools: Sequence[Tool], form: CallFormat) -> str:
 def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes: Episodes | None) -> tuple[list[int], list[bool]]:
     """What a policy should have done with ``prompt``, as tokens, and which of them it should have sampled, end tokens included.
 
-    In an episode: the turns in the row's column ``script``, which are really answered; or a call of the calculator where the row has an
-    ``expression``. Otherwise the worked answer. Raises DataError for a script that is no list of texts, or would have to fork.
+    In an episode: the turns in the row's column ``script``, which are really answered; or calls of the calculator, where it is there, of
+    the row's ``worked_expressions``, and the worked answer. Otherwise that alone. Raises DataError for a script that is no list of texts, or would have to fork.
     """
     turns = _worked_turns(prompt.problem, style, episodes)
     if episodes is not None:
@@ -134,7 +134,5 @@ def _worked_turns(problem: Problem, style: AnswerStyle, episodes: Episodes | Non
                 f"the column script of problem {problem.id} is {script!r:.80}, but it must be a list of texts, the policy's turns in order"
             )
         return script
-    expression = problem.columns.get("expression")
-    if expression is None or "calculator" not in episodes.tools:
-        return [answer]
-    return [episodes.format.write("calculator", {"expression": str(expression)}), answer]
+    expressions = worked_expressions(problem) if "calculator" in episodes.tools else []
+    return [*(episodes.format.write("calculator", {"expression": one}) for one in expressions), answer]

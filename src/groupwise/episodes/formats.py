@@ -39,8 +39,8 @@ class CallFormat(Protocol):
     """Whether the model's chat template describes the tools; else the system prompt does."""
 
     @property
-    def opening(self) -> str:
-        """What every call begins with, or the whole turn of calls does."""
+    def openings(self) -> tuple[str, ...]:
+        """What every call begins with, or the whole turn of calls does: one of these, mostly the first."""
 
     def read(self, text: str) -> list[Asked]:
         """Every call in a turn's text, in order; empty where it has none, and so is an answer."""
@@ -56,7 +56,7 @@ class Tags:
     """``<call>calculator(12 * 3)</call>``, for models without a format of their own. Arguments are Python's literals, by position or by
     name; a tool of one argument that is text also takes it without quotes."""
 
-    native, opening = False, "<call>"
+    native, openings = False, ("<call>",)
     _CALL = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
     _PARTS = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -105,7 +105,7 @@ class Hermes:
     ``closed``: a call without its end cannot be read.
     """
 
-    native, opening = True, "<tool_call>"
+    native, openings = True, ("<tool_call>",)
     _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
     def __init__(self, closed: bool = False) -> None:
@@ -134,7 +134,7 @@ class Hermes:
 class Llama3:
     """``{"name": ..., "parameters": {...}}`` as the whole turn, several one after the other: Llama 3.1 and later."""
 
-    native, opening = True, "{"
+    native, openings = True, ("{",)
     _TAG = "<|python_tag|>"
 
     def read(self, text: str) -> list[Asked]:
@@ -163,6 +163,33 @@ class Llama3:
         return "" if self.read(text) else text.strip()
 
 
+class WholeTurn:
+    """``{"name": ..., "arguments": {...}}`` as the whole turn, bare or in a Markdown fence: what Qwen2.5-Coder writes, whose template asks for
+    ``<tool_call>``. Text before it, or another key, make it an answer that shows JSON."""
+
+    native, openings = True, ("{", "```")
+    _OBJECT = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*))\s*", re.DOTALL)
+    _MEANT = re.compile(r'\{\s*"name"\s*:\s*"\w*"\s*,\s*"arguments"\s*:')
+
+    def read(self, text: str) -> list[Asked]:
+        if (whole := self._OBJECT.fullmatch(text)) is None:
+            return []
+        inside = whole[1] or whole[2]
+        try:
+            value = json.loads(inside)
+        except (ValueError, RecursionError) as error:
+            why = f"a call is one JSON object, and nothing beside it ({error})"
+            return [Asked("", problem=why)] if self._MEANT.match(inside) else []
+        named = value.keys() == {"name", "arguments"} and isinstance(value["name"], str)
+        return [_of_json(value)] if named and isinstance(value["arguments"], dict) else []
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+
+    def beside(self, text: str) -> str:
+        return "" if self.read(text) else text.strip()
+
+
 def _of_json(value: object) -> Asked:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Asked("", problem='a call is a JSON object with "name" and "arguments"')
@@ -174,7 +201,7 @@ def _of_json(value: object) -> Asked:
     return Asked(value["name"], arguments)
 
 
-FORMATS: dict[str, CallFormat] = {"tags": Tags(), "hermes": Hermes(), "llama3": Llama3()}
+FORMATS: dict[str, CallFormat] = {"tags": Tags(), "hermes": Hermes(), "llama3": Llama3(), "json": WholeTurn()}
 
 
 _UNREAD = ("<function=", "<arg_key>")

@@ -135,16 +135,19 @@ class Answer:
         calls = calls_in(choice.text, self.form, self.tools) if self.form is not None else []
         if not calls or self.form is None:
             return _Said(choice.text, [], choice.finish_reason)
-        before = choice.text[: choice.text.find(self.form.opening)].rstrip()
+        before = self._before_calls(choice.text, self.form)
         return _Said(before or None, calls, "tool_calls" if choice.finish_reason == "stop" else choice.finish_reason)
+
+    def _before_calls(self, text: str, form: CallFormat) -> str:
+        """Up to where a call may begin."""
+        return text[: min((at for opening in form.openings if (at := text.find(opening)) >= 0), default=len(text))].rstrip()
 
     def _certain(self, text: str) -> int:
         """How many characters are content whatever follows: what may be the beginning of a stop or of a call is not."""
         marks = list(self.choices[0].stop)
         if self.form is not None:
-            found = text.find(self.form.opening)
-            text = (text if found < 0 else text[:found]).rstrip()
-            marks.append(self.form.opening)
+            text = self._before_calls(text, self.form)
+            marks += self.form.openings
         held = max((n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n])), default=0)
         return len(text[: len(text) - held].rstrip()) if self.form is not None else len(text) - held
 

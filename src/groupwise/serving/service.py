@@ -96,7 +96,7 @@ class Service:
             )
         prompt_ids, lead = self._prompt_ids(ask), ""
         if ask.must_call and self._calls.form is not None:
-            lead = self._calls.form.opening
+            lead = self._calls.form.openings[0]
             prompt_ids += tuple(self._tokenizer(lead, add_special_tokens=False)["input_ids"])
         room = self.context_length - len(prompt_ids)
         if room < 1:

@@ -88,8 +88,8 @@ class Whole:
     native: bool = True
 
     @property
-    def opening(self) -> str:
-        return self.format.opening
+    def openings(self) -> tuple[str, ...]:
+        return self.format.openings
 
     def read(self, text: str) -> list[Asked]:
         asked = self.format.read(text)
