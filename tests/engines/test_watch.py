@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from groupwise.engines.base import SampleRequest, SamplingSettings
+from groupwise.engines.builtin import engine as builtin
 from groupwise.engines.builtin.draw import key_further, uniforms
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.models.decoder import Decoder
+from groupwise.models.packing import pack_prompts
 
 SETTINGS = SamplingSettings(max_tokens=12)
 
@@ -65,9 +68,34 @@ def test_what_was_cut_goes_on_as_if_it_had_not_been(engine, make_prompts, at):
     assert [ids + c.token_ids for ids, (c,) in zip(begun, rest, strict=True)] == [c.token_ids for (c,) in whole]
 
 
-def test_a_key_further_on_has_the_numbers_of_the_positions_there():
-    import torch
+@pytest.mark.parametrize("memory_runs_out", [False, True])
+def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(tiny_llama, tokenizer, make_prompts, monkeypatch, memory_runs_out):
+    """Four completions of one prompt, by names of their own, cut behind 0, 1, 4 and 7 tokens: the prompt is computed once, and they go on
+    as if they had never been cut."""
+    engine = BuiltinEngine(Decoder(tiny_llama()), tokenizer, (), max_rows=4)
+    one, other = make_prompts([17, 9])
+    asked = [replace(one, problem=replace(one.problem, id=f"choice {n}")) for n in range(4)] + [other]
+    whole = engine.serve(SampleRequest(asked, 1, SETTINGS, seed=4, scope="s"))
+    computed = []
+    monkeypatch.setattr(builtin, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack_prompts(prompts))
+    cuts = (0, 1, 4, 7, 2)
+    further = [replace(p, token_ids=p.token_ids + c.token_ids[:at]) for p, (c,), at in zip(asked, whole, cuts, strict=True)]
+    left = []
 
+    def watch(index, sample, tokens, logprobs):
+        left.append(len(tokens))
+        if memory_runs_out and len(left) == 15:
+            raise torch.OutOfMemoryError
+        return len(tokens) < 12 - cuts[index]
+
+    rest = engine.serve(SampleRequest(further, 1, SETTINGS, seed=4, scope="s", watch=watch, drawn=cuts))
+    for at, (c,), (w,) in zip(cuts, rest, whole, strict=True):
+        assert c.token_ids == w.token_ids[at:]
+        assert c.logprobs == pytest.approx(w.logprobs[at:], abs=1e-5)
+    assert computed == ([17, 17, 9] if memory_runs_out else [17, 9]), "a batch of two rows begins again where memory ran out"
+
+
+def test_a_key_further_on_has_the_numbers_of_the_positions_there():
     for key in (0, 17, -(2**63), 2**63 - 1):
         keys = torch.tensor([key, key_further(key, 1000)])
         first, second = uniforms(keys, torch.tensor([1007, 7])).tolist()

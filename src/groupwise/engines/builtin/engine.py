@@ -46,11 +46,11 @@ logger = logging.getLogger("groupwise")
 
 @dataclass
 class _Pending:
-    """A prompt and how far it has come: samples still to start, and rows in flight."""
+    """A prompt and how far it has come: samples still to start, and rows in flight. Prompts that are alike are one."""
 
-    index: int
-    prompt: Prompt
-    to_start: deque[int]
+    token_ids: Sequence[int]
+    to_start: deque[tuple[int, int]] = field(default_factory=deque)
+    """By the prompt's place in the request, and sample."""
     in_flight: int = 0
     slot: int = -1
     last_hidden: Tensor | None = None
@@ -61,6 +61,8 @@ class _Row:
     """One completion that has begun."""
 
     owner: _Pending
+    index: int
+    """Of its prompt in the request."""
     sample: int
     key: int
     tokens: list[int] = field(default_factory=list)
@@ -73,6 +75,8 @@ class _Row:
     turn: int = 0
     start: int = 0
     """Where the present turn begins in ``tokens``."""
+    drawn: int = 0
+    """Tokens that it had before this request."""
     behind: int = 0
     """Tokens that the cache lacks, before the last one."""
 
@@ -80,6 +84,11 @@ class _Row:
     def cached(self) -> int:
         """Own positions in the cache."""
         return max(0, len(self.tokens) - 1 - self.behind)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that count for the request's limit."""
+        return len(self.tokens) - self.drawn
 
     def forget(self) -> None:
         """Its keys and values are given up."""
@@ -120,16 +129,33 @@ class _Call:
         assert row.answer is not None
         given, row.answer = row.answer.result(), None
         if given is None:
-            place = (row.owner.index, row.sample)
+            place = (row.index, row.sample)
             del self.begun[place]
             self.ended.add(place)
             return False
-        assert 0 < len(given) < self.request.settings.max_tokens - len(row.tokens), "what a row is given leaves room for a token"
+        assert 0 < len(given) < self.request.settings.max_tokens - row.sampled, "what a row is given leaves room for a token"
         row.tokens += given
         row.behind += len(given)
         row.turn, row.start, row.logprobs, row.done = row.turn + 1, len(row.tokens), [], False
-        row.key = self.key(row.owner.prompt, row.sample, row.turn)
+        row.key = self.key(self.request.prompts[row.index], row.sample, row.turn)
         return True
+
+    def drawn(self, index: int) -> tuple[int, ...]:
+        """The tokens at a prompt's end that belong to its completion."""
+        ids, drawn = self.request.prompts[index].token_ids, self.request.drawn
+        return tuple(ids[len(ids) - drawn[index] :]) if drawn else ()
+
+    def owners(self) -> list[_Pending]:
+        """Of each prompt; equal ones are computed once."""
+        pending: dict[tuple[int, ...], _Pending] = {}
+        owners = []
+        for index, prompt in enumerate(self.request.prompts):
+            ids = prompt.token_ids[: len(prompt.token_ids) - len(self.drawn(index))]
+            owner = pending.setdefault(tuple(ids), _Pending(ids))
+            places = [(index, sample) for sample in range(self.request.samples_per_prompt)]
+            owner.to_start += [place for place in places if place not in self.ended and place not in self.begun]
+            owners.append(owner)
+        return owners
 
     def rewind(self, owners: Sequence[_Pending]) -> list[_Row]:
         """The rows that have begun, at the end of a turn, or with what they were given before the next."""
@@ -227,22 +253,18 @@ class _Batch:
     """One call of ``sample``: the waiting line, the rows in flight, and those that are away."""
 
     def __init__(self, engine: BuiltinEngine, call: _Call) -> None:
-        settings, samples = call.request.settings, range(call.request.samples_per_prompt)
+        settings = call.request.settings
         assert settings.repetition_penalty == 1.0, (
             "rows here do not know their own tokens: use the engine over the model's module"
         )
         self.engine, self.decoder, self.settings, self.call = engine, engine.decoder, settings, call
-        places = call.ended | call.begun.keys()
-        owners = [
-            _Pending(i, prompt, deque(sample for sample in samples if (i, sample) not in places))
-            for i, prompt in enumerate(call.request.prompts)
-        ]
+        owners = call.owners()
         self.away = call.rewind(owners)
         """Rows out of the batch that keep nothing: they are answered, or will be."""
         self.kept: list[_Row] = []
         """Rows out of the batch whose keys and values are at the end of the table, the first at its very end."""
-        self.waiting = deque(owner for owner in owners if owner.to_start)
-        wanted = {owner.index for owner in (*self.waiting, *(row.owner for row in self.away))}
+        self.waiting = deque(owner for owner in {id(owner): owner for owner in owners}.values() if owner.to_start)
+        wanted = {id(owner): owner for owner in (*self.waiting, *(row.owner for row in self.away))}.values()
         self.max_rows = min(engine.max_rows, call.missing)
         self.max_groups = min(len(wanted), self.max_rows)
         self.groups: list[_Pending] = []
@@ -255,13 +277,13 @@ class _Batch:
             call.look(len(call.ended), batch.sampled_tokens if batch else call.tokens)
 
         self.patience = Patience(call.turns.grace_s, look)
-        longest = max(len(owners[i].prompt.token_ids) for i in wanted)
-        self.decoder.reserve_positions(longest + settings.max_tokens)
+        longest, own = max(len(owner.token_ids) for owner in wanted), settings.max_tokens + max(call.request.drawn, default=0)
+        self.decoder.reserve_positions(longest + own)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
         self.cache = Cache(
             layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
-            groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=settings.max_tokens - 1,
+            groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=own - 1,
             dtype=self.decoder.dtype, device=self.decoder.device, native=takes_native(self.decoder),
         )  # fmt: skip
         # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave gaps as large as all of them.
@@ -285,7 +307,7 @@ class _Batch:
             # All that was admitted may have ended with its first token, while others are still waiting.
             return bool(absent) or len(self.call.ended) > before
         running = [len(row.tokens) for row in self.rows if not row.done]
-        count = min(self.burst, self.settings.max_tokens - min(running))
+        count = min(self.burst, self.settings.max_tokens - min(row.sampled for row in self.rows if not row.done))
         keeping = self.max_rows if self.kept else len(self.rows)
         if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), keeping):
             self.step = None
@@ -294,7 +316,7 @@ class _Batch:
             planned = DecodeStep.plan(
                 self.cache,
                 group_of_row=[row.owner.slot for row in self.rows],
-                prompt_lengths=[len(g.prompt.token_ids) for g in self.groups],
+                prompt_lengths=[len(g.token_ids) for g in self.groups],
                 own_lengths=[min(len(row.tokens) - 1, self.cache.fillable - 1) for row in self.rows],
                 last_tokens=[row.tokens[-1] for row in self.rows],
                 keys=[row.key for row in self.rows],
@@ -316,7 +338,7 @@ class _Batch:
         for place, row in enumerate(self.rows):
             if row.behind:
                 lost = row.tokens[row.cached : len(row.tokens) - 1]
-                behind.append(Behind(place, row.owner.slot, len(row.owner.prompt.token_ids), row.cached, lost))
+                behind.append(Behind(place, row.owner.slot, len(row.owner.token_ids), row.cached, lost))
                 row.behind = 0
         return Given.plan(behind, self.decoder.windows, self.decoder.device)
 
@@ -330,10 +352,15 @@ class _Batch:
                 self._enter(row)
         starting: list[_Row] = []
         while (group := self._next()) is not None and self._seat(group):
-            sample = group.to_start.popleft()
-            key, drawn = self.call.key(group.prompt, sample, 0), self.call.request.drawn
-            starting.append(_Row(group, sample, key_further(key, drawn[group.index]) if drawn else key))
-            self._enter(starting[-1])
+            index, sample = group.to_start.popleft()
+            key, drawn = self.call.key(self.call.request.prompts[index], sample, 0), self.call.drawn(index)
+            row = _Row(
+                group, index, sample, key_further(key, len(drawn)), [*drawn], start=len(drawn), drawn=len(drawn),
+                behind=max(0, len(drawn) - 1),
+            )  # fmt: skip
+            self._enter(row)
+            if not drawn:
+                starting.append(row)
         self._prefill([g for g in self.groups if g.last_hidden is None])
         if not starting:
             return
@@ -377,8 +404,8 @@ class _Batch:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
         part: list[_Pending] = []
         for group in groups:
-            tokens = sum(len(g.prompt.token_ids) for g in part)
-            if part and tokens + len(group.prompt.token_ids) > PREFILL_TOKENS:
+            tokens = sum(len(g.token_ids) for g in part)
+            if part and tokens + len(group.token_ids) > PREFILL_TOKENS:
                 self._prefill_part(part)
                 part = []
             part.append(group)
@@ -386,8 +413,8 @@ class _Batch:
             self._prefill_part(part)
 
     def _prefill_part(self, groups: list[_Pending]) -> None:
-        packed = pack_prompts([g.prompt.token_ids for g in groups]).to(self.decoder.device)
-        lengths = [len(g.prompt.token_ids) for g in groups]
+        packed = pack_prompts([g.token_ids for g in groups]).to(self.decoder.device)
+        lengths = [len(g.token_ids) for g in groups]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         slots = [g.slot for g in groups]
         hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, starts, lengths, slots))
@@ -403,8 +430,8 @@ class _Batch:
             self.sampled_tokens += 1
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.done = token in self.engine.end_token_ids or len(row.tokens) == self.settings.max_tokens
-            if watch is not None and not watch(row.owner.index, row.sample, row.tokens[row.start :], row.logprobs):
+            row.done = token in self.engine.end_token_ids or row.sampled == self.settings.max_tokens
+            if watch is not None and not watch(row.index, row.sample, row.tokens[row.start :], row.logprobs):
                 row.done = True
             if row.done:
                 self._ask(row)
@@ -421,8 +448,8 @@ class _Batch:
             temperature=self.settings.temperature,
         )
         self.call.tokens += len(tokens)
-        self.call.begun[row.owner.index, row.sample] = row
-        row.answer = self.call.turns.answer(row.owner.index, turn)
+        self.call.begun[row.index, row.sample] = row
+        row.answer = self.call.turns.answer(row.index, turn)
 
     def _settle(self) -> None:
         """Let rows whose turn has ended go on, leave or end, and those that are away and answered come back: at once where a burst is one
