@@ -13,7 +13,14 @@ import pytest
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import grade
 from groupwise.data.arithmetic import generate
-from groupwise.data.prompts import SYSTEM_PROMPTS, drop_long_prompts, render, resolve_system, worked_completion, worked_expressions
+from groupwise.data.prompts import (
+    SYSTEM_PROMPTS,
+    drop_long_prompts,
+    render,
+    resolve_system,
+    worked_completion,
+    worked_expressions,
+)
 from groupwise.data.sources import load_problems
 from groupwise.episodes.tools import calculator
 from groupwise.errors import DataError, ModelError

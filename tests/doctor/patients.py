@@ -294,9 +294,10 @@ def no_end_token() -> Iterator[None]:
 
     real = warm_start.worked_episode
 
-    def masked(prompt: Any, style: Any, tokenizer: Any, episodes: Any) -> tuple[list[int], list[bool]]:
-        worked = [token for token in real(prompt, style, tokenizer, episodes)[0] if token != tokenizer.pad_token_id]
-        return worked, [True] * len(worked)
+    def masked(prompt: Any, style: Any, tokenizer: Any, episodes: Any) -> list[Any]:
+        ((asked, worked, _),) = real(prompt, style, tokenizer, episodes)
+        kept = [token for token in worked if token != tokenizer.pad_token_id]
+        return [(asked, kept, [True] * len(kept))]
 
     with mock.patch.object(warm_start, "worked_episode", masked):
         yield

@@ -69,7 +69,9 @@ def test_what_was_cut_goes_on_as_if_it_had_not_been(engine, make_prompts, at):
 
 
 @pytest.mark.parametrize("memory_runs_out", [False, True])
-def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(tiny_llama, tokenizer, make_prompts, monkeypatch, memory_runs_out):
+def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(
+    tiny_llama, tokenizer, make_prompts, monkeypatch, memory_runs_out
+):
     """Four completions of one prompt, by names of their own, cut behind 0, 1, 4 and 7 tokens: the prompt is computed once, and they go on
     as if they had never been cut."""
     engine = BuiltinEngine(Decoder(tiny_llama()), tokenizer, (), max_rows=4)

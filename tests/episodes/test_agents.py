@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_driver import PLENTY, Bytes, Scripted, real_engine
+from test_forks import Says
 
 from groupwise.chat import make_speaker, refuse_named_code, settings_to_ask
 from groupwise.config import dump_config, load_config
@@ -217,6 +218,49 @@ def test_a_program_that_fails_ends_its_episode_without_a_reward(tokenizer, agent
         assert re.search(why, completion.calls[-1].result), completion.calls[-1].result
         assert completion.calls[-1].failure == ("timed_out" if reason == "timeout" else "raised")
         assert len(completion.calls[-1].result) < 2100
+
+
+SHORTENS = """
+ask(); told("And then?"); ask(); told("More?")
+messages[1:3] = []
+ask(); told("Last?"); answer = ask()
+print(json.dumps({"reward": len(answer["message"]["content"])}))
+"""
+
+
+def test_a_shortened_history_begins_a_further_sample_where_the_run_forks(tokenizer, agent):
+    """What follows it is sampled after the request as it was asked, and what goes on from that is appended again."""
+    engine = Says(tokenizer, ["One.", "Two.", "Three.", "Four."])
+    ((completion,),), (prompt,) = played(engine, tokenizer, agent(SHORTENS), system="Be brief.", rewritten_history="fork")
+    opening, cut = prompt.text, prompt.text.removesuffix("<|im_start|>assistant\n")
+    shorter = f"{cut}<|im_start|>assistant\nTwo.<|im_end|>\n<|im_start|>user\nMore?<|im_end|>\n"
+    assert [(t.role, t.text, t.rewritten) for t in completion.turns] == [
+        ("assistant", "One.", False), ("user", "And then?", False), ("assistant", "Two.", False), ("user", "More?", True),
+        ("assistant", "Three.", False), ("user", "Last?", False), ("assistant", "Four.", False),
+    ]  # fmt: skip
+    first, second = samples(prompt.token_ids, completion)
+    after = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(first) == f"{opening}One.{after.format('And then?')}Two.<|im_end|>"
+    assert tokenizer.decode(second) == f"{shorter}<|im_start|>assistant\nThree.{after.format('Last?')}Four.<|im_end|>"
+    assert (completion.finish_reason, completion.reward) == ("stop", 5.0)
+
+
+def samples(prompt_ids, completion):
+    """Tokens of each of an episode's samples, prompt or history first."""
+    parts, at = [list(prompt_ids)], 0
+    for turn in completion.turns:
+        part, at = completion.token_ids[at : at + turn.tokens], at + turn.tokens
+        if turn.rewritten:
+            parts.append([])
+        parts[-1] += part
+    return parts
+
+
+@pytest.mark.parametrize("kind", ["other", "edited", "same", "tools", "own"])
+def test_any_other_conversation_goes_on_where_the_run_forks(tokenizer, agent, kind):
+    ((completion,),), _ = played(says(tokenizer, "Fine.", "Well."), tokenizer, agent(FAILURES[kind][0]), rewritten_history="fork")
+    assert (completion.finish_reason, completion.reward) == ("stop", None)
+    assert [turn.rewritten for turn in completion.turns] == [False, True, False]
 
 
 def test_output_of_any_length_neither_blocks_nor_stays(tokenizer, agent, monkeypatch):

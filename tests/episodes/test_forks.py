@@ -18,7 +18,6 @@ from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.formats import FORMATS
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import load_tools
-from groupwise.errors import DataError
 from groupwise.models.decoder import Decoder
 from groupwise.types import Completion, Problem, Prompt
 from tests.tiny import LOWERS, write_tiny_llama, write_tiny_tokenizer
@@ -179,13 +178,26 @@ def test_the_history_counts_in_the_limit(plain):
         assert len(cut.token_ids) <= limit
 
 
-def test_a_scripted_episode_that_would_fork_is_refused(plain):
-    episodes = episodes_of(with_template(plain, THINKS))
-    prompt = prompt_of(episodes.template.tokenizer)
-    ids, own = episodes.play_script(prompt, ["Hello.", "Bye."], 1)
-    assert len(ids) == len(own)
-    with pytest.raises(DataError, match=r"turn 1 of the script of problem p otherwise .* set rollout\.rewritten_history=append"):
-        episodes.play_script(prompt, ["<think>Hm.</think>Hello.", "Bye."], 1)
+def test_a_script_is_played_in_the_samples_that_the_same_episode_would_have(plain):
+    """What a warm start learns with is what GRPO samples: the same prompts, and the same tokens behind them."""
+    tokenizer = with_template(plain, THINKS)
+    episodes, prompt = episodes_of(tokenizer), prompt_of(tokenizer)
+    for said in (
+        ["Hello.", "Bye."],
+        ["<think>Hm.</think>Hello.", "Bye."],
+        ["<think>Hm.</think>Hello.", "<think>So.</think>I see.", "It is.", "Bye."],
+    ):
+        ((episode,),) = EpisodeEngine(Says(tokenizer, said), episodes).sample([prompt], 1, PLENTY, seed=0, scope="x")
+        parts, context, at = [], prompt.token_ids, 0
+        for turn in episode.turns:
+            part, at = list(episode.token_ids[at : at + turn.tokens]), at + turn.tokens
+            if turn.rewritten or not parts:
+                context = part if turn.rewritten else list(context)
+                parts.append((context, [] if turn.rewritten else part, [] if turn.rewritten else [turn.sampled] * len(part)))
+            else:
+                parts[-1] = (context, parts[-1][1] + part, parts[-1][2] + [turn.sampled] * len(part))
+        assert len(parts) == 1 + sum("think" in turn for turn in said[:-1])
+        assert [(list(a), ids, own) for a, ids, own in episodes.play_script(prompt, said, tokenizer.eos_token_id)] == parts
 
 
 @pytest.fixture

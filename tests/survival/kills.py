@@ -32,13 +32,14 @@ from groupwise.config.schema import Config
 from tests.survival.forked import begin
 from tests.survival.game import LAST
 from tests.survival.page import stamp, write_section
-from tests.tiny import tiny_config, write_sums, write_tiny_llama
+from tests.tiny import forking, tiny_config, write_sums, write_tiny_llama
 
 __all__ = ["KINDS", "Tally", "differences", "kill_and_compare", "main"]
 
 STEPS = 8
 MU = {"updates_per_batch": 3, "loss": {"epsilon": 0.01}}
 PLAYED = {"environment": "tests.survival.game:Talk", "max_turns": 4, "max_completion_tokens": 140}
+FORKS = {**PLAYED, "rewritten_history": "fork", "max_completion_tokens": 400}
 EARNED = {"functions": [{"function": "environment"}, {"function": "letters"}]}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
@@ -84,6 +85,8 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "episodes": {"rollout": PLAYED, "rewards": EARNED},
     "episodes, a step ahead, mu 3": {"rollout": {**PLAYED, "ahead": 1}, "rewards": EARNED, "algorithm": MU},
     "episodes, dynamic sampling": {"rollout": {**PLAYED, "refill_rounds": 2, "completions_per_prompt": 2}, "rewards": EARNED},
+    "episodes that fork": {"rollout": FORKS, "rewards": EARNED},
+    "episodes that fork, a step ahead, mu 3": {"rollout": {**FORKS, "ahead": 1}, "rewards": EARNED, "algorithm": MU},
     "two processes, episodes": {"rollout": PLAYED, "rewards": EARNED},
     "warm start, evaluations": {
         "warm_start": {"steps": 3, "examples_per_step": 4},
@@ -151,6 +154,8 @@ def numbers_of(folder: Path) -> list[dict[str, Any]]:
 def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
     """Kill runs of one kind at least ``kills`` times, resume them until they come through, and compare each."""
     model = write_tiny_llama(place / "model", **(TALKATIVE if "episodes" in kind else {}))
+    if "fork" in kind:
+        forking(model)
     data = write_sums(place / "sums.jsonl")
     config, tally, chance = config_of(kind, model, data), Tally(kind), random.Random(f"{kind}/{seed}")
     whole = place / "whole"
@@ -161,7 +166,9 @@ def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
     if code != 0:
         tally.losses.append(f"the run that was left alone ended with {code}: {told(whole)}")
         return tally
-    while tally.killed < kills:
+    if "fork" in kind and '"rewritten": true' not in (whole / "completions.jsonl").read_text(encoding="utf-8"):
+        tally.losses.append("no episode of the run that was left alone has forked")
+    while tally.killed < kills and not tally.losses:
         folder = place / f"killed-{tally.completed + len(tally.losses)}"
         carry_through(config, folder, tally, chance, longest)
         found = [] if tally.losses else differences(whole, folder)

@@ -26,8 +26,9 @@ def test_a_killed_run_ends_where_the_uninterrupted_one_ends():
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_an_episode_ends_there_too():
-    kill(["episodes"], kills=3, seed=1)
+@pytest.mark.parametrize("kind", ["episodes", "episodes that fork"])
+def test_a_run_killed_in_the_middle_of_an_episode_ends_there_too(kind):
+    kill([kind], kills=3, seed=1)
 
 
 @pytest.mark.soak

@@ -138,7 +138,7 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
     before = copy.deepcopy(policy.model).double()
     losses: list[float] = []
     used = []
-    ids, own = worked_episode(prepared.train_prompts[3], prepared.answer_style, policy.tokenizer, prepared.episodes)
+    ((_, ids, own),) = worked_episode(prepared.train_prompts[3], prepared.answer_style, policy.tokenizer, prepared.episodes)
     a = int(prepared.train_prompts[3].problem.question.split()[0])
     assert policy.tokenizer.decode(ids) == (
         f"<call>calculator({a} * 7)</call><|im_end|>\n<|im_start|>tool\n{7 * a}<|im_end|>\n<|im_start|>assistant\nIt is {7 * a}.<|im_end|>"
@@ -147,8 +147,8 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
     assert said == f"<call>calculator({a} * 7)</call><|im_end|>It is {7 * a}.<|im_end|>"
 
     def spied(*arguments):
-        used.append((arguments[0], *worked_episode(*arguments)))
-        return used[-1][1:]
+        used.extend(played := worked_episode(*arguments))
+        return played
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("groupwise.training.warm_start.worked_episode", spied)
@@ -157,7 +157,7 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
             lambda step, loss: losses.append(loss), episodes=prepared.episodes,
         )  # fmt: skip
     with torch.no_grad():
-        expected = torch.cat([slow_logprobs(before, p.token_ids, ids)[torch.tensor(own)] for p, ids, own in used])
+        expected = torch.cat([slow_logprobs(before, asked, ids)[torch.tensor(own)] for asked, ids, own in used])
     assert losses == [pytest.approx(-expected.mean().item(), abs=1e-5)]
 
 
@@ -169,7 +169,7 @@ def test_the_generator_s_problems_are_worked_with_the_calculator(roomy):
     )  # fmt: skip
     prepared = prepare(config)
     for prompt in prepared.train_prompts[:10]:
-        ids, _ = worked_episode(prompt, prepared.answer_style, prepared.tokenizer, prepared.episodes)
+        ((_, ids, _),) = worked_episode(prompt, prepared.answer_style, prepared.tokenizer, prepared.episodes)
         text = prepared.tokenizer.decode(ids)
         assert text.startswith(f"<call>calculator({prompt.problem.columns['expression']})</call>")
         assert f"tool\n{prompt.problem.answer}<|im_end|>" in text
@@ -183,15 +183,19 @@ def test_gsm8k_s_problems_are_worked_with_the_calculator_by_their_marks(roomy, t
     data.write_text("".join(json.dumps({"question": f"How many, {a}?", "answer": solution}) + "\n" for a in range(8)))
     answer = "<reasoning>\n48/2 = 24 in May.\nThat makes 48+24 = 72.\n</reasoning>\n<answer>\n72\n</answer>"
     other = tmp_path / "other.py"
-    other.write_text('def look_up(word: str) -> str:\n    """Looks up.\n\n    Args:\n        word: What.\n    """\n    return word\n')
+    other.write_text(
+        'def look_up(word: str) -> str:\n    """Looks up.\n\n    Args:\n        word: What.\n    """\n    return word\n'
+    )
     for tool, calls in (("calculator", ["48/2", "48+24"]), (f"{other}:look_up", [])):
         config = tiny_config(roomy, data, rollout={"tools": [tool]}, rewards={"functions": [{"function": "correctness"}]})
         prepared = prepare(config)
-        ids, own = worked_episode(prepared.train_prompts[0], "xml", prepared.tokenizer, prepared.episodes)
+        ((_, ids, own),) = worked_episode(prepared.train_prompts[0], "xml", prepared.tokenizer, prepared.episodes)
         said = prepared.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if s])
         assert said == "".join(f"<call>calculator({one})</call><|im_end|>" for one in calls) + f"{answer}<|im_end|>"
         given = prepared.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if not s])
-        assert [word for word in given.split() if word.split("<")[0].isdecimal()] == ["24<|im_end|>", "72<|im_end|>"][: len(calls)]
+        assert [word for word in given.split() if word.split("<")[0].isdecimal()] == ["24<|im_end|>", "72<|im_end|>"][
+            : len(calls)
+        ]
 
 
 @pytest.mark.parametrize("script", [[], "one text", [1], {}])
@@ -237,8 +241,6 @@ def test_a_template_that_rewrites_history_is_refused_by_default_and_appended_to_
         prepared()
     assert prepared(rewritten_history="append").episodes is not None
     assert prepared(rewritten_history="fork").episodes.forks
-    with pytest.raises(ConfigError, match="rewritten_history is fork, but what an agent's command asks"):
-        prepared(tools=[], environment={"command": "python agent.py"}, rewritten_history="fork")
 
 
 def test_settings_of_episodes_without_tools_are_refused(roomy, sums):

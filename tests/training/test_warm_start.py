@@ -52,7 +52,7 @@ def test_the_first_loss_is_the_mean_over_the_step_s_tokens(begin, monkeypatch):
     monkeypatch.setattr("groupwise.training.warm_start.worked_episode", lambda *a: used.append(a[0]) or worked_episode(*a))
     warm_start(scorer, prepared.train_prompts, policy.tokenizer, "xml", config, lambda step, loss: losses.append(loss))
     with torch.no_grad():
-        logprobs = [slow_logprobs(before, p.token_ids, worked_episode(p, "xml", policy.tokenizer, None)[0]) for p in used]
+        logprobs = [slow_logprobs(before, *worked_episode(p, "xml", policy.tokenizer, None)[0][:2]) for p in used]
     assert len(used) == 4
     assert losses == [pytest.approx(-torch.cat(logprobs).mean().item(), abs=1e-5)]
 
@@ -61,7 +61,7 @@ def test_the_end_token_is_a_target(begin):
     """The worked answer ends with the end token, and the model becomes likelier to give it there."""
     config, prepared, policy, scorer = begin(steps=60, examples_per_step=4, learning_rate=1e-2)
     prompt, tokenizer = prepared.train_prompts[0], policy.tokenizer
-    worked, _ = worked_episode(prompt, "xml", tokenizer, None)
+    ((_, worked, _),) = worked_episode(prompt, "xml", tokenizer, None)
     assert worked[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id
     assert tokenizer.decode(worked[:-1]) == f"<answer>\n{prompt.problem.answer}\n</answer>"
 

@@ -217,8 +217,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=4, ge=2)
     """With `tools` or an `environment`: turns of the policy, the answer included."""
     call_format: Literal["auto", "tags", "hermes", "llama3", "json"] = "auto"
-    """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `json`: one object as the whole turn, bare or in a
-    fence (Qwen2.5-Coder). `tags`: `<call>name(arguments)</call>`. `auto` follows the chat template, and is never `json`."""
+    """How calls are written. `hermes`: JSON in `<tool_call>` (Qwen). `llama3`: bare JSON. `json`: one object as the whole turn, bare or
+    fenced (Qwen2.5-Coder). `tags`: `<call>name(arguments)</call>`. `auto` follows the chat template, and is never `json`."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds that a call may take; then the policy is told so. An environment's step that takes longer ends the episode, and so does an
     agent that neither asks nor ends."""
@@ -227,7 +227,8 @@ class RolloutConfig(Section):
     rewritten_history: Literal["refuse", "append", "fork"] = "refuse"
     """For chat templates that rewrite earlier turns, such as dropping their thinking. `refuse`: stop at the start. `append`: the policy
     sees its turns as it sampled them. `fork`: it goes on from the history as the template writes it, which counts in
-    `max_completion_tokens`; the parts of the episode are samples of their own, with one advantage."""
+    `max_completion_tokens`; the parts of the episode are samples of their own, with one advantage. So where an agent's command shortens
+    its history."""
 
     @field_validator("engine")
     @classmethod
@@ -255,10 +256,6 @@ class RolloutConfig(Section):
     def check_command(self) -> RolloutConfig:
         if not isinstance(self.environment, dict) or "command" not in self.environment:
             return self
-        if self.rewritten_history == "fork":
-            raise ValueError(
-                "rewritten_history is fork, but what an agent's command asks is never written otherwise, only appended to: set append"
-            )
         if len(self.environment) > 1:
             raise ValueError(
                 "environment has a command and other names, but an agent's command plays all problems: keep one of them"

@@ -59,8 +59,9 @@ class SampleRequest:
     watch: Watch | None = None
     """Sees each completion after each of its tokens, in engines that show them (``Engine.shows_tokens``)."""
     drawn: Sequence[int] = ()
-    """For each prompt how many tokens at its end were drawn for the same completion before: its randomness goes on behind them. Prompts
-    that are alike but for these tokens are computed once, in engines that share prompts. Empty for none; known to engines that show tokens."""
+    """For each prompt how many tokens at its end were drawn for the same completion before: its randomness goes on behind them.
+    Prompts that are alike but for these tokens are computed once, by engines that share prompts. Empty for none; known to engines that show
+    tokens."""
 
 
 class Engine(ABC):

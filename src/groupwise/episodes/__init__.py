@@ -11,7 +11,7 @@ from groupwise.data.answers import AnswerStyle
 from groupwise.data.prompts import render, worked_completion, worked_expressions
 from groupwise.engines import Engine
 from groupwise.engines.turns import GRACE_S
-from groupwise.episodes.driver import Agents, EpisodeEngine, Episodes
+from groupwise.episodes.driver import Agents, EpisodeEngine, Episodes, Played
 from groupwise.episodes.environments import Environments
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
 from groupwise.episodes.templates import TurnTemplate
@@ -110,17 +110,18 @@ def describe_tools(tools: Sequence[Tool], form: CallFormat) -> str:
     return f"To use a tool, write only {example} and wait for its result. Tools: {' '.join(tool.summary for tool in tools)}"
 
 
-def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes: Episodes | None) -> tuple[list[int], list[bool]]:
-    """What a policy should have done with ``prompt``, as tokens, and which of them it should have sampled, end tokens included.
+def worked_episode(prompt: Prompt, style: AnswerStyle, tokenizer: Any, episodes: Episodes | None) -> list[Played]:
+    """What a policy should have done with ``prompt``, as tokens, and which of them it should have sampled, end tokens included; in several
+    samples where the episode forks.
 
     In an episode: the turns in the row's column ``script``, which are really answered; or calls of the calculator, where it is there, of
-    the row's ``worked_expressions``, and the worked answer. Otherwise that alone. Raises DataError for a script that is no list of texts, or would have to fork.
+    the row's ``worked_expressions``, and the worked answer. Otherwise that alone. Raises DataError for a script that is no list of texts.
     """
     turns = _worked_turns(prompt.problem, style, episodes)
     if episodes is not None:
         return episodes.play_script(prompt, turns, tokenizer.eos_token_id)
     ids = [*tokenizer(turns[0], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return ids, [True] * len(ids)
+    return [(prompt.token_ids, ids, [True] * len(ids))]
 
 
 def _worked_turns(problem: Problem, style: AnswerStyle, episodes: Episodes | None) -> list[str]:

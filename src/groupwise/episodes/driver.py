@@ -4,8 +4,8 @@ Turns are answered side by side in threads, while the engine samples those of ot
 keep what they computed from turn to turn, is in ``engines/turns.py``.
 
 Where the chat template writes the past otherwise and the run forks there, the episode's row ends in the engine, and a further request
-begins with the conversation as the template writes it now (``Turn.rewritten``). What is sampled is never encoded again to be trained: only
-the copies of it that a later turn is shown are the template's.
+begins with the conversation as the template writes it now (``Turn.rewritten``); so where an agent asks about another one. What is sampled
+is never encoded again to be trained: only the copies of it that a later turn is shown are the template's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from groupwise.episodes.environments import Environments, Partner, Reply, Steps,
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox
-from groupwise.errors import DataError, TrainingError
+from groupwise.errors import TrainingError
 from groupwise.metrics import Metric
 from groupwise.rewards.calling import Background, CallRaised, CallTimedOut
 from groupwise.types import FAILURES, Completion, FinishReason, Problem, Prompt, Turn
 
-__all__ = ["Agents", "EpisodeEngine", "Episodes"]
+__all__ = ["Agents", "EpisodeEngine", "Episodes", "Played"]
 
 logger = logging.getLogger("groupwise")
 
@@ -52,6 +52,8 @@ class Agents(Protocol):
         """Who answers in an episode of a prompt. All programs that were started have ended afterwards."""
 
 
+Played = tuple[Sequence[int], list[int], list[bool]]
+"""Tokens of a prompt, those that follow it, and which of the latter the policy said."""
 PartnerOf = Callable[[Prompt], tuple[Partner, str | None]]
 
 
@@ -74,7 +76,7 @@ class Episodes:
     """In place of tools and environments."""
     forks: bool = False
     """Whether an episode goes on from the conversation as the chat template writes it, where that is not what it saw; else it is
-    appended to. Not with ``agents``."""
+    appended to. ``agents`` say themselves what it goes on from."""
 
     def start_together(self, problems: Sequence[Problem]) -> None:
         """Find out side by side how those begin of which only an agent knows it."""
@@ -108,40 +110,46 @@ class Episodes:
 
     def conversation(self, prompt: Prompt, partner: Partner) -> Conversation | None:
         """To follow an episode where the run forks; else None."""
-        if not self.forks:
+        if not self.forks or self.agents is not None:
             return None
         assert prompt.messages is not None, "an episode's prompt is a chat"
         tools = partner.toolbox.tools if isinstance(partner, ToolUse) else self.tools
         schemas = [tool.schema for tool in tools.values()] if tools and self.format.native else None
         return Conversation(self.template, list(prompt.messages), prompt.text, schemas)
 
-    def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> tuple[list[int], list[bool]]:
-        """Token ids of an episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, and which of them it
-        said. They are really answered. Raises DataError where it would have to fork."""
-        ids: list[int] = []
-        sampled: list[bool] = []
+    def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> list[Played]:
+        """An episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, in as many samples as it forks into. The
+        turns are really answered."""
+        before, ids, sampled = list(prompt.token_ids), list[int](), list[bool]()
+        played = [(before, ids, sampled)]
         with self.open() as partner_of:
             partner, _ = partner_of(prompt)
             conversation = self.conversation(prompt, partner)
             for number, text in enumerate(turns):
                 own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
-                ids, sampled = ids + own, sampled + [True] * len(own)
+                ids += own
+                sampled += [True] * len(own)
                 turn = Completion(text, tuple(own), (0.0,) * len(own), "stop")
                 if number == len(turns) - 1 or (reply := partner.reply(turn)).ended is not None:
                     break
-                if conversation is not None and conversation.go_on(text, reply.given, partner.role or self.template.role):
-                    raise DataError(
-                        f"the chat template writes turn {number + 1} of the script of problem {prompt.problem.id} otherwise before the "
-                        "next, but a warm start learns a conversation as one piece: leave out of the script what the template drops, "
-                        "such as thinking, or set rollout.rewritten_history=append"
-                    )
-                given = self.tokens_of(reply, partner)
-                ids, sampled = ids + given, sampled + [False] * len(given)
-        return ids, sampled
+                given, rewritten = self.given(turn, reply, partner, conversation)
+                if rewritten:
+                    before, ids, sampled = given, [], []
+                    played.append((before, ids, sampled))
+                else:
+                    ids += given
+                    sampled += [False] * len(given)
+        return played
 
-    def tokens_of(self, reply: Reply, partner: Partner) -> list[int]:
-        """What the policy is given between its turns."""
-        return list(reply.given_ids) or self.template.given(reply.given, partner.role)
+    def given(
+        self, said: Completion, reply: Reply, partner: Partner, conversation: Conversation | None
+    ) -> tuple[list[int], bool]:
+        """The tokens that the policy is given after it ``said`` something, and whether they are the whole conversation, written anew."""
+        if conversation is not None:
+            anew = conversation.go_on(said.text, reply.given, partner.role or self.template.role)
+            if anew is not None:
+                return anew, True
+        return list(reply.given_ids) or self.template.given(reply.given, partner.role), reply.rewritten
 
 
 class EpisodeEngine(Engine):
@@ -307,15 +315,14 @@ class _Episode:
             self.finish_reason = "max_turns"
             return None
         role = self.partner.role or self.episodes.template.role
-        rewritten = self.conversation.go_on(self.last.text, reply.given, role) if self.conversation is not None else None
-        given = self.episodes.tokens_of(reply, self.partner) if rewritten is None else rewritten
+        given, rewritten = self.episodes.given(self.last, reply, self.partner, self.conversation)
         if len(given) >= self.room:  # no token of the policy would fit behind them
             self.finish_reason = "context_full"
             return None
         self.token_ids += given
         self.logprobs += [0.0] * len(given)
-        self.turns.append(Turn(role, "\n".join(reply.given), len(given), rewritten=rewritten is not None))
-        return given if rewritten is None else None
+        self.turns.append(Turn(role, "\n".join(reply.given), len(given), rewritten=rewritten))
+        return None if rewritten else given
 
     def next_prompt(self) -> Prompt:
         """What its next turn follows, where it has forked, by a name of its own."""

@@ -39,6 +39,8 @@ class Reply:
     """For this turn."""
     given_ids: tuple[int, ...] = ()
     """The tokens of ``given`` up to the policy's next turn, where they are not as the chat template writes them in the partner's role."""
+    rewritten: bool = False
+    """Whether ``given_ids`` are a conversation of its own, which the policy's next turn follows in place of all so far."""
 
 
 class Partner(Protocol):

@@ -27,12 +27,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.schema import Config, RolloutConfig
+from groupwise.config.schema import Config, PromptConfig, RolloutConfig
+from groupwise.data.prompts import render
 from groupwise.episodes.environments import Reply
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import TurnTemplate
@@ -68,7 +69,7 @@ def open_agents(config: Config, template: TurnTemplate, form: CallFormat, end_to
     """The programs of ``rollout.environment: {command: ...}``."""
     command = config.rollout.command
     assert command is not None
-    return AgentPrograms(command, config.model.name, config.rollout, template, form, end_token_ids)
+    return AgentPrograms(command, config.model.name, config.rollout, config.prompt, template, form, end_token_ids)
 
 
 class _Failed(Exception):
@@ -83,10 +84,11 @@ class AgentPrograms:
     """See ``episodes.driver.Agents``."""
 
     def __init__(
-        self, command: Sequence[str], name: str, rollout: RolloutConfig, template: TurnTemplate, form: CallFormat,
+        self, command: Sequence[str], name: str, rollout: RolloutConfig, prompt: PromptConfig, template: TurnTemplate, form: CallFormat,
         end_token_ids: Sequence[int],
     ) -> None:  # fmt: skip
         self.command, self.name, self.rollout, self.template, self.form = list(command), name, rollout, template, form
+        self.prompt, self._system = prompt, None
         self.timeout_s, self.end_token_ids = rollout.tool_timeout_s, frozenset(end_token_ids)
         self._calls = Calls(form, template, "")
         self._openings: dict[str, Ask] = {}
@@ -98,7 +100,14 @@ class AgentPrograms:
     ) -> tuple[list[dict[str, Any]], str | None, list[Mapping[str, Any]] | None]:
         """See ``Agents.opening``."""
         self.start_together([problem])
+        self._system = system
         return self._calls.shown(self._openings[problem.id], system)
+
+    def prompt_ids(self, problem: Problem, ask: Ask) -> tuple[int, ...]:
+        """A request as the prompt of what follows. Raises ModelError or Refused where the policy cannot be shown it."""
+        messages, system, schemas = self._calls.shown(ask, self._system)
+        asked = replace(problem, question=messages)
+        return render(asked, self.template.tokenizer, self.prompt, system, schemas).token_ids
 
     def start_together(self, problems: Sequence[Problem]) -> None:
         """See ``Agents.start_together``."""
@@ -478,24 +487,30 @@ class _Play:
             return Reply(ended="stop")
         tools, self._question = _schemas(self._question.ask), news
         known, now = self._known, news.ask.messages
-        new = now[len(known) :]
-        alike = all(_as_shown(a) == _as_shown(b) for a, b in zip(known, now, strict=False))
-        if not new or not alike or tools != _schemas(news.ask) or any(one["role"] == "assistant" for one in new):
+        own = max((place + 1 for place, one in enumerate(now) if one["role"] == "assistant"), default=0)
+        new = now[own:]
+        alike = own == len(known) and all(_as_shown(a) == _as_shown(b) for a, b in zip(known, now, strict=False))
+        anew = not new or not alike or tools != _schemas(news.ask)
+        if anew and self.agents.rollout.rewritten_history != "fork":
             why = (
-                "this request does not go on from the last answer: an episode in training is one conversation with the same tools"
+                "this request does not go on from the last answer, but an episode in training is one conversation with the same tools: "
+                "with rollout.rewritten_history=fork it would go on from this one"
             )
             self._program.refuse(news, Refused(why, "messages"))
             raise _Failed("new_conversation", why)
         results = [one["content"] for one in new if one["role"] == "tool"]
-        self.role = self.agents.template.role if len(results) == len(new) else "user"
+        self.role = self.agents.template.role if new and len(results) == len(new) else "user"
         try:
-            given = self.agents.template.given_messages(new)
-        except ModelError as error:
+            template, problem = self.agents.template, self.prompt.problem
+            given = self.agents.prompt_ids(problem, news.ask) if anew else tuple(template.given_messages(new))
+        except (ModelError, Refused) as error:
             self._program.refuse(news, Refused(str(error), "messages"))
             raise _Failed("environment_error", str(error)) from error
-        self._ids = (*self._ids, *given)
-        calls = [ToolCall(name, arguments, text) for (name, arguments), text in zip(self._asked, results, strict=False)]
-        return Reply(tuple(one["content"] for one in new), calls=tuple(calls), given_ids=tuple(given))
+        self._ids = given if anew else (*self._ids, *given)
+        answered = own and _as_shown(now[own - 1]) == _as_shown(known[-1])
+        pairs = zip(self._asked, results, strict=False) if answered else ()
+        calls = tuple(ToolCall(name, arguments, text) for (name, arguments), text in pairs)
+        return Reply(tuple(one["content"] for one in new), calls=calls, given_ids=given, rewritten=anew)
 
     def _wind_down(self) -> int | None:
         """Its exit status after a limit has ended its episode: it may still say what that was worth. None where it does not end."""

@@ -18,6 +18,7 @@ from groupwise.data.order import problems_for_step
 from groupwise.distributed import World
 from groupwise.distributed.sharding import Optimizer
 from groupwise.episodes import Episodes, worked_episode
+from groupwise.episodes.driver import Played
 from groupwise.errors import DataError
 from groupwise.models.scorer import Scorer
 from groupwise.training.microbatches import PassBudget
@@ -28,8 +29,6 @@ from groupwise.types import Prompt
 
 __all__ = ["check_worked_examples", "warm_start"]
 
-Example = tuple[Sequence[int], Sequence[int], Sequence[bool]]
-"""Tokens of a prompt and of its worked answer, and which of the latter are learnt: not what a tool returned."""
 _ORDER_SEED = 0x5EED
 """Set apart from the seed of GRPO's problem order, so that the two visit problems in different orders."""
 _BEFORE_ALL = -1
@@ -42,7 +41,8 @@ def check_worked_examples(
     """Raise DataError where an example of the warm start does not fit into a context of so many tokens."""
     for step in range(config.warm_start.steps):
         for prompt in (prompts[i] for i in _examples(config, len(prompts), step)):
-            asked, worked = len(prompt.token_ids), len(worked_episode(prompt, style, tokenizer, episodes)[0])
+            samples = worked_episode(prompt, style, tokenizer, episodes)
+            asked, worked = max(((len(asked), len(ids)) for asked, ids, _ in samples), key=sum)
             if asked + worked > context:
                 raise DataError(
                     f"the warm start would learn from problem {prompt.problem.id}, whose prompt of {asked} tokens and worked answer of "
@@ -86,7 +86,7 @@ def warm_start(
     in_a_row = 0
     for step in range(settings.steps):
         chosen = [prompts[i] for i in _examples(config, len(prompts), step)]
-        examples = [(prompt.token_ids, *worked_episode(prompt, style, tokenizer, episodes)) for prompt in chosen]
+        examples = [sample for prompt in chosen for sample in worked_episode(prompt, style, tokenizer, episodes)]
         passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
         loss = sum(world.all_gather_object(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
@@ -103,7 +103,7 @@ class _Passes:
     """One step's passes that fall to this process."""
 
     def __init__(
-        self, scorer: Scorer, examples: Sequence[Example], optimizer: Optimizer, world: World, sharding: Sharding, budget: PassBudget,
+        self, scorer: Scorer, examples: Sequence[Played], optimizer: Optimizer, world: World, sharding: Sharding, budget: PassBudget,
         noise: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """``noise`` seeds an adapter's dropout."""
@@ -112,7 +112,7 @@ class _Passes:
         """Learnt ones, of all processes."""
         self.examples = [examples[i] for i in world.assigned([len(prompt) + len(target) for prompt, target, _ in examples])]
 
-    def _cut(self) -> list[list[Example]]:
+    def _cut(self) -> list[list[Played]]:
         sizes = [(len(prompt), [len(target)]) for prompt, target, _ in self.examples]
         return [[self.examples[part.group] for part in parts] for parts in cut_batch(sizes, self.budget.tokens)]
 
