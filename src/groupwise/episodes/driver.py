@@ -118,8 +118,8 @@ class Episodes:
         return Conversation(self.template, list(prompt.messages), prompt.text, schemas)
 
     def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> list[Played]:
-        """An episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, in as many samples as it forks into. The
-        turns are really answered."""
+        """An episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, in as many samples as it forks into.
+        The turns are really answered."""
         before, ids, sampled = list(prompt.token_ids), list[int](), list[bool]()
         played = [(before, ids, sampled)]
         with self.open() as partner_of:

@@ -164,8 +164,8 @@ class Llama3:
 
 
 class WholeTurn:
-    """``{"name": ..., "arguments": {...}}`` as the whole turn, bare or in a Markdown fence: what Qwen2.5-Coder writes where its template asks
-    for ``<tool_call>``. Text before it, or another key, make it an answer that shows JSON."""
+    """``{"name": ..., "arguments": {...}}`` as the whole turn, bare or in a Markdown fence: what Qwen2.5-Coder writes where its template
+    asks for ``<tool_call>``. Text before it, or another key, make it an answer that shows JSON."""
 
     native, openings = True, ("{", "```")
     _OBJECT = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*))\s*", re.DOTALL)
