@@ -183,6 +183,46 @@ def test_rows_that_leave_and_come_back_change_nobodys_tokens(
     assert found.logprobs() == pytest.approx(at_once.logprobs(), abs=1e-5)
 
 
+class Frozen:
+    """What a captured graph does: the step, over the very tensors that were there when it was captured."""
+
+    replays = 0
+
+    def __init__(self, runner, step):
+        self.runner, self.step = runner, step
+        self.captured = self.addresses()
+
+    def addresses(self):
+        cache = self.runner.cache
+        return [t.data_ptr() for t in (*self.step._tensors(), *(t for pair in (*cache.own, *cache.prompt) for t in pair))]
+
+    def replay(self):
+        assert self.addresses() == self.captured, "a graph would compute over tables that are given up"
+        Frozen.replays += 1
+        self.runner._once(self.step)
+
+
+@pytest.mark.parametrize("max_rows", [64, 6])
+def test_graphs_hold_for_rows_that_leave_come_back_and_are_given_tokens(max_rows, builtin, make_prompts, counted, monkeypatch):
+    """The path of GPUs, with stand-ins for captured graphs: bursts, padded steps, tables that grow, rows moved to and from their end."""
+    prompts = make_prompts(LENGTHS)
+    plain = play(builtin(), prompts, longest=20)
+    captured, replayed = [], Frozen.replays
+    monkeypatch.setitem(engine_module.BURSTS, "cpu", 3)
+    monkeypatch.setattr(engine_module, "GRAPHS", {"cpu"})
+    monkeypatch.setattr(
+        engine_module.Runner,
+        "_capture",
+        lambda runner, step: captured.append(int((step.keys == 0).sum())) or Frozen(runner, step),
+    )
+    found = play(builtin(max_rows=max_rows), prompts, grace_s=0.0, late=late, longest=20)
+    assert found.rows() == plain.rows()
+    assert found.logprobs() == pytest.approx(plain.logprobs(), abs=1e-5)
+    assert counted["left"] > 5
+    assert Frozen.replays - replayed > 2 * len(captured) > 0, "graphs outlive comings and goings"
+    assert any(captured) or max_rows == 6, "some steps are padded: spare rows have key 0"
+
+
 @pytest.mark.parametrize(("name", "value"), [("QUERY_BLOCK", 3), ("PREFILL_TOKENS", 4), ("SCORE_BUDGET", 1)])
 def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_prompts, monkeypatch):
     prompts = make_prompts(LENGTHS)

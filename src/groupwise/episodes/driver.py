@@ -144,11 +144,11 @@ class Episodes:
     def given(
         self, said: Completion, reply: Reply, partner: Partner, conversation: Conversation | None
     ) -> tuple[list[int], bool]:
-        """The tokens that the policy is given after it ``said`` something, and whether they are the whole conversation, written anew."""
+        """The tokens that the policy is given after it ``said`` something, and whether they are the whole conversation, written again."""
         if conversation is not None:
-            anew = conversation.go_on(said.text, reply.given, partner.role or self.template.role)
-            if anew is not None:
-                return anew, True
+            whole = conversation.go_on(said.text, reply.given, partner.role or self.template.role)
+            if whole is not None:
+                return whole, True
         return list(reply.given_ids) or self.template.given(reply.given, partner.role), reply.rewritten
 
 

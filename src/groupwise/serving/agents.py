@@ -490,8 +490,8 @@ class _Play:
         own = max((place + 1 for place, one in enumerate(now) if one["role"] == "assistant"), default=0)
         new = now[own:]
         alike = own == len(known) and all(_as_shown(a) == _as_shown(b) for a, b in zip(known, now, strict=False))
-        anew = not new or not alike or tools != _schemas(news.ask)
-        if anew and self.agents.rollout.rewritten_history != "fork":
+        elsewhere = not new or not alike or tools != _schemas(news.ask)
+        if elsewhere and self.agents.rollout.rewritten_history != "fork":
             why = (
                 "this request does not go on from the last answer, but an episode in training is one conversation with the same tools: "
                 "with rollout.rewritten_history=fork it would go on from this one"
@@ -502,15 +502,15 @@ class _Play:
         self.role = self.agents.template.role if new and len(results) == len(new) else "user"
         try:
             template, problem = self.agents.template, self.prompt.problem
-            given = self.agents.prompt_ids(problem, news.ask) if anew else tuple(template.given_messages(new))
+            given = self.agents.prompt_ids(problem, news.ask) if elsewhere else tuple(template.given_messages(new))
         except (ModelError, Refused) as error:
             self._program.refuse(news, Refused(str(error), "messages"))
             raise _Failed("environment_error", str(error)) from error
-        self._ids = given if anew else (*self._ids, *given)
+        self._ids = given if elsewhere else (*self._ids, *given)
         answered = own and _as_shown(now[own - 1]) == _as_shown(known[-1])
         pairs = zip(self._asked, results, strict=False) if answered else ()
         calls = tuple(ToolCall(name, arguments, text) for (name, arguments), text in pairs)
-        return Reply(tuple(one["content"] for one in new), calls=calls, given_ids=given, rewritten=anew)
+        return Reply(tuple(one["content"] for one in new), calls=calls, given_ids=given, rewritten=elsewhere)
 
     def _wind_down(self) -> int | None:
         """Its exit status after a limit has ended its episode: it may still say what that was worth. None where it does not end."""
