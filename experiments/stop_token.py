@@ -56,7 +56,7 @@ def train_real(train_stop: bool, *, steps: int, problems: int, settings: Sequenc
     )
     optimizer = MasterAdamW(bench.scorer.named_parameters(), rates)
     for step in range(steps):
-        targets = [worked_episode(prompts[8 * step + i], style, tokenizer, None)[0] for i in range(8)]  # type: ignore[arg-type]
+        targets = [worked_episode(prompts[8 * step + i], style, tokenizer, None)[0][1] for i in range(8)]  # type: ignore[arg-type]
         if not train_stop:
             targets = [[token for token in target if token != tokenizer.pad_token_id] for target in targets]
         batch = bench.scorer.prepare([(prompts[8 * step + i].token_ids, [target]) for i, target in enumerate(targets)])

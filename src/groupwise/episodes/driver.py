@@ -121,7 +121,7 @@ class Episodes:
         """An episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, in as many samples as it forks into.
         The turns are really answered."""
         before, ids, sampled = list(prompt.token_ids), list[int](), list[bool]()
-        played = [(before, ids, sampled)]
+        played: list[Played] = [(before, ids, sampled)]
         with self.open() as partner_of:
             partner, _ = partner_of(prompt)
             conversation = self.conversation(prompt, partner)

@@ -88,7 +88,8 @@ class AgentPrograms:
         end_token_ids: Sequence[int],
     ) -> None:  # fmt: skip
         self.command, self.name, self.rollout, self.template, self.form = list(command), name, rollout, template, form
-        self.prompt, self._system = prompt, None
+        self.prompt = prompt
+        self._system: str | None = None
         self.timeout_s, self.end_token_ids = rollout.tool_timeout_s, frozenset(end_token_ids)
         self._calls = Calls(form, template, "")
         self._openings: dict[str, Ask] = {}
@@ -106,7 +107,7 @@ class AgentPrograms:
     def prompt_ids(self, problem: Problem, ask: Ask) -> tuple[int, ...]:
         """A request as the prompt of what follows. Raises ModelError or Refused where the policy cannot be shown it."""
         messages, system, schemas = self._calls.shown(ask, self._system)
-        asked = replace(problem, question=messages)
+        asked = replace(problem, question=messages)  # type: ignore[arg-type]
         return render(asked, self.template.tokenizer, self.prompt, system, schemas).token_ids
 
     def start_together(self, problems: Sequence[Problem]) -> None:
