@@ -1,0 +1,51 @@
+"""Wordings of the system prompt: each is judged once, as it stands, and a stop loses none that is judged."""
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from experiments import prompts
+from experiments.common import read_numbers
+
+ROW = {
+    "n": 4, "strict_accuracy": 0.25, "strict_interval": [0.0, 0.7], "lenient_accuracy": 0.5, "lenient_interval": [0.1, 0.9],
+    "format_rate": 0.5, "stop_rate": 1.0, "mean_tokens": 12.0,
+}  # fmt: skip
+
+
+def test_a_wording_is_asked_as_it_stands(tiny_folder, sums, monkeypatch):
+    asked = []
+    evaluate = prompts.groupwise.evaluate
+
+    def watched(model, data, overrides):
+        asked.append(overrides["prompt"]["system"])
+        return evaluate(model, data, overrides)
+
+    monkeypatch.setattr(prompts.groupwise, "evaluate", watched)
+    settings = ["evaluation.problems=4", "evaluation.max_completion_tokens=3", "data.holdout=4", "evaluation.show=0"]
+    row = prompts.judge(str(tiny_folder), str(sums), "tutorial", settings)
+    assert asked == [prompts.WORDINGS["tutorial"]]
+    assert row["n"] == 4
+    assert row.keys() == set(prompts.KEPT)
+
+
+def test_what_is_judged_is_kept_and_not_judged_again(monkeypatch, tmp_path):
+    judged = []
+
+    def judge(model, data, wording, settings):
+        judged.append((model, wording))
+        if wording == "filled":
+            raise KeyboardInterrupt
+        return ROW
+
+    monkeypatch.setattr(prompts, "judge", judge)
+    words = ["prompts", "--model", "folder/model", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        prompts.main()
+    assert list(read_numbers("prompts", tmp_path)["models"]["model"]) == ["short", "tutorial"]
+    monkeypatch.setattr(prompts, "judge", lambda model, data, wording, settings: judged.append((model, wording)) or ROW)
+    prompts.main()
+    assert [wording for _, wording in judged] == ["short", "tutorial", "filled", *list(prompts.WORDINGS)[2:]]
+    assert "tutorial | 50.0% | 25.0% (0.0% to 70.0%)" in prompts.report(read_numbers("prompts", tmp_path))
+    assert (tmp_path / "prompts.svg").read_bytes().count(b"<text") > len(prompts.WORDINGS)
