@@ -25,7 +25,7 @@ from groupwise.config.schema import AlgorithmConfig, Config, CorrectionConfig, O
 from groupwise.errors import ConfigError
 
 CLIP = {"ratio": "token", "epsilon": 0.2, "epsilon_high": None, "dual_clip": None}
-GROUP = {"baseline": "group_mean", "scale": "group_std", "epsilon": 1e-4}
+GROUP = {"baseline": "group_mean", "scale": "group_std", "epsilon": 1e-4, "discount": 1.0}
 FORMER_ROWS = {
     "grpo": {"kl": KL(0.04, "k3", "loss")},
     "dr_grpo": {"advantage": ("group", GROUP | {"scale": "none"}), "aggregation": "fixed"},
@@ -267,7 +267,7 @@ def test_objective_takes_every_setting():
         AlgorithmConfig(preset="rloo", loss=loss, advantage={"scale": "batch_std", "epsilon": 1e-6})
     )
     assert parts(objective) == {
-        "advantage": ("group", {"baseline": "leave_one_out", "scale": "batch_std", "epsilon": 1e-6}),
+        "advantage": ("group", {"baseline": "leave_one_out", "scale": "batch_std", "epsilon": 1e-6, "discount": 1.0}),
         "loss": ("clip", {"ratio": "token", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 4.0}),
         "aggregation": "sequence_sum",
         "kl": KL(0.03, "k1", "reward"),
