@@ -145,7 +145,7 @@ class Sides:
         def forced(batch: Any, tokens: list[int], logprobs: list[float], rows: list[Any]) -> None:
             made = []
             for token, row in zip(tokens, rows, strict=True):
-                name, _, rest = row.owner.prompt.problem.id.partition("\x1f")
+                name, _, rest = batch.call.request.prompts[row.index].problem.id.partition("\x1f")
                 named = dict(part.split("=") for part in rest.split("\x1f")) if rest else {}
                 wanted = length(name, int(named.get("sample", row.sample)), int(named.get("turn", row.turn)))
                 going_on = other if token in self.engine.end_token_ids else token
