@@ -598,7 +598,7 @@ def test_a_chart_is_saved_as_numbers_and_as_a_drawing(page, tmp_path):
         path = tmp_path / "saved" / f"curve-reward-mean.{part}"
         browser.run(f"{chart('reward-mean')}.querySelector('[data-part={part}]').click()")
         give_up = time.monotonic() + 60
-        while not path.exists():
+        while not path.exists() or not path.stat().st_size:  # the browser makes the file before it writes
             assert time.monotonic() < give_up
             browser.run("1")
         saved[part] = path.read_text(encoding="utf-8")
