@@ -34,10 +34,12 @@ from typing import Any, NoReturn
 __all__ = ["python"]
 
 _CLIENT = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 words = sys.argv[1:]
 if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
     os.execv({python!r}, [{python!r}, *words])
+passed_on = {{signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}}
+signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until the process is known
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 told = dict(words=words, folder=os.getcwd(), environment=dict(os.environ), executable=__file__, parent=os.getppid())
@@ -45,8 +47,11 @@ socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(json.dumps(told).encode() + b"\\n")
 answers = server.makefile()
 process = int(answers.readline() or sys.exit("the server of warm processes has ended"))
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+for number in passed_on:
     signal.signal(number, lambda number, frame: os.kill(process, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+while not select.select([server], [], [], 0.05)[0]:
+    pass  # a signal that comes just before a call that waits is handled after it: so none waits for long
 code = int(answers.readline() or sys.exit("the server of warm processes has ended"))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
