@@ -108,7 +108,7 @@ def test_the_launcher_hands_a_signal_on_and_sets_no_time_for_what_is_done_about_
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "(folder / f'ready-{rank}').touch()\n"
-        "time.sleep(600)\n"
+        "while True: time.sleep(0.05)\n"  # one long sleep would not see a signal that comes just before it
     )
     program.write_text(
         "import sys; from groupwise.distributed import launch; launch._GRACE_S = 0.0\n"

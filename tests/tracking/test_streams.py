@@ -114,10 +114,10 @@ def test_an_ignored_hangup_stays_ignored():
 def test_the_launcher_hands_a_hangup_on():
     """Each process says what it got; the launcher's exit code is theirs."""
     program = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(129))\n"
         "os.write(1, b'ready\\n')\n"  # at once: the two share the pipe
-        "signal.pause()\n"
+        "while True: time.sleep(0.05)\n"  # a call that waits for long would not see a signal that comes just before it
     )
     launcher = (
         f"import sys\nfrom groupwise.distributed.launch import launch\nsys.exit(launch([sys.executable, '-c', {program!r}], 2))"
