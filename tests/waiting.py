@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["comes"]
+__all__ = ["LONG_S", "comes"]
 
 LONG_S = 120.0
 """Far more than anything here takes, however busy the machine is."""

@@ -62,7 +62,7 @@ def test_a_warning_before_the_time_is_up_lets_all_nodes_finish_their_step_and_sa
         job_name="first",
     )
     run = folder / "runs/first"  # the next job of this name resumes it
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and "\n" in (run / "metrics.jsonl").read_text(), job)
     environments = [Path(f"/proc/{process}/environ").read_bytes() for step in job.steps() for process in step["processes"]]
     secrets = {re.search(rb"\0GROUPWISE_SECRET=([0-9a-f]{64})\0", each)[1] for each in environments}
     assert len(secrets) == 1, "by which the processes know each other's messages"
@@ -89,7 +89,7 @@ def test_a_node_samples_by_vllm_until_the_others_have_saved_their_step(folder, e
         nodes="3", ntasks_per_node="1", cpus_per_task="1",
     )  # fmt: skip
     run = folder / "runs/mine"
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and rows(run / "metrics.jsonl"), job)
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and "\n" in (run / "metrics.jsonl").read_text(), job)
     job.time_is_nearly_up()
     assert job.script.wait(LONG_S) == 143
     done = rows(run / "metrics.jsonl")[-1]["step"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from groupwise.engines import turns as turns_module
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.base import SampleRequest as Request
 from groupwise.engines.builtin import engine as engine_module
@@ -20,6 +21,7 @@ from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.engines.turns import LOST_SHARE, Patience, TurnEngine, Turns, serve_by_prefixes
 from groupwise.models.decoder import Decoder
+from tests.waiting import LONG_S, comes
 
 LENGTHS = [5, 1, 17, 9, 3]
 ENDS = tuple(range(2, 18))
@@ -306,32 +308,36 @@ def test_a_slow_tool_stalls_nobody_else(kind, builtin, make_prompts):
     serve = engine.serve_turns if kind == "builtin" else prefixes(engine)
     worker = threading.Thread(target=serve, args=(request, Turns(answer, 0.05), look), daemon=True)
     worker.start()
-    worker.join(20)
+    worker.join(LONG_S)
     assert not worker.is_alive(), "the others waited for it"
     assert not open_
     assert turns_of[1] > 1
 
 
-def test_waiting_in_vain_is_a_small_share_of_the_time():
-    never: Future[Any] = Future()
-    patience, begun = Patience(0.05, lambda: None), time.monotonic()
+def test_waiting_in_vain_is_a_small_share_of_the_time(monkeypatch):
+    """By a clock that only waiting moves, for answers that never come."""
+    now = [0.0]
 
-    def waited():
-        before = time.monotonic()
-        patience.grace([never])
-        return time.monotonic() - before
+    def wait(answers, limit_s, until):
+        now[0] += limit_s
+        return set(), answers
 
-    first = waited()
-    assert first >= 0.05
-    while time.monotonic() - begun < 0.9 * first / LOST_SHARE:
-        assert waited() < 0.04
-        time.sleep(0.1)
-    time.sleep(0.3 + max(0.0, begun + 1.2 * first / LOST_SHARE - time.monotonic()))
-    assert waited() >= 0.05, "that is a small share by now"
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(turns_module, "wait", wait)
+    patience = Patience(0.5, lambda: None)
+
+    def waited(since_begun):
+        now[0] = since_begun
+        patience.grace([Future()])
+        return now[0] - since_begun
+
+    small = 0.5 / LOST_SHARE
+    for since_begun, expected in ((0.0, 0.5), (0.9 * small, 0.0), (1.1 * small, 0.5), (1.9 * small, 0.0)):
+        assert waited(since_begun) == pytest.approx(expected)
 
 
 def test_those_that_answer_in_time_are_waited_for_again_and_again():
-    patience = Patience(0.5, lambda: None)
+    patience = Patience(LONG_S, lambda: None)
     for _ in range(5):
         answer: Future[Any] = Future()
         threading.Timer(0.02, answer.set_result, [None]).start()
@@ -345,9 +351,14 @@ def test_without_a_grace_all_are_awaited(builtin, make_prompts, counted):
         threading.Timer(0.3, found.set_result, [None]).start()
         return found
 
+    def answer_who_left(place, turn):
+        found: Future[Any] = Future()
+        threading.Thread(target=lambda: (comes(lambda: counted["left"]), found.set_result(None))).start()
+        return found
+
     builtin().serve_turns(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer, None))
     assert counted["left"] == 0
-    builtin().serve_turns(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer, 0.0))
+    builtin().serve_turns(Request(make_prompts([4]), 2, SETTINGS, 0, "s"), Turns(answer_who_left, 0.0))
     assert counted["left"] > 0
 
 

@@ -7,7 +7,6 @@ import logging
 import re
 import shlex
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -34,6 +33,7 @@ from groupwise.serving.agents import open_agents
 from groupwise.training.loop import train
 from groupwise.types import Problem
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
+from tests.waiting import LONG_S, comes
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = """
@@ -191,7 +191,7 @@ def test_the_run_s_settings_of_sampling_rule_and_that_is_said_once(tokenizer, ag
 FAILURES = {
     "crash": ('ask()\nprint("one", file=sys.stderr)\nraise ValueError("lost")\n', "environment_error",
               r"error: the agent ended with exit status 1: .*one \| Traceback .* ValueError: lost"),
-    "hang": ("ask()\nimport time\ntime.sleep(60)\n", "timeout", "error: the agent neither asked nor ended within 0.5 seconds"),
+    "hang": ("ask()\nimport time\ntime.sleep(600)\n", "timeout", "error: the agent neither asked nor ended within 0.5 seconds"),
     "other": ('ask()\nmessages[:] = [{"role": "user", "content": "Else."}]\nask()\n', "new_conversation",
               "error: this request does not go on from the last answer"),
     "edited": ('ask()\nmessages[-1]["content"] += "!"\ntold("x")\nask()\n', "new_conversation", "error: this request does not go on"),
@@ -211,7 +211,7 @@ FAILURES = {
 def test_a_program_that_fails_ends_its_episode_without_a_reward(tokenizer, agent, kind):
     program, reason, why = FAILURES[kind]
     ((completion,),), _ = played(
-        says(tokenizer, "a", "b", "c"), tokenizer, agent(program), tool_timeout_s=0.5 if kind == "hang" else 20
+        says(tokenizer, "a", "b", "c"), tokenizer, agent(program), tool_timeout_s=0.5 if kind == "hang" else LONG_S
     )
     assert (completion.finish_reason, completion.reward, completion.failed) == (reason, None, True)
     if why is not None:
@@ -281,9 +281,11 @@ def test_a_cut_turn_is_heard_and_what_follows_is_refused(tokenizer, agent):
     judged = 'first = ask()\nassert first["finish_reason"] == "length"\nprint(json.dumps({"reward": -1}))\n'
     goes_on = 'ask()\ntold("x")\nask()\n'
     copes = 'ask()\ntold("x")\ntry:\n    ask()\nexcept urllib.error.HTTPError as error:\n    print(json.dumps({"reward": error.code}))\n'
-    for program, reward in ((judged, -1.0), (goes_on, 0.0), (copes, 400.0), ("ask()\nimport time\ntime.sleep(60)\n", 0.0)):
+    hangs = "ask()\nimport time\ntime.sleep(600)\n"
+    for program, reward in ((judged, -1.0), (goes_on, 0.0), (copes, 400.0), (hangs, 0.0)):
+        limit_s = 0.5 if program is hangs else LONG_S
         engine = says(tokenizer, "too long", "b")
-        ((cut,),), _ = played(engine, tokenizer, agent(program), settings=SamplingSettings(max_tokens=4), tool_timeout_s=2.0)
+        ((cut,),), _ = played(engine, tokenizer, agent(program), settings=SamplingSettings(max_tokens=4), tool_timeout_s=limit_s)
         assert (cut.finish_reason, cut.reward, len(cut.token_ids)) == ("length", reward, 4)
     for settings, turns, reason in ((SamplingSettings(max_tokens=20), 10, "context_full"), (PLENTY, 2, "max_turns")):
         engine = says(tokenizer, *["short"] * 10)
@@ -324,17 +326,14 @@ def test_a_program_finds_the_row_and_no_secret(tokenizer, agent, tmp_path, monke
 def test_nothing_that_a_program_started_outlives_its_call(tokenizer, agent, tmp_path):
     program = (
         "import subprocess\n"
-        f'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])\nopen({str(tmp_path / "child")!r}, "a").write('
+        f'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\nopen({str(tmp_path / "child")!r}, "a").write('
         'str(child.pid) + " ")\nask()\n'
     )
     ((completion,),), _ = played(says(tokenizer, "a"), tokenizer, agent(program))
     assert completion.finish_reason == "stop"
     pids = (tmp_path / "child").read_text().split()
     assert len(pids) == 2  # that of the prompt, and that of the episode
-    until = time.monotonic() + 10
-    while any(_runs(int(pid)) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(_runs(int(pid)) for pid in pids)
+    assert comes(lambda: not any(_runs(int(pid)) for pid in pids))
 
 
 def _runs(pid: int) -> bool:
@@ -344,7 +343,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_who_hung_up_and_asks_again_takes_the_answer(tokenizer, agent):
+def test_who_hung_up_and_asks_again_takes_the_answer(tokenizer, agent, tmp_path, monkeypatch):
     """As clients do whose own time limit is shorter than a batch: the same request is not a new one."""
     program = """
 import socket
@@ -355,17 +354,28 @@ with socket.create_connection((where.hostname, where.port)) as early:
     early.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nContent-Type: application/json\\r\\nAuthorization: Bearer "
                   + os.environ["OPENAI_API_KEY"].encode() + b"\\r\\nContent-Length: " + str(len(body)).encode() + b"\\r\\n\\r\\n" + body)
     import time
-    time.sleep(0.2)
+    while not os.path.exists("{heard}"):
+        time.sleep(0.01)
 """
-    before_the_second = TWO_TURNS.replace("answer = ask()", program.strip() + "\nanswer = ask()")
+    program = program.strip().replace("{heard}", str(tmp_path / "heard"))
+    before_the_second = TWO_TURNS.replace("answer = ask()", program + "\nanswer = ask()")
     engine = says(tokenizer, "First.", "Second!")
-    slow, real = [], engine.serve
+    served, asked, serve, begin = [], [], engine.serve, agents._Program.begin
 
-    def serve(request, on_progress=None):
-        slow.append(time.sleep(1.5 if slow else 0))
-        return real(request, on_progress)
+    def serve_late(request, on_progress=None):
+        served.append(request)
+        assert len(served) == 1 or comes(lambda: len(asked) == 4)
+        return serve(request, on_progress)
 
-    engine.serve = serve
+    def begin_and_note(one, body):
+        exchange = begin(one, body)
+        asked.append(body)  # for the prompt, the first turn, the second, and that again
+        if len(asked) == 3:
+            (tmp_path / "heard").touch()
+        return exchange
+
+    engine.serve = serve_late
+    monkeypatch.setattr(agents._Program, "begin", begin_and_note)
     ((completion,),), _ = played(engine, tokenizer, agent(before_the_second))
     assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
 

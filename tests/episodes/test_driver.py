@@ -25,6 +25,7 @@ from groupwise.episodes.tools import describe, load_tools
 from groupwise.models.decoder import Decoder
 from groupwise.types import Completion, Problem, Prompt
 from tests.tiny import write_tiny_llama, write_tiny_tokenizer
+from tests.waiting import LONG_S, comes
 
 PLENTY = SamplingSettings(max_tokens=400)
 
@@ -34,7 +35,7 @@ def tokenizer(tmp_path_factory) -> Any:
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def episodes_of(tokenizer, *functions, form=FORMATS["tags"], max_turns=4, timeout_s=5.0, concurrent=16, environments=None):
+def episodes_of(tokenizer, *functions, form=FORMATS["tags"], max_turns=4, timeout_s=LONG_S, concurrent=16, environments=None):
     tools = load_tools(["calculator"]) | {f.__name__: describe(f, f.__name__) for f in functions}
     template = TurnTemplate(tokenizer, [tokenizer.eos_token_id])
     return Episodes(tools, environments, form, template, max_turns, timeout_s, concurrent)
@@ -220,26 +221,27 @@ def test_turns_have_a_limit(tokenizer, max_turns):
     assert len(engine.asked) == max_turns
 
 
-def hangs(word: str) -> str:
-    """Waits.
-
-    Args:
-        word: For how long.
-    """
-    time.sleep(float(word))
-    return "awake"
-
-
 def test_tools_answer_side_by_side_and_a_hung_one_is_given_up(tokenizer):
-    begun = time.monotonic()
-    ((*group,),), _ = played(
-        tokenizer,
-        lambda n, sample, turn: "ok" if turn else f"<call>hangs({30 if sample == 3 else 0.3})</call>",
-        hangs,
-        samples=6,
-        timeout_s=1.0,
-    )
-    assert time.monotonic() - begun < 3
+    """Five wait for each other, and one for ever."""
+    together, over = threading.Barrier(5), threading.Event()
+
+    def meets(word: str) -> str:
+        """Waits.
+
+        Args:
+            word: For whom.
+        """
+        over.wait() if word == "nobody" else together.wait()
+        return "met"
+
+    try:
+        ((*group,),), _ = played(
+            tokenizer,
+            lambda n, sample, turn: "ok" if turn else f"<call>meets({'nobody' if sample == 3 else 'others'})</call>",
+            meets, samples=6, timeout_s=3.0,
+        )  # fmt: skip
+    finally:
+        over.set()
     results = [completion.calls[0] for completion in group]
     assert [call.failure for call in results] == [None, None, None, "timed_out", None, None]
     assert all(c.finish_reason == "stop" for c in group)
@@ -257,6 +259,7 @@ def test_calls_at_once_have_a_limit(tokenizer):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
+        comes(lambda: most[0] >= 3)
         time.sleep(0.02)
         with lock:
             now[0] -= 1

@@ -21,6 +21,7 @@ from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
+from tests.waiting import LONG_S
 
 
 class Guess:
@@ -67,7 +68,7 @@ def tokenizer(tmp_path_factory) -> Any:
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=5.0, max_turns=10, **named):
+def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=LONG_S, max_turns=10, **named):
     environments = Environments(named or {None: factories[0]}, timeout_s)
     episodes = episodes_of(tokenizer, environments=environments, max_turns=max_turns, timeout_s=timeout_s)
     engine = Scripted(tokenizer, script)
@@ -80,7 +81,7 @@ def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=5.0
 
 def test_a_game_answers_every_turn_and_says_when_it_is_over(tokenizer):
     game = Guess()
-    Environments({None: Guess}, 1.0).start(game, prompt_of().problem)
+    Environments({None: Guess}, LONG_S).start(game, prompt_of().problem)
     secret = game.secret
     guesses = [1, 64, secret] if secret not in (1, 64) else [2, 3, secret]
     ((completion,),), _, _ = played(tokenizer, lambda n, s, turn: str(guesses[turn]), Guess)
@@ -150,7 +151,7 @@ class Alike(Guess):
 
 
 def test_members_that_would_start_otherwise_than_the_prompt_says_are_refused(tokenizer):
-    other = episodes_of(tokenizer, environments=Environments({None: Alike}, 1.0))
+    other = episodes_of(tokenizer, environments=Environments({None: Alike}, LONG_S))
     prompt = render_episode(Problem("p", "Guess.", "1"), tokenizer, PromptConfig(), None, other)
     with pytest.raises(TrainingError, match="all members of a group must start alike: give it an argument seed to draw from"):
         EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), other).sample([prompt], 2, PLENTY, seed=0, scope="x")
@@ -162,7 +163,7 @@ def failing(kind: str) -> type:
             if kind == "raises":
                 raise RuntimeError("lost connection")
             if kind == "hangs":
-                time.sleep(30)
+                time.sleep(600)
             return {"pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {})}[kind]
 
     return Failing
@@ -172,7 +173,7 @@ def failing(kind: str) -> type:
     ("kind", "reason", "why"),
     [
         ("raises", "environment_error", "error: RuntimeError: lost connection"),
-        ("hangs", "timeout", "error: step did not answer within 0.2 seconds"),
+        ("hangs", "timeout", "error: step did not answer within 1 seconds"),
         ("pair", "environment_error", "error: step returned ('a', 1.0), but it must return (observation, reward, done, info)"),
         ("bytes", "environment_error", "error: step returned (b'x', 0.0, False, {}), but"),
         ("word", "environment_error", "error: step returned ('a', 'much', False, {}), but"),
@@ -180,7 +181,7 @@ def failing(kind: str) -> type:
 )
 def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, why):
     """A false 0 would teach the policy that it had done wrong."""
-    ((completion,),), _, _ = played(tokenizer, lambda *_: "1", failing(kind), timeout_s=0.2)
+    ((completion,),), _, _ = played(tokenizer, lambda *_: "1", failing(kind), timeout_s=1.0 if kind == "hangs" else LONG_S)
     assert completion.finish_reason == reason
     assert completion.reward is None
     assert not completion.stopped
@@ -204,14 +205,14 @@ def test_what_is_no_environment_is_refused(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"could not be made .*Toolbox"):
         Environments.load("groupwise.episodes.tools:Toolbox", 1.0).make(problem)
     with pytest.raises(ConfigError, match=r"has no reset: define reset\(self, \*\*row\)"):
-        Environments({None: dict}, 1.0).make(problem)
+        Environments({None: dict}, LONG_S).make(problem)
 
     class Broken(Guess):
         def reset(self, **row: Any) -> str:  # type: ignore[override]
             raise KeyError("level")
 
     with pytest.raises(TrainingError, match="reset of the environment Broken failed on problem p: KeyError: 'level'"):
-        Environments({None: Broken}, 1.0).start(Broken(), problem)
+        Environments({None: Broken}, LONG_S).start(Broken(), problem)
 
 
 def test_reset_is_given_the_row_and_a_seed_of_the_problem():
@@ -223,7 +224,7 @@ def test_reset_is_given_the_row_and_a_seed_of_the_problem():
         def reset(self, answer: str, seed: int) -> None:  # type: ignore[override]
             self.row = {"answer": answer, "seed": seed}
 
-    environments = Environments({None: Spy}, 1.0)
+    environments = Environments({None: Spy}, LONG_S)
     problem = Problem("p", "?", "42", {"level": 3, "environment": "x"})
     one, seeded, again, other = Spy(), Seeded(), Seeded(), Seeded()
     environments.start(one, problem)

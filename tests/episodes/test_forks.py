@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_driver import real_engine
 
 from groupwise.config.schema import PromptConfig
 from groupwise.data.prompts import render
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.engines.builtin.engine import BuiltinEngine
-from groupwise.engines.transformers import TransformersEngine
 from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.formats import FORMATS
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import load_tools
-from groupwise.models.decoder import Decoder
 from groupwise.types import Completion, Problem, Prompt
 from tests.tiny import LOWERS, write_tiny_llama, write_tiny_tokenizer
 
@@ -208,13 +206,6 @@ def model(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = LOWERS
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
-
-
-def real_engine(kind, model, tokenizer, max_rows):
-    ends = (tokenizer.eos_token_id,)
-    if kind == "builtin":
-        return BuiltinEngine(Decoder(model), tokenizer, ends, max_rows=max_rows)
-    return TransformersEngine(model, tokenizer, ends, max_rows=max_rows)
 
 
 def one_pass(module, prompt, completion):

@@ -15,6 +15,7 @@ from groupwise.episodes.formats import FORMATS, Asked
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
 from groupwise.rewards.processes import refusal
+from tests.waiting import LONG_S
 
 
 def search(query: str, limit: int = 3) -> list[str]:
@@ -72,7 +73,7 @@ async def waits(word: str) -> str:
 @pytest.fixture
 def toolbox() -> Toolbox:
     return Toolbox(
-        {f.__name__: describe(f, f.__name__) for f in (search, hangs, raises, returns, waits, calculator)}, timeout_s=0.2
+        {f.__name__: describe(f, f.__name__) for f in (search, hangs, raises, returns, waits, calculator)}, timeout_s=LONG_S
     )
 
 
@@ -95,7 +96,7 @@ def test_tools_are_found_by_name_and_by_path(tmp_path: Any) -> None:
     )
     tools = load_tools(["calculator", f"{file}:twice"])
     assert list(tools) == ["calculator", "twice"]
-    assert Toolbox(tools, 1.0).call(Asked("twice", {"word": "ha"})).result == "haha"
+    assert Toolbox(tools, LONG_S).call(Asked("twice", {"word": "ha"})).result == "haha"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_tool_must_say_what_its_arguments_are() -> None:
         (Asked("returns", {"kind": "object"}), "error: returns returned object, which is neither text nor JSON", "raised"),
         (Asked("returns", {"kind": "deep"}), "error: returns returned list, which is neither text nor JSON", "raised"),
         (Asked("raises", {"word": "x"}), "error: KeyError: 'x'", "raised"),
-        (Asked("hangs", {"seconds": 30}), "error: hangs did not answer within 0.2 seconds", "timed_out"),
+        (Asked("hangs", {"seconds": 600}), "error: hangs did not answer within 0.2 seconds", "timed_out"),
         (Asked("serach", {}), "error: there is no tool 'serach' (did you mean 'search'?); there is search,", "invalid"),
         (Asked("search", {}), "error: missing a required argument: 'query'; it is called as search(query, limit)", "invalid"),
         (Asked("search", {"query": 3}), "error: the argument query must be of the type string, and 3 is not;", "invalid"),
@@ -150,6 +151,7 @@ def test_a_tool_must_say_what_its_arguments_are() -> None:
     ],
 )
 def test_whatever_happens_the_policy_is_told_in_text(toolbox: Toolbox, asked: Asked, result: str, failure: str | None) -> None:
+    toolbox.timeout_s = 0.2 if failure == "timed_out" else LONG_S
     call = toolbox.call(asked)
     assert call.result.startswith(result)
     assert call.failure == failure
@@ -208,7 +210,7 @@ def test_the_calculator_refuses_quickly_what_is_no_arithmetic(expression: str) -
     started = time.monotonic()
     with pytest.raises(ValueError):
         calculator(expression)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 30
 
 
 def test_every_builtin_tool_can_be_described() -> None:
@@ -216,7 +218,7 @@ def test_every_builtin_tool_can_be_described() -> None:
     assert isinstance(tools["calculator"], Tool)
     for form in FORMATS.values():
         (asked,) = form.read(form.write("calculator", {"expression": "6 * 7"}))
-        assert Toolbox(tools, 1.0).call(asked).result == "42"
+        assert Toolbox(tools, LONG_S).call(asked).result == "42"
     assert as_text(math.pi, "f").startswith("3.14")
 
 
@@ -227,7 +229,7 @@ needs_walls = pytest.mark.skipif(bool(refusal(True)), reason=f"no sandbox on thi
 
 @pytest.fixture(scope="module")
 def sandboxed() -> Toolbox:
-    return Toolbox(load_tools(["python"], timeout_s=20.0), timeout_s=20.0)
+    return Toolbox(load_tools(["python"], timeout_s=LONG_S), timeout_s=LONG_S)
 
 
 @needs_walls
@@ -282,8 +284,9 @@ ATTACKS = {
 def test_python_holds_against_what_a_policy_might_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next program runs as if nothing had been."""
     monkeypatch.setenv("GROUPWISE_TEST_SECRET", "hidden")
-    box = Toolbox(load_tools(["python"], timeout_s=3.0), timeout_s=3.0)
     code, failures = ATTACKS[name]
+    limit_s = 3.0 if "timed_out" in failures else LONG_S
+    box = Toolbox(load_tools(["python"], timeout_s=limit_s), timeout_s=limit_s)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -315,7 +318,7 @@ def test_an_argument_may_be_null_where_its_type_says_so() -> None:
         """
         return f"{word} {limit}"
 
-    box = Toolbox({"find": describe(find, "find")}, 1.0)
+    box = Toolbox({"find": describe(find, "find")}, LONG_S)
     assert box.call(Asked("find", {"word": "a", "limit": None})).result == "a None"
     assert box.call(Asked("find", {"word": None})).failure == "invalid"
 

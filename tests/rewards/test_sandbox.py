@@ -299,14 +299,15 @@ def test_there_is_no_network_and_no_socket_of_others(walled, tmp_path):
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_UNIX) as named,
     ):
-        abstract.bind("\0groupwise-test-abstract")
+        name = f"\0groupwise-test-{os.getpid()}"
+        abstract.bind(name)
         abstract.listen()
         named.bind(str(tmp_path / "socket"))
         named.listen()
         code = """
             import socket
             found = []
-            for kind, address in ((2, ("127.0.0.1", %d)), (2, ("192.0.2.1", 80)), (1, "\\0groupwise-test-abstract"), (1, %r)):
+            for kind, address in ((2, ("127.0.0.1", %d)), (2, ("192.0.2.1", 80)), (1, %r), (1, %r)):
                 try:
                     with socket.socket(kind) as s:
                         s.settimeout(20)
@@ -315,7 +316,7 @@ def test_there_is_no_network_and_no_socket_of_others(walled, tmp_path):
                 except OSError:
                     pass
         """
-        assert walled(code % (server.getsockname()[1], str(tmp_path / "socket"))) == "[]"
+        assert walled(code % (server.getsockname()[1], name, str(tmp_path / "socket"))) == "[]"
     assert walled("import os; found = [l for l in open('/proc/net/dev').read().splitlines()[2:] if 'lo:' not in l]") == "[]"
 
 

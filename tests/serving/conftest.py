@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,7 @@ from groupwise.engines.base import Engine
 from groupwise.serving import Server, Service
 from groupwise.types import Completion
 from tests.tiny import write_tiny_tokenizer
-
-SETTLED_S = 20.0
+from tests.waiting import LONG_S
 
 
 class Script(Engine):
@@ -25,7 +23,8 @@ class Script(Engine):
 
     def __init__(self, tokenizer, say):
         self.tokenizer, self.say, self.requests = tokenizer, say, []
-        self.step_s = 0.0
+        self.breathe = lambda: None
+        """Called after each step."""
 
     def refresh(self, policy_version):
         pass
@@ -45,7 +44,7 @@ class Script(Engine):
                 goes_on = request.watch(index, 0, left[index][:n], [-0.5] * n)
                 if not goes_on or n == len(left[index]) or n == request.settings.max_tokens:
                     open_ones.discard(index)
-            time.sleep(self.step_s)
+            self.breathe()
             on_progress(len(left) - len(open_ones), sum(lengths))
         return [(Completion("", tuple(ids[:n]), (-0.5,) * n, "stop"),) for ids, n in zip(left, lengths, strict=True)]
 
@@ -77,7 +76,7 @@ def serving(byte_tokenizer):
 
 def call(server, body=None, method="POST", path="/v1/chat/completions", headers=(), raw=None):
     """Status and JSON of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG_S)
     try:
         data = raw if raw is not None else json.dumps(body).encode() if method == "POST" else None
         given = {"Content-Type": "application/json"} if method == "POST" else {}
@@ -94,7 +93,7 @@ def asking(text="Hello", **more):
 
 def streamed(server, body):
     """Every event of a stream, the last of which must be [DONE]."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG_S)
     try:
         connection.request(
             "POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
@@ -106,13 +105,3 @@ def streamed(server, body):
         connection.close()
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
-
-
-def settled(condition):
-    """Wait until ``condition()``; false where it never comes."""
-    end = time.monotonic() + SETTLED_S
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
+import itertools
 import json
 import math
 import socket
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +20,8 @@ from groupwise.engines import SamplingSettings
 from groupwise.serving import sampler, server
 from groupwise.serving.answering import Answer
 from groupwise.serving.sampler import Choice
-from tests.serving.conftest import asking, call, settled, streamed
+from tests.serving.conftest import asking, call, streamed
+from tests.waiting import LONG_S, comes
 
 CALCULATOR = {
     "type": "function",
@@ -321,6 +326,10 @@ class TestCalls:
 class TestTogether:
     """Requests of several clients."""
 
+    def hold_until(self, where, count):
+        """No step is made until so many choices are asked for."""
+        where.service.engine.breathe = functools.cache(lambda: comes(lambda: len(where.service.sampler._open) == count))
+
     def ask_in_threads(self, where, bodies):
         answers = [None] * len(bodies)
 
@@ -332,11 +341,12 @@ class TestTogether:
             thread.start()
         return threads, answers
 
-    def test_who_comes_meanwhile_joins_at_a_break_and_nothing_is_lost(self, serving):
+    def test_who_comes_meanwhile_joins_at_a_break_and_nothing_is_lost(self, serving, monkeypatch):
+        monkeypatch.setattr(sampler, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # all steps take as long
         where = serving(lambda text: text.split("@")[1] * 20)
-        where.service.engine.step_s = 0.005
+        self.hold_until(where, 3)
         first, one = self.ask_in_threads(where, [asking("@abc@")])
-        assert settled(lambda: where.service.engine.requests)
+        assert comes(lambda: where.service.engine.requests)
         second, two = self.ask_in_threads(where, [asking("@xyz@"), asking("@uvw@")])
         for thread in first + second:
             thread.join()
@@ -347,7 +357,7 @@ class TestTogether:
 
     def test_other_settings_take_turns(self, serving):
         where = serving(lambda text: text.split("@")[1] * 20)
-        where.service.engine.step_s = 0.005
+        self.hold_until(where, 2)
         threads, answers = self.ask_in_threads(where, [asking("@abc@"), asking("@xyz@", temperature=0.5)])
         for thread in threads:
             thread.join()
@@ -369,14 +379,14 @@ class TestTogether:
     def test_who_hangs_up_stops_the_sampling(self, serving, stream, monkeypatch):
         monkeypatch.setattr(server, "_LOOK_EVERY_S", 0.02)
         where = serving("a" * 3000, context_length=10_000, max_tokens=5000)
-        where.service.engine.step_s = 0.01
+        where.service.engine.breathe = lambda: time.sleep(0.05)  # longer than `comes` waits, altogether
         body = json.dumps(asking(stream=stream)).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", where.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", where.port), timeout=LONG_S) as client:
             client.sendall(head.encode() + body)
-            assert settled(lambda: where.service.engine.requests)
-        assert settled(lambda: not where.service.sampler._open)
+            assert comes(lambda: where.service.engine.requests)
+        assert comes(lambda: not where.service.sampler._open)
         assert said(call(where, asking(max_tokens=2))[1]) == "aa"
 
     def test_a_batch_that_fails_is_an_error_and_the_next_is_not(self, serving):
@@ -397,7 +407,7 @@ class TestTogether:
             return real(broken, on_progress)
 
         engine.serve = fail
-        connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=LONG_S)
         connection.request("POST", "/v1/chat/completions", json.dumps(asking(stream=True)), {"Content-Type": "application/json"})
         events = connection.getresponse().read().decode()
         connection.close()
@@ -406,9 +416,9 @@ class TestTogether:
 
     def test_closing_ends_what_is_asked(self, serving):
         where = serving("a" * 3000, context_length=10_000, max_tokens=5000)
-        where.service.engine.step_s = 0.01
+        where.service.engine.breathe = lambda: time.sleep(0.01)
         threads, answers = self.ask_in_threads(where, [asking()])
-        assert settled(lambda: where.service.engine.requests)
+        assert comes(lambda: where.service.engine.requests)
         where.service.sampler.close()
         threads[0].join()
         assert (answers[0][0], answers[0][1]["error"]["message"]) == (500, "the server ends")

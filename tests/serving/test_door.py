@@ -88,7 +88,7 @@ def test_another_path_or_model_is_not_there(serving):
 
 
 def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
-    monkeypatch.setattr(server.ChatHandler, "timeout", 0.2)
+    monkeypatch.setattr(server.ChatHandler, "timeout", 1.0)
     where = serving("x")
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"

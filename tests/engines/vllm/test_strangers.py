@@ -86,7 +86,7 @@ def test_a_server_for_other_machines_takes_whatever_name_they_know_it_by(tiny_ll
 
 
 def test_what_is_announced_and_never_sent_takes_no_memory_and_no_thread_for_long(serve, tiny_llama, monkeypatch):
-    monkeypatch.setattr(serving._Handler, "timeout", 0.2)
+    monkeypatch.setattr(serving._Handler, "timeout", 1.0)
     monkeypatch.setattr(listening, "PIECE_BYTES", 1000)
     server = serve(tiny_llama())
     taken = []

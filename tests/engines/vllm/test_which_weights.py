@@ -173,8 +173,8 @@ def test_a_push_that_takes_too_long_ends_the_run_and_leaves_nothing_half_done(se
             done.set()
 
     server.backend.load = slow
-    engine.patience_s = engine.link.patience_s = 0.3
-    with pytest.raises(TrainingError, match=r"the weights cannot be pushed: .* for 0 s \(rollout.vllm.patience_s\).*--resume"):
+    engine.patience_s = engine.link.patience_s = 2
+    with pytest.raises(TrainingError, match=r"the weights cannot be pushed: .* for 2 s \(rollout.vllm.patience_s\).*--resume"):
         engine.refresh(1)
     assert server.service.weights is None  # neither the old ones nor the new ones can be sampled from meanwhile
     release.set()
