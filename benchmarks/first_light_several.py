@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.first_light_place import Found, Place, answer, judge, write_tiny_model
+from groupwise.distributed.launch import held_port
 from groupwise.planner.hardware import named_in
 
 __all__ = ["colocated", "fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]
@@ -236,27 +236,26 @@ def _by_server(place: Place, server: Sequence[str] | None, gpu: int, options: li
     if not model.exists():
         write_tiny_model(model, head_width=64)  # vLLM's kernels know no narrower heads
         (place.folder / "letters.py").write_text(_REWARD, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ.setdefault("GROUPWISE_VLLM_SECRET", os.urandom(16).hex())
-    command = [*(server or [_vllm_python(), "-m", "groupwise.engines.vllm"]), str(model), "--port", str(port), *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if place.on_gpu else ""}
-    serving = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-    try:
-        shared = _wait_for(f"http://127.0.0.1:{port}", serving, place)
-        started = time.perf_counter()
-        rollout = {"engine": "vllm", "vllm": {"url": f"http://127.0.0.1:{port}", "patience_s": 30}, "prompts_per_step": 4,
-                   "completions_per_prompt": 4, "max_completion_tokens": 12}  # fmt: skip
-        with _MemoryWatch(place) as watch:
-            folder = _trained(place, "by-vllm" + "-beside" * bool(options), 1, rollout=rollout, training={"steps": 3})
-        seconds = time.perf_counter() - started
-    finally:
-        serving.terminate()
+    with held_port() as port:
+        url, program = f"http://127.0.0.1:{port}", server or [_vllm_python(), "-m", "groupwise.engines.vllm"]
+        command = [*program, str(model), "--port", str(port), *options]
+        serving = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         try:
-            serving.wait(20)
-        except subprocess.TimeoutExpired:
-            serving.kill()
+            shared = _wait_for(url, serving, place)
+            started = time.perf_counter()
+            rollout = {"engine": "vllm", "vllm": {"url": url, "patience_s": 30}, "prompts_per_step": 4, "completions_per_prompt": 4,
+                       "max_completion_tokens": 12}  # fmt: skip
+            with _MemoryWatch(place) as watch:
+                folder = _trained(place, "by-vllm" + "-beside" * bool(options), 1, rollout=rollout, training={"steps": 3})
+            seconds = time.perf_counter() - started
+        finally:
+            serving.terminate()
+            try:
+                serving.wait(20)
+            except subprocess.TimeoutExpired:
+                serving.kill()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     said = folder.with_suffix(".log").read_text(encoding="utf-8")
     return _Sampled(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "launch", "on_this_machine", "stop_signals"]
+__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it does."""
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.2
 
 def launch(command: Sequence[str], processes: int, environment: Mapping[str, str] | None = None) -> int:
     """Run ``command`` as ``processes`` processes and wait. Returns 0, or the exit code of the first that failed."""
-    with _held_port() as port:
+    with held_port() as port:
         return _launch(command, processes, os.environ if environment is None else environment, port)
 
 
@@ -100,7 +100,7 @@ def cores_per_process(processes: int) -> int:
 
 
 @contextmanager
-def _held_port() -> Iterator[int]:
+def held_port() -> Iterator[int]:
     """A port that is given to nobody else until the first process, which asks for it by its number, listens there.
 
     It takes that one seconds, and any other program may ask the system for some free port meanwhile. On Linux a socket that is bound and
