@@ -6,8 +6,11 @@ workers wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Sampling servers of the tests and their trainers know each other by it, and nothing is written into the user's own cache.
+# Sampling servers of the tests and their trainers know each other by it, and nothing is written where the user's own is kept.
 os.environ.setdefault("GROUPWISE_VLLM_SECRET", "0f1e2d3c4b5a69788796a5b4c3d2e1f0")
 
 # Under nohup and in some build services a hangup is ignored, and every child inherits that; tests of signals mean a plain terminal.
@@ -45,7 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # process that a test starts. So a session sees the GPU only where it asks for the tests that need one, and for no others.
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        _make_cache()
+    if config.getoption("numprocesses", None) and not is_worker:
         return  # the tests run in other processes
     import torch
     from hypothesis import HealthCheck, settings
@@ -59,6 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # transformers writes each configuration out for a log line that is not shown: a tenth of a tiny run's time.
     PretrainedConfig.__repr__ = object.__repr__
     fix_threads(min(2, torch.get_num_threads()))  # tiny tensors only lose time to more threads; and whatever else runs, as many
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["GROUPWISE_CACHE"], ignore_errors=True)
+
+
+def _make_cache() -> None:
+    """A cache of this session, for its workers and all that they start. Of the user's it shows what does not come of tests."""
+    user = Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
+    session = Path(tempfile.mkdtemp(prefix="groupwise-cache-"))
+    (session / "user").symlink_to(user)
+    for kept in user.glob("*"):
+        if kept.name not in ("fast-paths", "user"):
+            (session / kept.name).symlink_to(kept)
+    os.environ["GROUPWISE_CACHE"] = str(session)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -103,10 +125,16 @@ def qwen_tokenizer(shared_data: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def embedded_model_folder() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder; fetched and converted on first use, then cached."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder; fetched and converted on first use, then in the user's cache."""
     from groupwise.models.embedded import ensure_embedded_model
 
-    return ensure_embedded_model()
+    session = Path(os.environ["GROUPWISE_CACHE"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUPWISE_CACHE", str((session / "user").readlink()))
+        folder = ensure_embedded_model()
+    with contextlib.suppress(FileExistsError):
+        (session / folder.name).symlink_to(folder)
+    return session / folder.name
 
 
 @pytest.fixture

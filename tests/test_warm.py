@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from groupwise.models.embedded import cache_folder
 from tests.waiting import comes
 from tests.warm import python
 
@@ -61,3 +63,12 @@ def is_alive(process):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_what_tests_and_their_processes_keep_is_not_in_the_user_s_cache():
+    code = "from groupwise.models.embedded import cache_folder; print(cache_folder())"
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
+    kept = cache_folder()
+    assert Path(done.stdout.strip()) == kept
+    assert (kept / "user").is_symlink(), "beside a link to it"
+    assert not (kept / "fast-paths").is_symlink()

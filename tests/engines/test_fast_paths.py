@@ -153,6 +153,13 @@ def test_a_kernel_that_computes_something_else_is_left_out_and_the_next_process_
     assert not calls.fits(torch.zeros(1, 64, dtype=BF16))
 
 
+def test_where_there_is_nothing_to_choose_nothing_is_kept(own_cache, monkeypatch):
+    assert check_fast_paths(SHAPE, torch.float32, CPU) == []
+    assert not own_cache.exists()
+    monkeypatch.setattr(fast_paths, "_check", lambda *a: pytest.fail("it was checked again"))
+    assert check_fast_paths(SHAPE, torch.float32, CPU) == []
+
+
 def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypatch):
     keys = {fast_paths._key(SHAPE, BF16, CPU), fast_paths._key(SHAPE, torch.float32, CPU)}
     keys.add(fast_paths._key(Qwen2Config(**{**SHAPE.to_dict(), "intermediate_size": 128}), BF16, CPU))

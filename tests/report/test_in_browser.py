@@ -365,13 +365,11 @@ def episode_row(folder, tokenizer, reward):
 
 
 @pytest.fixture
-def page_with_episodes(browser, tmp_path):
+def page_with_episodes(browser, tmp_path, embedded_model_folder):
     """One group of three: an episode with a call, one whose call fitted no tool, and one without."""
     from tokenizers import Tokenizer
 
-    from groupwise.models.embedded import ensure_embedded_model
-
-    tokenizer = Tokenizer.from_file(str(ensure_embedded_model() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(embedded_model_folder / "tokenizer.json"))
     folder = write_run(tmp_path / "episodes", Story(steps=1, evaluations=[]))
     good, bad = (episode_row(folder, tokenizer, reward) for reward in (1.0, 0.5))
     bad["turns"][0]["calls"][0] |= {"failure": "invalid", "result": "error: there is no tool"}

@@ -11,7 +11,10 @@ from .browser import Browser, find_chromium
 from .long_run import long_run
 from .test_in_browser import set_control
 
-pytestmark = [pytest.mark.skipif(find_chromium() is None, reason="needs a Chromium (Debian: chromium)")]
+pytestmark = [
+    pytest.mark.skipif(find_chromium() is None, reason="needs a Chromium (Debian: chromium)"),
+    pytest.mark.usefixtures("embedded_model_folder"),
+]
 STEPS, COMPLETIONS = 2_000, 100_000
 BOUNDS_S = {
     "write": 120, "open": 10, "filter by step": 2, "filter by answer": 2, "sort by reward": 2, "next page": 2, "open a group": 2,

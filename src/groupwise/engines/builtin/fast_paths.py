@@ -165,7 +165,7 @@ def check_fast_paths(config: Any, dtype: torch.dtype, device: torch.device, *, a
     ``again``: do not look into what was kept. Nothing is checked where the lean decoder does not cover the architecture.
     """
     key = _key(config, dtype, device)
-    kept = None if again else _known.get(key) or _kept(key)
+    kept = None if again else _known.get(key, _kept(key))
     if kept is None:
         kept = _check(config, dtype, device, key)
     _known[key] = kept
@@ -193,7 +193,7 @@ def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> l
             path.switch(choice.taken)
             choices.append(choice)
             keep = keep and lasting
-    if keep:
+    if choices and keep:
         _keep(key, choices)
     return choices
 
