@@ -97,6 +97,9 @@ def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
         ),
         ({"loss": {"type": "vespo"}}, "w     = pi(o_i) / pi_old(o_i), one for the whole completion"),
         ({"loss": {"type": "dppo"}}, "L_it  = -m w A, with m = 0 where w A would grow and tv(pi, pi_old) > 0.15, else 1"),
+        ({"loss": {"type": "topr"}}, "w     = pi(o_i) / pi_old(o_i), one for the whole completion"),
+        ({"loss": {"type": "gmpo"}}, "w     = pi(o_it) / pi_old(o_it)"),
+        ({"loss": {"type": "sapo"}}, "w     = pi(o_it) / pi_old(o_it)"),
         ({"loss": {"type": "topr"}}, "L_it  = -c A log pi(o_it), with no gradient through c = 1 where A >= 0, else min(w, 1)"),
         (
             {"loss": {"type": "gmpo"}},

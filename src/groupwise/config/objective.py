@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -215,15 +215,19 @@ class LossSection(Section):
     `fixed`: so too, over completions x `rollout.max_completion_tokens`. `sequence_sum`: tokens are summed, completions
     averaged."""
 
+    level: ClassVar[str] = "-"
+    own_ratio: ClassVar[str | None] = None
+    """Of `_RATIOS`, where it is another than its level's."""
+
     @property
     def ratio_level(self) -> str:
         """What has a ratio of its own: a token, or a sequence."""
-        return "-"
+        return self.level
 
     @property
     def ratio_formula(self) -> str | None:
         """The ratio w; None where the loss has none."""
-        return _RATIOS.get(self.ratio_level)
+        return _RATIOS.get(self.own_ratio or self.ratio_level)
 
     @property
     def clip_range(self) -> str:
@@ -337,10 +341,7 @@ class SapoLoss(LossSection):
     """Temperature of the gate where the advantage is positive: larger fades faster."""
     tau_negative: float = Field(default=1.05, gt=0)
     """Temperature of the gate where it is negative."""
-
-    @property
-    def ratio_level(self) -> str:
-        return "token"
+    level: ClassVar[str] = "token"
 
     @property
     def formula(self) -> str:
@@ -361,14 +362,8 @@ class VespoLoss(LossSection):
     """k where the advantage is negative."""
     lambda_negative: float = Field(default=2.0, ge=0)
     """lambda where the advantage is negative."""
-
-    @property
-    def ratio_level(self) -> str:
-        return "sequence"
-
-    @property
-    def ratio_formula(self) -> str:
-        return _RATIOS["product"]
+    level: ClassVar[str] = "sequence"
+    own_ratio: ClassVar[str | None] = "product"
 
     @property
     def formula(self) -> str:
@@ -384,14 +379,8 @@ class GmpoLoss(LossSection):
     """A geometric mean."""
     epsilon: float = Field(default=0.4, gt=0)
     """Clip range of each token's log-ratio: useful from exp(-epsilon) to exp(epsilon)."""
-
-    @property
-    def ratio_level(self) -> str:
-        return "sequence"
-
-    @property
-    def ratio_formula(self) -> str:
-        return _RATIOS["token"]
+    level: ClassVar[str] = "sequence"
+    own_ratio: ClassVar[str | None] = "token"
 
     @property
     def clip_range(self) -> str:
@@ -418,9 +407,7 @@ class DppoLoss(LossSection):
         """The threshold in use."""
         return {"tv": 0.15, "kl": 0.05}[self.divergence] if self.threshold is None else self.threshold
 
-    @property
-    def ratio_level(self) -> str:
-        return "token"
+    level: ClassVar[str] = "token"
 
     @property
     def clip_range(self) -> str:
@@ -436,14 +423,8 @@ class ToprLoss(LossSection):
 
     type: Literal["topr"] = "topr"
     """A tapered weight of bad completions."""
-
-    @property
-    def ratio_level(self) -> str:
-        return "sequence"
-
-    @property
-    def ratio_formula(self) -> str:
-        return _RATIOS["product"]
+    level: ClassVar[str] = "sequence"
+    own_ratio: ClassVar[str | None] = "product"
 
     @property
     def clip_range(self) -> str:
