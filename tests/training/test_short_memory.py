@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def test_what_will_not_fit_is_said_before_the_run(small_config, letters, monkeypatch):
     config = small_config()
-    assert short_memory.memory_note(config, CPU) is None
+    assert short_memory.memory_shortage(config, CPU) is None
     monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: type("Memory", (), {"rss": 0}))
     (note,) = [n for n in prepare(config, letters).notes if "GiB of memory" in n]
@@ -37,7 +37,7 @@ def test_the_note_grows_with_the_run(small_config, monkeypatch):
     monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: type("Memory", (), {"rss": 0}))
 
     def needed(**model):
-        return float(re.search(r"about ([\d.]+)", short_memory.memory_note(small_config(model=model), CPU))[1])
+        return float(re.search(r"about ([\d.]+)", short_memory.memory_shortage(small_config(model=model), CPU).sentence)[1])
 
     small, large = (
         needed(name="smollm2-135m-instruct", dtype="bfloat16"),
@@ -51,15 +51,15 @@ def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     config = load_config("gsm8k-7b-8gpu")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
     gpu = torch.device("cuda")
-    assert short_memory.memory_note(config, gpu, processes=8) is None
-    assert "160.5" in (short_memory.memory_note(config, gpu, processes=1) or "")
+    assert short_memory.memory_shortage(config, gpu, processes=8) is None
+    assert "160.5" in short_memory.memory_shortage(config, gpu, processes=1).sentence
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
-    assert short_memory.memory_note(config, gpu) is None, "as many as were started"
+    assert short_memory.memory_shortage(config, gpu) is None, "as many as were started"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     by_launcher = load_config("gsm8k-7b-8gpu", ["training.sharding=auto"])
-    assert short_memory.memory_note(by_launcher, gpu) is None, "or as the launcher divides it"
+    assert short_memory.memory_shortage(by_launcher, gpu) is None, "or as the launcher divides it"
 
 
 def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
@@ -68,12 +68,12 @@ def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
     monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: free)
 
     def needed(processes):
-        note = short_memory.memory_note(config, CPU, processes=processes)
-        return None if note is None else float(re.search(r"about ([\d.]+)", note)[1])
+        short = short_memory.memory_shortage(config, CPU, processes=processes)
+        return None if short is None else short.needed
 
     one = needed(1)
     assert needed(4) == pytest.approx(4 * one, rel=0.3)
-    free = int(1.5 * one * 2**30)
+    free = int(1.5 * one)
     assert needed(1) is None
     assert needed(4) is not None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each on a machine of its own

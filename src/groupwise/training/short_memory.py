@@ -27,7 +27,7 @@ from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
-    "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_note", "memory_shortage", "planned", "rows_that_fit",
+    "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_shortage", "planned", "rows_that_fit",
     "tokens_that_fit",
 ]  # fmt: skip
 
@@ -46,12 +46,6 @@ class Shortage:
     needed: int
     free: int
     sentence: str
-
-
-def memory_note(config: Config, device: torch.device, prompt_tokens: int = 0, processes: int | None = None) -> str | None:
-    """The sentence of ``memory_shortage`` with what to do about it."""
-    short = memory_shortage(config, device, prompt_tokens, processes)
-    return None if short is None else f"{short.sentence}: {SHORT_OF_MEMORY}"
 
 
 def memory_shortage(
