@@ -359,12 +359,13 @@ def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, lette
         GRPOTrainer(load_tiny(), letters, settings(), prompts, optimizers=(optimizer, None))
 
 
-def test_an_optimiser_of_the_script_s_own_keeps_the_rates_of_its_groups(load_tiny, prompts, letters, settings):
+@pytest.mark.parametrize("own_schedule", [True, False])
+def test_an_optimiser_of_the_script_s_own_keeps_the_rates_of_its_groups(load_tiny, prompts, letters, settings, own_schedule):
     model = load_tiny()
     head = list(model.lm_head.parameters())
     others = [p for name, p in model.named_parameters() if "lm_head" not in name]
     optimizer = torch.optim.SGD([{"params": head, "lr": 0.0}, {"params": others}], lr=0.5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if own_schedule else None
     trainer = GRPOTrainer(model, letters, settings(max_steps=1), prompts, optimizers=(optimizer, schedule))
     before = weights(trainer)
     trainer.train()
