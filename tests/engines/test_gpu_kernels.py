@@ -26,6 +26,7 @@ from tests.conftest import TINY
 pytest.importorskip("triton", reason="Triton is not installed: it comes with PyTorch for CUDA")
 
 from groupwise.engines.builtin import gpu_kernels
+from groupwise.models import triton_kernels
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -191,15 +192,16 @@ def test_each_function_launches_as_many_kernels_as_are_counted(monkeypatch):
     launched = []
 
     class Counted:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(gpu_kernels, name)
+        def __init__(self, module, name):
+            self.name, self.kernel = name, getattr(module, name)
 
         def __getitem__(self, grid):
             launched.append(self.name)
             return self.kernel[grid]
 
-    for name in ("_add_norm", "_gated", "_rotate_and_store", "_attend_to_chunks", "_merge"):
-        monkeypatch.setattr(gpu_kernels, name, Counted(name))
+    for name in ("_add_norm", "_rotate_and_store", "_attend_to_chunks", "_merge"):
+        monkeypatch.setattr(gpu_kernels, name, Counted(gpu_kernels, name))
+    monkeypatch.setattr(triton_kernels, "_gated", Counted(triton_kernels, "_gated"))
     cache = filled(2, 16)
     step, qkv = planned(cache), torch.randn(9, 8, 16)
     query = gpu_kernels.rotate_and_store(

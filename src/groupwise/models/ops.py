@@ -7,6 +7,7 @@ H query heads, K key-value heads, E head width.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn.functional import gelu, silu
 from groupwise.models.native import calls as native
 
 __all__ = [
-    "allow_library_norms", "gated", "gated_backward", "head_norm", "head_norm_backward", "normalise", "normalise_backward",
-    "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble", "uniforms",
+    "allow_kernels", "allow_library_norms", "gated", "gated_backward", "head_norm", "head_norm_backward", "kernels_fit", "normalise",
+    "normalise_backward", "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble", "uniforms",
 ]  # fmt: skip
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
@@ -44,8 +45,8 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 DEVICES = frozenset({"cuda"})
-"""Where PyTorch has a kernel for a whole norm, and for its gradient."""
-_by_library = False
+"""Where PyTorch has a kernel for a whole norm, and for its gradient, and where Triton computes."""
+_by_library, _by_kernels = False, False
 
 
 def allow_library_norms(yes: bool) -> None:
@@ -57,6 +58,23 @@ def allow_library_norms(yes: bool) -> None:
 def norms_by_library(device: torch.device, offset: float) -> bool:
     """Whether norms on ``device`` go by PyTorch's kernel. Not with an offset, which it would add in the weights' own dtype."""
     return _by_library and device.type in DEVICES and not offset
+
+
+def allow_kernels(yes: bool) -> None:
+    """Take Triton's kernels for gating and rotation (``triton_kernels.py``) where it is installed, or leave them out."""
+    global _by_kernels
+    _by_kernels = yes and find_spec("triton") is not None
+
+
+def kernels_fit(device: torch.device) -> bool:
+    """Whether gating and rotation on ``device`` go by Triton's kernels."""
+    return _by_kernels and device.type in DEVICES
+
+
+def _kernels() -> Any:
+    from groupwise.models import triton_kernels  # only here: Triton takes a while to import, and is not everywhere
+
+    return triton_kernels
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -177,6 +195,8 @@ def _activate(gate: Tensor, activation: str) -> Tensor:
 def _gated(gate_up: Tensor, activation: str) -> Tensor:
     if native.fits(gate_up, gate_up.shape[1] // 2):
         return native.gated(gate_up, activation)
+    if kernels_fit(gate_up.device) and gate_up.is_contiguous():
+        return _kernels().gated(gate_up, activation)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return _activate(gate, activation).mul_(up)
 
@@ -185,6 +205,9 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, 
     """Write ``x`` ``[T, heads, E]`` into ``out``, its first ``turned`` heads by ``rope_rotate``, the others as they are."""
     if native.fits(x, x.shape[-1] // 2) and x.is_contiguous() and out.is_contiguous():
         native.rotate(x, cos, sin, out, turned, inverse)
+        return
+    if kernels_fit(x.device) and all(tensor.is_contiguous() for tensor in (x, cos, sin, out)):
+        _kernels().rotate(x, cos, sin, out, turned, inverse)
         return
     rope_rotate(x[:, :turned], cos, sin, out[:, :turned], inverse)
     out[:, turned:] = x[:, turned:]
@@ -200,7 +223,10 @@ class _Gated(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        return gated_backward(grad.contiguous(), gate_up, ctx.activation)[0], None
+        grad = grad.contiguous()
+        if kernels_fit(grad.device) and gate_up.is_contiguous():
+            return _kernels().gated_backward(grad, gate_up, ctx.activation), None
+        return gated_backward(grad, gate_up, ctx.activation)[0], None
 
 
 def gated_backward(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:

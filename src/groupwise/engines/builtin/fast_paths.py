@@ -124,6 +124,10 @@ def fast_paths() -> tuple[FastPath, ...]:
             ops.allow_library_norms,
             ("passes", "a decode step"),
         ),
+        # The check's few rows are launches, where the kernels gain little; in a micro-batch they are bytes, of which a third remain.
+        FastPath(
+            "gating and rotation in one kernel each", lambda d: ops.kernels_fit(d.device), ops.allow_kernels, ("passes",), 2.0
+        ),
         FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",)),
         # Not for speed: sampler and learner agree better.
         FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),

@@ -6,10 +6,11 @@ read once, and each row has its own tokens. Another merges the chunks by their l
 at fixed positions, so what a row gets does not depend on what else is in the batch. Lengths are read on the device: a captured graph asks
 nothing.
 
-Only this file imports Triton, which comes with PyTorch for CUDA. Its interpreter runs the kernels on CPUs (``TRITON_INTERPRET=1``).
+Gating is learning's (``models/triton_kernels.py``). Triton comes with PyTorch for CUDA; its interpreter runs the kernels on CPUs
+(``TRITON_INTERPRET=1``).
 
 Axes: B rows, S groups, W lanes per group, K key-value heads, U query heads per key head, H = K * U, E head width, P prompt positions, C own
-positions there is room for, D model width, F feed-forward width; M queries and N positions of a tile.
+positions there is room for, D model width; M queries and N positions of a tile.
 """
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 # Triton reads a kernel's annotations as types of its own.
@@ -19,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor, float32
+
+from groupwise.models.triton_kernels import gated
 
 __all__ = ["CHUNK", "add_norm", "attend", "gated", "rotate_and_store"]
 
@@ -49,26 +52,6 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset
     _add_norm[(rows,)](
         x, x if y is None else y, weight, out, width, epsilon, offset, ADD=y is not None, BLOCK=block, num_warps=warps
     )
-    return out
-
-
-@triton.jit
-def _gated(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = at < width
-    gate = tl.load(gate_up + 2 * row * width + at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=there, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:  # 1 + tanh(z) is 2 sigmoid(2 z)
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + row * width + at, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=there)
-
-
-def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """``act(gate) * up`` for ``[B, 2F]``; ``activation``: ``silu`` or ``gelu_tanh``."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    _gated[(rows, triton.cdiv(width, 1024))](gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=1024)
     return out
 
 

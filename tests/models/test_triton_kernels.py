@@ -1,0 +1,147 @@
+"""Triton's kernels for gating and rotation: on a card by `make test-gpu`, and by Triton's interpreter on a CPU, as
+`tests/engines/test_gpu_kernels.py` says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, Qwen3Config
+
+from groupwise.engines.builtin import fast_paths
+from groupwise.models import ops
+from tests.conftest import TINY
+from tests.models.test_ops import plain_geglu, plain_swiglu, rope_tables
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with PyTorch for CUDA")
+
+from groupwise.models import triton_kernels
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+everywhere = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """The kernels, which are allowed for the test's time, in the order in which they are launched."""
+    names = []
+
+    class Counted:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(triton_kernels, name)
+
+        def __getitem__(self, grid):
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("_gated", "_gated_backward", "_rotate"):
+        monkeypatch.setattr(triton_kernels, name, Counted(name))
+    monkeypatch.setattr(ops, "DEVICES", frozenset({"cpu", "cuda"}))
+    ops.allow_kernels(True)
+    yield names
+    ops.allow_kernels(False)
+
+
+def drawn(*shape, device, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(device, dtype)
+
+
+@everywhere
+@pytest.mark.parametrize(("activation", "plain"), [("silu", plain_swiglu), ("gelu_tanh", plain_geglu)])
+@pytest.mark.parametrize("width", [5, 1024, 1500])
+def test_gating_and_its_gradient(activation, plain, width, device, launched):
+    """Against the definition in fp64, where gates are far from zero too; in widths that end within a program's part."""
+    x = (4 * drawn(7, 2 * width, device=device)).requires_grad_()
+    grad = drawn(width, 7, device=device).t()  # as of a transposed product: not contiguous
+    out = ops.gated(x, activation)
+    (back,) = torch.autograd.grad(out, x, grad)
+    wide = x.detach().double().requires_grad_()
+    expected = plain(wide)
+    torch.testing.assert_close(out, expected.float(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(back, torch.autograd.grad(expected, wide, grad.double())[0].float(), rtol=5e-6, atol=5e-6)
+    with torch.no_grad():
+        assert torch.equal(ops.gated(x, activation), out)
+    assert launched == ["_gated", "_gated_backward", "_gated"]
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_numbers_are_rounded_once(dtype, device):
+    """To the nearest of what fp32 gives; PyTorch's operations round in between."""
+    x = drawn(3, 40, device=device, dtype=dtype).requires_grad_()
+    out = ops.gated(x)
+    (back,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    wide = x.detach().float().requires_grad_()
+    expected = ops.gated(wide)
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.equal(back, torch.autograd.grad(expected, wide, torch.ones_like(expected))[0].to(dtype))
+
+
+@everywhere
+@pytest.mark.parametrize(("heads", "turned", "width"), [(16, 14, 128), (4, 3, 80), (37, 33, 8), (3, 3, 2)])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotation_of_the_first_heads(heads, turned, width, inverse, device, launched):
+    """As by complex numbers; with more heads than a program takes, and half a width that is no power of two. The others stay."""
+    x = drawn(5, heads, width, device=device)
+    cos, sin = (table.to(device) for table in rope_tables(torch.tensor([0.0, 1.0, 5.0, 2.0, 9.0]), width))
+    out = torch.full_like(x, float("nan"))
+    ops.rotate_heads(x, cos, sin, out, turned, inverse)
+    one, other = x[:, :turned].double().chunk(2, dim=-1)
+    by = torch.complex(one, other) * torch.complex(cos.double(), sin.double() * (-1 if inverse else 1))
+    torch.testing.assert_close(out[:, :turned], torch.cat([by.real, by.imag], dim=-1).float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(out[:, turned:], x[:, turned:])
+    assert launched == ["_rotate"]
+
+
+@interpreted
+def test_parts_of_other_tensors_go_by_operations(launched):
+    """The kernels take rows to lie one after the other."""
+    x, (cos, sin) = drawn(6, 4, 8, device="cpu"), rope_tables(torch.arange(3.0), 8)
+    whole, out = (torch.empty(3, 4, 8) for _ in range(2))
+    ops.rotate_heads(x[::2], cos, sin, out, 3)
+    assert launched == []
+    ops.rotate_heads(x[::2].contiguous(), cos, sin, whole, 3)
+    torch.testing.assert_close(out, whole)
+    assert launched == ["_rotate"]
+    gate_up = drawn(6, 20, device="cpu")[:, :10]
+    torch.testing.assert_close(ops.gated(gate_up), plain_swiglu(gate_up))
+    assert launched == ["_rotate"]
+
+
+CONFIGS = {
+    "silu": Qwen3Config(**{**TINY, "head_dim": 32}),
+    "GELU": Gemma3TextConfig(**{**TINY, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("part", [None, "gated", "gated_backward", "rotate"])
+def test_they_are_compared_before_they_are_taken(family, part, launched, monkeypatch):
+    """Through forward and backward passes, as on a GPU without flash attention; one in which something is wrong is left out."""
+    monkeypatch.setattr(fast_paths, "_REPEATS", 1)
+    monkeypatch.setattr(fast_paths.attention, "default_implementation", lambda device: "sdpa")
+    if part == "rotate":
+        right = triton_kernels.rotate
+        monkeypatch.setattr(triton_kernels, part, lambda x, cos, sin, *rest: right(x, cos, 1.01 * sin, *rest))
+    elif part is not None:
+        correct = getattr(triton_kernels, part)
+        monkeypatch.setattr(triton_kernels, part, lambda *given: 1.01 * correct(*given))
+    path = next(path for path in fast_paths.fast_paths() if path.name == "gating and rotation in one kernel each")
+    decoder = fast_paths._small(CONFIGS[family], torch.float32, torch.device("cpu"))
+    assert path.applies(decoder)
+    choice, _ = fast_paths.choose(replace(path, slack=1e6), decoder)
+    assert choice.taken is choice.agrees is (part is None)
+    assert 0 < choice.operations[0].difference < (1e-5 if part is None else 0.1)
+    assert {"_gated", "_gated_backward", "_rotate"} == set(launched)
+
+
+@interpreted
+def test_where_triton_is_not_installed_they_do_not_apply(monkeypatch):
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    ops.allow_kernels(True)
+    assert not ops.kernels_fit(torch.device("cuda"))
