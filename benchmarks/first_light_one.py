@@ -32,7 +32,7 @@ from benchmarks.shapes import SHAPES, random_groups, random_policy, random_promp
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import engine as builtin
-from groupwise.engines.builtin.decode import KERNEL_LAUNCHES, kernels_fit
+from groupwise.engines.builtin.decode import kernels_fit
 from groupwise.engines.builtin.engine import BuiltinEngine, Runner
 from groupwise.engines.builtin.fast_paths import check_fast_paths
 from groupwise.engines.wrappers import SamplingThread
@@ -42,7 +42,7 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.packing import pack
 from groupwise.models.scorer import make_scorer
 from groupwise.planner import Setup, find_shape, phases
-from groupwise.planner.cost import DECODE_OPERATIONS, decode_step_s
+from groupwise.planner.cost import DECODE_LAUNCHES, DECODE_OPERATIONS, decode_step_s
 from groupwise.planner.hardware import HARDWARE
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
@@ -518,7 +518,7 @@ def profile(place: Place) -> Found:
     groups = _groups(shape, place.pick(4, 1), place.pick(256, 9), place.pick(512, 9), 0)
     packed = scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
     learning = _profiled(place, lambda: scorer.logprobs(packed).sum().backward())
-    each, once_for_all = KERNEL_LAUNCHES if kernels_fit(place.device) else DECODE_OPERATIONS
+    each, once_for_all = DECODE_LAUNCHES if kernels_fit(place.device) else DECODE_OPERATIONS
     planned = each * SHAPES[shape].num_hidden_layers + once_for_all
     numbers = {"decode_step": step, "micro_batch": learning, "planned_kernels": planned}
     seen = (

@@ -54,7 +54,7 @@ def decode_step(fake_decoder, cuda, monkeypatch):
     return make
 
 
-def test_a_decode_step_launches_as_much_as_the_plan_counts(decode_step):
+def test_by_operations_a_decode_step_launches_as_many_kernels_as_are_counted(decode_step):
     found = []
     for layers in (1, 2):
         step = decode_step(num_hidden_layers=layers)
@@ -89,7 +89,7 @@ class StandIns:
         return query.new_empty(query.shape)
 
 
-def test_by_kernels_it_launches_a_quarter_and_asks_nothing(decode_step, monkeypatch):
+def test_by_kernels_it_launches_as_many_as_the_plan_counts_and_asks_nothing(decode_step, monkeypatch):
     """Four products remain in a layer."""
     kernels, found = StandIns(), []
     monkeypatch.setattr(decode, "kernels_fit", lambda device: True)
@@ -103,7 +103,7 @@ def test_by_kernels_it_launches_a_quarter_and_asks_nothing(decode_step, monkeypa
         assert seen.launches["addmm"] + seen.launches["mm"] == 4 * layers + 1
         found.append(kernels.launches + sum(seen.launches.values()))
     one, two = found
-    assert (two - one, one - (two - one)) == decode.KERNEL_LAUNCHES
+    assert (two - one, one - (two - one)) == cost.DECODE_LAUNCHES
 
 
 GROUPS = [(list(range(3, 12)), [list(range(3, 3 + n)) for n in (4, 9, 1)]), ([5], [[6, 7], [8]])]

@@ -37,7 +37,7 @@ from groupwise.models.native import calls as native
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "ALLOWED", "KERNEL_LAUNCHES", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "kernels_fit",
+    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "kernels_fit",
     "plain_product", "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
@@ -119,9 +119,6 @@ ALLOWED = {"fp32": True, "rearranged": True, "kernels": True}
 """What ``fast_paths`` leaves out is False."""
 
 _KERNELS_ON = frozenset({"cuda"})
-KERNEL_LAUNCHES = (10, 66)
-"""Of a step in each layer, and once for all, where the GPU's kernels are taken: counted in the tests. The planner counts without them until
-a card has shown what they are worth."""
 
 
 def kernels_fit(device: torch.device) -> bool:
