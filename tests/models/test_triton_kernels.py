@@ -1,4 +1,4 @@
-"""Triton's kernels for gating and rotation: on a card by `make test-gpu`, and by Triton's interpreter on a CPU, as
+"""Triton's kernels for learning: on a card by `make test-gpu`, and by Triton's interpreter on a CPU, as
 `tests/engines/test_gpu_kernels.py` says."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from transformers import Gemma3TextConfig, Qwen3Config
 
 from groupwise.engines.builtin import fast_paths
-from groupwise.models import ops
+from groupwise.models import logprobs, ops
+from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from tests.conftest import TINY
 from tests.models.test_ops import plain_geglu, plain_swiglu, rope_tables
 
@@ -23,6 +24,9 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 everywhere = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
+
+
+KERNELS = ("_gated", "_gated_backward", "_rotate", "_take_logits", "_logit_gradients")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,7 @@ def launched(monkeypatch):
             names.append(self.name)
             return self.kernel[grid]
 
-    for name in ("_gated", "_gated_backward", "_rotate"):
+    for name in KERNELS:
         monkeypatch.setattr(triton_kernels, name, Counted(name))
     monkeypatch.setattr(ops, "DEVICES", frozenset({"cpu", "cuda"}))
     ops.allow_kernels(True)
@@ -112,6 +116,36 @@ def test_parts_of_other_tensors_go_by_operations(launched):
     assert launched == ["_rotate"]
 
 
+def wide_scores(hidden, weight, targets, temperature):
+    """Log-probabilities and entropies in fp64, from all logits at once."""
+    logp = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, dim=-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+
+
+@everywhere
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_softmax_over_a_vocabulary_and_its_gradient(entropy, temperature, device, launched, monkeypatch):
+    """In slices of the vocabulary, the last one narrower, and in tiles of rows; logits up to about 50, so that maxima move."""
+    monkeypatch.setattr(logprobs, "logit_columns", lambda rows, device: 96)
+    monkeypatch.setattr(logprobs, "LOGIT_ROWS", dict.fromkeys(("cpu", "cuda"), 4))
+    hidden, weight = (4 * drawn(7, 16, device=device)).requires_grad_(), drawn(300, 16, device=device).requires_grad_()
+    targets = torch.tensor([0, 95, 96, 299, 150, 288, 17], device=device)
+    score = token_logprobs_and_entropy if entropy else lambda *given: (token_logprobs(*given),)
+    found, expected = score(hidden, weight, targets, temperature), wide_scores(hidden, weight, targets, temperature)
+    share = torch.linspace(-1, 2, 7, device=device)
+    ours, theirs = (sum((share * part).sum() for part in parts[: 1 + entropy]) for parts in (found, expected))
+    for one, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
+    gradients = zip(*(torch.autograd.grad(total, [hidden, weight]) for total in (ours, theirs)), strict=True)
+    for one, other in gradients:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        for one, other in zip(score(hidden, weight, targets, temperature), found, strict=True):
+            assert torch.equal(one, other)
+    assert launched == ["_take_logits"] * 8 + ["_logit_gradients"] * 8 + ["_take_logits"] * 8
+
+
 CONFIGS = {
     "silu": Qwen3Config(**{**TINY, "head_dim": 32}),
     "GELU": Gemma3TextConfig(**{**TINY, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}),
@@ -120,24 +154,27 @@ CONFIGS = {
 
 @interpreted
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("part", [None, "gated", "gated_backward", "rotate"])
+@pytest.mark.parametrize("part", [None, "gated", "gated_backward", "rotate", "take_logits", "logit_gradients"])
 def test_they_are_compared_before_they_are_taken(family, part, launched, monkeypatch):
-    """Through forward and backward passes, as on a GPU without flash attention; one in which something is wrong is left out."""
+    """Through forward and backward passes, as on a GPU without flash attention: a factor that is off by 1%, or a slice by a column."""
     monkeypatch.setattr(fast_paths, "_REPEATS", 1)
     monkeypatch.setattr(fast_paths.attention, "default_implementation", lambda device: "sdpa")
     if part == "rotate":
         right = triton_kernels.rotate
         monkeypatch.setattr(triton_kernels, part, lambda x, cos, sin, *rest: right(x, cos, 1.01 * sin, *rest))
+    elif part in ("take_logits", "logit_gradients"):
+        take = getattr(triton_kernels, part)
+        monkeypatch.setattr(triton_kernels, part, lambda *given: take(*given[:-2], given[-2] + 1, given[-1]))
     elif part is not None:
         correct = getattr(triton_kernels, part)
         monkeypatch.setattr(triton_kernels, part, lambda *given: 1.01 * correct(*given))
-    path = next(path for path in fast_paths.fast_paths() if path.name == "gating and rotation in one kernel each")
+    path = next(path for path in fast_paths.fast_paths() if path.name == "kernels for learning")
     decoder = fast_paths._small(CONFIGS[family], torch.float32, torch.device("cpu"))
     assert path.applies(decoder)
     choice, _ = fast_paths.choose(replace(path, slack=1e6), decoder)
     assert choice.taken is choice.agrees is (part is None)
-    assert 0 < choice.operations[0].difference < (1e-5 if part is None else 0.1)
-    assert {"_gated", "_gated_backward", "_rotate"} == set(launched)
+    assert all(0 < measured.difference < 1e-5 for measured in choice.operations) is (part is None)
+    assert set(KERNELS) == set(launched)
 
 
 @interpreted

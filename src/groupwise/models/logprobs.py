@@ -20,6 +20,7 @@ from torch.autograd import Function
 from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
 from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
+from groupwise.models.ops import kernels_fit, triton_kernels
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
 
@@ -64,17 +65,20 @@ class _Tile:
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
         rows = max((r.stop - r.start for r in _row_tiles(hidden)), default=0)
         self.wide = allowed_fp32 and _gives_fp32(hidden.device, hidden.dtype)
+        copied = not self.wide and not kernels_fit(hidden.device)
         self.buffer = torch.empty(
-            0 if self.wide else rows * min(LOGIT_COLUMNS, len(weight)), dtype=torch.float32, device=hidden.device
+            rows * min(LOGIT_COLUMNS, len(weight)) if copied else 0, dtype=torch.float32, device=hidden.device
         )
 
+    def product(self, rows: slice, columns: slice) -> Tensor:
+        """Logits before the temperature, in fp32 where there are such products."""
+        hidden, weight = self.hidden[rows], self.weight[columns].t()
+        return torch.mm(hidden, weight, out_dtype=torch.float32) if self.wide else hidden @ weight
+
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        if self.wide:
-            out = torch.mm(self.hidden[rows], self.weight[columns].t(), out_dtype=torch.float32)
-        else:
-            out = self.buffer[: shape[0] * shape[1]].view(shape)
-            out.copy_(self.hidden[rows] @ self.weight[columns].t())
+        out = self.product(rows, columns)
+        if not self.wide:
+            out = self.buffer[: out.numel()].view(out.shape).copy_(out)
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
 
@@ -124,6 +128,10 @@ def _take(
     tile = _Tile(hidden, weight, temperature)
     for rows in _row_tiles(hidden):
         for columns in _slices(len(weight), len(targets), hidden.device):
+            if kernels_fit(hidden.device):
+                sums = (chosen[rows], top[rows], total[rows], None if weighted is None else weighted[rows])
+                triton_kernels().take_logits(tile.product(rows, columns), targets[rows], *sums, columns.start, temperature)
+                continue
             logits = tile.logits(rows, columns)
             inside, place = _place(targets[rows], columns)
             chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0], chosen[rows])
@@ -164,11 +172,17 @@ class _TokenLogprobs(Function):
         for columns in _slices(len(weight), len(targets), hidden.device):
             narrow = hidden.new_empty(len(targets), columns.stop - columns.start)
             for rows in _row_tiles(hidden):
+                entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
                 if tile is None:
                     torch.mm(hidden[rows], weight[columns].t(), out=narrow[rows])
-                    entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
                     place = targets[rows] - columns.start
                     native.logit_gradients(narrow[rows], normaliser[rows], grad[rows], entropies, place, ctx.temperature)
+                    continue
+                if kernels_fit(hidden.device):
+                    triton_kernels().logit_gradients(
+                        tile.product(rows, columns), narrow[rows], targets[rows], normaliser[rows], grad[rows], entropies,
+                        columns.start, ctx.temperature,
+                    )  # fmt: skip
                     continue
                 grad_logits = _logit_gradient(tile.logits(rows, columns), rows, normaliser, grad, of_entropy)
                 inside, place = _place(targets[rows], columns)

@@ -19,7 +19,8 @@ from groupwise.models.native import calls as native
 
 __all__ = [
     "allow_kernels", "allow_library_norms", "gated", "gated_backward", "head_norm", "head_norm_backward", "kernels_fit", "normalise",
-    "normalise_backward", "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble", "uniforms",
+    "normalise_backward", "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble",
+    "triton_kernels", "uniforms",
 ]  # fmt: skip
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
@@ -61,17 +62,18 @@ def norms_by_library(device: torch.device, offset: float) -> bool:
 
 
 def allow_kernels(yes: bool) -> None:
-    """Take Triton's kernels for gating and rotation (``triton_kernels.py``) where it is installed, or leave them out."""
+    """Take Triton's kernels for learning (``triton_kernels.py``) where it is installed, or leave them out."""
     global _by_kernels
     _by_kernels = yes and find_spec("triton") is not None
 
 
 def kernels_fit(device: torch.device) -> bool:
-    """Whether gating and rotation on ``device`` go by Triton's kernels."""
+    """Whether learning on ``device`` goes by Triton's kernels."""
     return _by_kernels and device.type in DEVICES
 
 
-def _kernels() -> Any:
+def triton_kernels() -> Any:
+    """The module of that name."""
     from groupwise.models import triton_kernels  # only here: Triton takes a while to import, and is not everywhere
 
     return triton_kernels
@@ -196,7 +198,7 @@ def _gated(gate_up: Tensor, activation: str) -> Tensor:
     if native.fits(gate_up, gate_up.shape[1] // 2):
         return native.gated(gate_up, activation)
     if kernels_fit(gate_up.device) and gate_up.is_contiguous():
-        return _kernels().gated(gate_up, activation)  # type: ignore[no-any-return]
+        return triton_kernels().gated(gate_up, activation)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return _activate(gate, activation).mul_(up)
 
@@ -207,7 +209,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, 
         native.rotate(x, cos, sin, out, turned, inverse)
         return
     if kernels_fit(x.device) and all(tensor.is_contiguous() for tensor in (x, cos, sin, out)):
-        _kernels().rotate(x, cos, sin, out, turned, inverse)
+        triton_kernels().rotate(x, cos, sin, out, turned, inverse)
         return
     rope_rotate(x[:, :turned], cos, sin, out[:, :turned], inverse)
     out[:, turned:] = x[:, turned:]
@@ -225,7 +227,7 @@ class _Gated(Function):
         (gate_up,) = ctx.saved_tensors
         grad = grad.contiguous()
         if kernels_fit(grad.device) and gate_up.is_contiguous():
-            return _kernels().gated_backward(grad, gate_up, ctx.activation), None
+            return triton_kernels().gated_backward(grad, gate_up, ctx.activation), None
         return gated_backward(grad, gate_up, ctx.activation)[0], None
 
 

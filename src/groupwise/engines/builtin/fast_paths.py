@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,13 @@ def fast_paths() -> tuple[FastPath, ...]:
             ops.allow_library_norms,
             ("passes", "a decode step"),
         ),
-        # The check's few rows are launches, where the kernels gain little; in a micro-batch they are bytes, of which a third remain.
+        # The check's few rows are launches, of which the kernels save few; a micro-batch's are bytes, of which they move a third.
         FastPath(
-            "gating and rotation in one kernel each", lambda d: ops.kernels_fit(d.device), ops.allow_kernels, ("passes",), 2.0
+            "kernels for learning",
+            lambda d: ops.kernels_fit(d.device),
+            ops.allow_kernels,
+            ("passes", "passes with entropies"),
+            2.0,
         ),
         FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",)),
         # Not for speed: sampler and learner agree better.
@@ -276,16 +281,22 @@ _PROMPTS = ([2 + i for i in range(37)], [3 + 2 * i for i in range(21)])
 _COMPLETIONS = ([5, 7, 11, 13] * 8, [17, 19, 23] * 5)
 
 
-def _passes(decoder: Decoder) -> Action:
-    """A forward and a backward pass: log-probabilities, and the gradients of the layers' tensors."""
+def _passes(decoder: Decoder, entropy: bool = False) -> Action:
+    """A forward and a backward pass: log-probabilities, and the gradients of the layers' tensors. With ``entropy`` at another
+    temperature than 1, and of entropies too."""
     decoder.attention = attention.default_implementation(decoder.device)
     packed = decoder.prepare([(prompt, _COMPLETIONS) for prompt in _PROMPTS])
 
     def action() -> Sequence[Tensor]:
         tensors = [tensor for layer in decoder.layers for tensor in layer.tensors() if tensor is not None]
         with torch.enable_grad():
-            logprobs = decoder.logprobs(packed)
-            return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), tensors)]
+            if not entropy:
+                logprobs = decoder.logprobs(packed)
+                return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), tensors)]
+            scored = decoder.score(packed, 0.7, entropy=True)
+            assert scored.entropy_T is not None
+            gradients = torch.autograd.grad(scored.logprobs_T.sum() + scored.entropy_T.sum(), tensors)
+            return [scored.logprobs_T.detach(), scored.entropy_T.detach(), *gradients]
 
     return action
 
@@ -372,8 +383,8 @@ def _burst(decoder: Decoder) -> Action:
 
 
 _OPERATIONS: dict[str, Callable[[Decoder], Action]] = {
-    "passes": _passes, "a decode step": _decode_step, "a step of long rows": torch.no_grad()(_long_step),
-    "a burst of decode steps": _burst,
+    "passes": _passes, "passes with entropies": partial(_passes, entropy=True), "a decode step": _decode_step,
+    "a step of long rows": torch.no_grad()(_long_step), "a burst of decode steps": _burst,
 }  # fmt: skip
 
 
