@@ -106,6 +106,18 @@ def test_by_kernels_it_launches_as_many_as_the_plan_counts_and_asks_nothing(deco
     assert (two - one, one - (two - one)) == cost.DECODE_LAUNCHES
 
 
+def test_a_row_that_moves_is_one_launch(fake_cuda, cuda):
+    """It was two for each layer, and rows that end move others all the time. Groups move in the same way."""
+    cache = Cache(
+        layers=3, kv_heads=2, head_width=16, groups=2, prompt_tokens=9, rows=4, completion_tokens=20, dtype=torch.bfloat16,
+        device=cuda,
+    )  # fmt: skip
+    with Dispatched() as seen:
+        cache.move_row(3, 0, 5)
+        cache.move_group(1, 0)
+    assert seen.launches == {"_foreach_copy_": 2}
+
+
 GROUPS = [(list(range(3, 12)), [list(range(3, 3 + n)) for n in (4, 9, 1)]), ([5], [[6, 7], [8]])]
 
 

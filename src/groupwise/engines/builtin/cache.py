@@ -11,6 +11,8 @@ The native kernels (``models/native``) read keys the other way round, ``[E, posi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -90,9 +92,7 @@ class Cache:
                 table[slot, :, :length] = new
 
     def move_group(self, source: int, target: int) -> None:
-        for pair in self.prompt:
-            for table in pair:
-                table[target] = table[source]
+        _copy_over(self.prompt, source, target)
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
         for pair in self.own:
@@ -100,6 +100,15 @@ class Cache:
                 table[[one, other], :, :length] = table[[other, one], :, :length]
 
     def move_row(self, source: int, target: int, length: int) -> None:
+        """On GPUs all positions that there is room for: a copy of whole rows is one launch, where one of parts is two a layer."""
+        if self._like["device"].type != "cpu":
+            _copy_over(self.own, source, target)
+            return
         for pair in self.own:
             for table in self.by_position(pair):
                 table[target, :, :length] = table[source, :, :length]
+
+
+def _copy_over(pairs: Sequence[tuple[Tensor, Tensor]], source: int, target: int) -> None:
+    tables = [table for pair in pairs for table in pair]
+    torch._foreach_copy_([table[target] for table in tables], [table[source] for table in tables])
