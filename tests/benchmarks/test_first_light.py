@@ -19,7 +19,8 @@ from benchmarks import first_light, first_light_bundle, first_light_one, first_l
 from benchmarks.first_light import ONE, SEVERAL, Check, Light, verdicts
 from benchmarks.first_light_one import builtin
 from benchmarks.first_light_place import Found, Place
-from groupwise.models import attention, layer
+from groupwise.engines.builtin import fast_paths
+from groupwise.models import attention, layer, ops
 from groupwise.planner.hardware import HARDWARE
 from groupwise.training.optimizer import MasterAdamW
 from tests.warm import python
@@ -154,6 +155,33 @@ def test_each_finds_what_is_broken(check, name, monkeypatch):
     found = check(name, judged=name in JUDGED)
     assert found.verdict in ("slower", "wrong"), found
     assert found.means != "nothing to do"
+
+
+@pytest.fixture
+def unswitched(tmp_path, monkeypatch):
+    """Nothing is kept of what is found of fast paths, and all are allowed again afterwards."""
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fast_paths, "_known", {})
+    paths = fast_paths.fast_paths()
+    yield paths
+    for path in paths:
+        path.switch(True)
+
+
+def test_fast_paths_are_looked_at_and_one_that_disagrees_is_found(check, monkeypatch, unswitched):
+    """Slower they may be on tiny tensors."""
+    patient = [replace(path, slack=1e6) for path in unswitched]
+    monkeypatch.setattr(fast_paths, "fast_paths", lambda: patient)
+    assert check("kernels").verdict == "as expected"
+    norm = ops.normalise
+
+    def louder_norms(yes):
+        monkeypatch.setattr(ops, "normalise", (lambda *given: (1.1 * norm(*given)[0], norm(*given)[1])) if yes else norm)
+
+    patient.append(fast_paths.FastPath("louder norms", lambda decoder: True, louder_norms, ("a decode step",), 1e6))
+    found = check("kernels")
+    assert found.verdict == "wrong"
+    assert "louder norms: a decode step: " in found.seen
 
 
 @pytest.mark.slow
