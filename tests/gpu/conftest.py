@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from groupwise.engines.builtin import decode
 from groupwise.models import attention, ops
 from groupwise.models.decoder import Decoder
 from tests.conftest import TINY
@@ -76,7 +77,8 @@ def _set(self: Tensor, index: Any, value: Any) -> None:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     """While it lasts, every new tensor is without memory, and one on ``cuda:0`` takes part in no operation with one on the CPU."""
     monkeypatch.setattr(ops, "_by_library", True)  # as where the self-check has found nothing wrong
-    monkeypatch.setattr(ops, "_by_kernels", False)  # Triton's kernels need memory
+    monkeypatch.setattr(ops, "_by_kernels", False)  # Triton's kernels need memory, and are there where a GPU is
+    monkeypatch.setattr(decode, "_KERNELS_ON", frozenset())
     monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", _norm)
     monkeypatch.setattr(attention, "_by_flash", False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
