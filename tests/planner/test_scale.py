@@ -17,7 +17,7 @@ def test_learning_divides_by_the_gpus_and_one_completion_does_not():
     assert few.longest_s == many.longest_s
     read = 2 * (SEVEN.layers * SEVEN.layer_matrices + SEVEN.head)
     cache = SEVEN.cached(2) * (256 + 2048)
-    assert few.longest_s == pytest.approx(4096 * ((read + cache) / (0.6 * 3.35e12) + 4e-6 * (28 * 30 + 68)))
+    assert few.longest_s == pytest.approx(4096 * ((read + cache) / (0.6 * 3.35e12) + 4e-6 * (28 * 10 + 66)))
 
 
 def test_state_is_18_bytes_a_weight_over_the_gpus():
