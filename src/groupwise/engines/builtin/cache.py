@@ -101,7 +101,7 @@ class Cache:
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """On GPUs all positions that there is room for: a copy of whole rows is one launch, where one of parts is two a layer."""
-        if self._like["device"].type != "cpu":
+        if self.own[0][0].device.type != "cpu":
             _copy_over(self.own, source, target)
             return
         for pair in self.own:
