@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -16,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_driver import PLENTY, Bytes, Scripted, real_engine
-from test_forks import Says
+from test_forks import THINKS, Says, with_template
 
 from groupwise.chat import make_speaker, refuse_named_code, settings_to_ask
 from groupwise.config import dump_config, load_config
@@ -32,15 +34,17 @@ from groupwise.serving import agents
 from groupwise.serving.agents import open_agents
 from groupwise.training.loop import train
 from groupwise.types import Problem
+from tests.survival.kills import differences
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
 from tests.waiting import LONG_S, comes
+from tests.warm import python
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = """
 import json, os, sys, urllib.error, urllib.request
 
 row = json.load(sys.stdin)
-messages = [{"role": "user", "content": row["prompt"]}]
+messages, prompt_tokens = [{"role": "user", "content": row["prompt"]}], []
 
 
 def ask(key=os.environ["OPENAI_API_KEY"], **more):
@@ -48,7 +52,9 @@ def ask(key=os.environ["OPENAI_API_KEY"], **more):
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + key}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     with urllib.request.urlopen(request) as answer:
-        choice = json.load(answer)["choices"][0]
+        whole = json.load(answer)
+    choice = whole["choices"][0]
+    prompt_tokens.append(whole["usage"]["prompt_tokens"])
     messages.append(choice["message"])
     return choice
 
@@ -65,6 +71,11 @@ TWO_TURNS = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Any:
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def thinker(tokenizer):
+    return with_template(tokenizer, THINKS)
 
 
 @pytest.fixture
@@ -223,8 +234,8 @@ def test_a_program_that_fails_ends_its_episode_without_a_reward(tokenizer, agent
 SHORTENS = """
 ask(); told("And then?"); ask(); told("More?")
 messages[1:3] = []
-ask(); told("Last?"); answer = ask()
-print(json.dumps({"reward": len(answer["message"]["content"])}))
+ask(); told("Last?"); ask()
+print(json.dumps({"reward": prompt_tokens[-1]}))
 """
 
 
@@ -242,7 +253,7 @@ def test_a_shortened_history_begins_a_further_sample_where_the_run_forks(tokeniz
     after = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(first) == f"{opening}One.{after.format('And then?')}Two.<|im_end|>"
     assert tokenizer.decode(second) == f"{shorter}<|im_start|>assistant\nThree.{after.format('Last?')}Four.<|im_end|>"
-    assert (completion.finish_reason, completion.reward) == ("stop", 5.0)
+    assert (completion.finish_reason, completion.reward) == ("stop", len(second) - len("Four.") - 1), "its usage is that sample's"
 
 
 def samples(prompt_ids, completion):
@@ -261,6 +272,36 @@ def test_any_other_conversation_goes_on_where_the_run_forks(tokenizer, agent, ki
     ((completion,),), _ = played(says(tokenizer, "Fine.", "Well."), tokenizer, agent(FAILURES[kind][0]), rewritten_history="fork")
     assert (completion.finish_reason, completion.reward) == ("stop", None)
     assert [turn.rewritten for turn in completion.turns] == [False, True, False]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_fork_has_the_tools_described_and_the_results_of_its_own_calls(tokenizer, agent, keeps):
+    """Results belong to the calls of the last turn where the shortened history still ends with it, and else to nobody's."""
+    other = '[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}]}]'
+    ending = (
+        'told("5", "tool", tool_call_id=call["id"])' if keeps else f'messages += {other}; told("9", "tool", tool_call_id="1")'
+    )
+    program = TOOLS.partition("while")[0] + (
+        'ask(tools=[tool]); told("Add."); call = ask(tools=[tool])["message"]["tool_calls"][0]\n'
+        f"del messages[{'1:3' if keeps else '1:'}]\n{ending}\nask(tools=[tool])\n"
+    )
+    engine = Says(tokenizer, ["Yes?", "<call>add(2, 3)</call>", "So be it."])
+    ((completion,),), (prompt,) = played(engine, tokenizer, agent(program), rewritten_history="fork")
+    assert completion.finish_reason == "stop"
+    assert [turn.rewritten for turn in completion.turns] == [False, False, False, True, False]
+    assert [(c.name, c.arguments, c.result) for c in completion.calls] == ([("add", {"a": 2, "b": 3}, "5")] if keeps else [])
+    _, further = samples(prompt.token_ids, completion)
+    described = prompt.text.partition("<|im_start|>user")[0]
+    assert "To use a tool, write only <call>" in described
+    assert tokenizer.decode(further).startswith(described)
+
+
+def test_what_goes_on_from_an_answer_is_appended_whatever_the_template_drops(thinker, agent):
+    """A chat template that drops thoughts writes no agent's history: the agent does."""
+    engine = Says(thinker, ["<think>Hm.</think>First.", "Second!"])
+    ((completion,),), _ = played(engine, thinker, agent(TWO_TURNS), rewritten_history="fork")
+    assert [turn.rewritten for turn in completion.turns] == [False, False, False]
+    assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
 
 
 def test_output_of_any_length_neither_blocks_nor_stays(tokenizer, agent, monkeypatch):
@@ -477,6 +518,52 @@ def test_a_run_learns_from_an_agent_is_judged_and_resumes(tmp_path, agent):
     assert [g.completions for g in again[-1].groups] == [g.completions for g in reports[-1].groups]
     (result,) = evaluate_model(str(whole / "final_model"), config)
     assert all("reward" in record for record in result.records)
+
+
+TRIES = """
+ask(); told("And then?"); ask()
+with open(sys.argv[1], "ab", buffering=0) as tried:
+    tried.write(b".")
+    if tried.tell() == 12:
+        os.kill(os.getppid(), 9)
+messages[1:3] = []
+told("More?"); ask(); told("Last?")
+said = ask()["message"]["content"]
+print(json.dumps({"reward": sum(c.islower() for c in said) / max(1, len(said))}))
+"""
+"""Of all programs that count themselves in one file, the twelfth kills the run in the middle of its episode."""
+
+
+def test_a_run_over_an_agent_that_shortens_its_history_survives_a_kill(tmp_path, agent):
+    """By the command, from settings to weights: steps over forked episodes, killed in the middle of one, end where the run ends that was
+    left alone."""
+    tried, settings = tmp_path / "tried", tmp_path / "config.yaml"
+    command = f"{agent(TRIES)} {tried}"
+    config = run_config(
+        tmp_path, command, training={"steps": 4}, data={"limit": 8, "holdout": 2}, evaluation={"problems": 2},
+        rollout={
+            "environment": {"command": command}, "max_completion_tokens": 400, "prompts_per_step": 2, "completions_per_prompt": 2,
+            "rewritten_history": "fork",
+        },
+    )  # fmt: skip
+    settings.write_text(dump_config(config))
+
+    def run(folder: str, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [python(), "-m", "groupwise", "train", str(settings), "--run-folder", str(tmp_path / folder), *more]
+        return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+
+    tried.write_bytes(b"." * 99)
+    whole = run("whole")
+    assert whole.returncode == 0, whole.stderr
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "completions.jsonl").read_text().splitlines()]
+    assert any([turn["rewritten"] for turn in row["turns"]] == [False, False, False, True, False, False, False] for row in rows)
+    tried.unlink()
+    assert run("killed").returncode == -signal.SIGKILL
+    done = len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < done < 4, "the test needs a kill in the middle of the run"
+    resumed = run("killed", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
 
 
 @pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "skip"])

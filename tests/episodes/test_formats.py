@@ -31,6 +31,21 @@ def echo(said: str) -> str:
     return said
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "rest"),
+    [
+        ("tags", " Let me see. <call>f(1)</call>\n", "Let me see."),
+        ("hermes", 'So:\n<tool_call>\n{"name": "f"}\n</tool_call>', "So:"),
+        ("llama3", '{"name": "f", "parameters": {}}', ""),
+        ("llama3", ' {"answer": 42}\n', '{"answer": 42}'),
+        ("json", '```json\n{"name": "f", "arguments": {}}\n```', ""),
+        ("json", ' {"answer": 42}\n', '{"answer": 42}'),
+    ],
+)
+def test_what_a_turn_says_beside_its_calls(form, text, rest):
+    assert FORMATS[form].beside(text) == rest
+
+
 @given(st.sampled_from(["hermes", "llama3", "json"]), NAMES, st.dictionaries(NAMES, VALUES, max_size=3))
 def test_json_calls_come_back_as_they_were_written(form, name, arguments):
     text = FORMATS[form].write(name, arguments)
@@ -90,6 +105,8 @@ def test_what_a_call_in_tags_says_reaches_the_tool(text):
         ("json", '{"name": "Ann", "arguments": ["rain"]}', []),
         ("json", '{"name": "f", "arguments": {}, "age": 7}', []),
         ("json", '{"answer": 42}', []),
+        ("json", '{"answer": 42', []),
+        ("json", "{42} is the set.", []),
         ("json", '[{"name": "f", "arguments": {}}]', []),
         ("llama3", '{"name": "f", "parameters": {}} and', [Asked("f"), Asked("", problem="the call is no JSON object")]),
     ],

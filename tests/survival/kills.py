@@ -127,7 +127,8 @@ def processes_of(kind: str) -> int:
 def differences(one: Path, other: Path) -> list[str]:
     """What differs between the ends of two runs, a sentence each; nothing where no bit does."""
     out = []
-    states = [path.relative_to(one) for path in sorted((one / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))]
+    saved = sorted((one / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name[5:]))
+    states = [path.relative_to(one) for folder in saved[-1:] for path in sorted(folder.glob("*.safetensors"))]
     for name in (Path("final_model/model.safetensors"), *states):
         if not (other / name).exists():
             out.append(f"{name} is missing")
