@@ -56,6 +56,14 @@ def test_a_completion_ends_where_it_is_told_to_and_the_others_do_not(engine, ask
         assert (mine.token_ids, mine.finish_reason) == (whole.token_ids[:3], "length")
 
 
+def test_each_prompt_s_completions_end_at_its_own_limit(engine, asked):
+    limits = (3, 12, 1, 7)
+    cut = engine.serve(replace(asked, limits=limits))
+    for limit, mine, whole in zip(limits, cut, engine.serve(asked), strict=True):
+        assert [c.token_ids for c in mine] == [c.token_ids[:limit] for c in whole]
+        assert {c.finish_reason for c in mine} == {"length"}
+
+
 @pytest.mark.parametrize("at", [1, 5])
 def test_what_was_cut_goes_on_as_if_it_had_not_been(engine, make_prompts, at):
     prompts = make_prompts([5, 1, 17, 9])
@@ -78,6 +86,7 @@ def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(
     one, other = make_prompts([17, 9])
     asked = [replace(one, problem=replace(one.problem, id=f"choice {n}")) for n in range(4)] + [other]
     whole = engine.serve(SampleRequest(asked, 1, SETTINGS, seed=4, scope="s"))
+    assert len({c.token_ids for (c,) in whole}) == 5, "their randomness is their own"
     computed = []
     monkeypatch.setattr(builtin, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack_prompts(prompts))
     cuts = (0, 1, 4, 7, 2)

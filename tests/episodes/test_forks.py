@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,9 +233,16 @@ def test_logprobs_of_whole_episodes_are_those_of_one_pass_over_each_sample(model
     """By both engines, whoever else is in the batch."""
     module, tokenizer = model
     prompts = [prompt_of(tokenizer, f"p{i}") for i in range(4)]
-    settings, found = SamplingSettings(max_tokens=500), {}
+    settings, found, longest = SamplingSettings(max_tokens=500), {}, []
+
+    def spied(request, on_progress=None, serve=None):
+        longest.append(max(len(p.token_ids) + request.limit_of(i) for i, p in enumerate(request.prompts)))
+        return serve(request, on_progress)
+
     for kind, rows in (("builtin", 64), ("builtin", 3), ("transformers", 5)):
-        around = EpisodeEngine(real_engine(kind, module, tokenizer, rows), episodes_of(tokenizer))
+        engine = real_engine(kind, module, tokenizer, rows)
+        engine.serve = partial(spied, serve=engine.serve)
+        around = EpisodeEngine(engine, episodes_of(tokenizer))
         groups = around.sample(prompts, 3, settings, seed=1, scope="x")
         found[kind, rows] = [[(c.token_ids, c.turns, c.finish_reason) for c in group] for group in groups]
         for prompt, group in zip(prompts, groups, strict=True):
@@ -244,6 +252,7 @@ def test_logprobs_of_whole_episodes_are_those_of_one_pass_over_each_sample(model
                     assert ours == pytest.approx(theirs, abs=1e-5) if sampled else ours == 0.0
     first, *others = found.values()
     assert all(other == first for other in others)
+    assert max(longest) == longest[0], "no request may be longer than the first: a context may be no longer"
     forks = Counter(sum(turn.rewritten for turn in turns) for group in first for _, turns, _ in group)
     assert forks[0] < 6
     assert sum(forks.values()) == 12

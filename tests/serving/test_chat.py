@@ -80,7 +80,9 @@ def test_without_its_option_a_stream_has_no_usage(serving):
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_limit_ends_an_answer(serving, name):
-    _, answer = call(serving("abcdefgh"), asking(**{name: 3}))
+    where = serving("abcdefgh")
+    _, answer = call(where, asking(**{name: 3}))
+    assert where.service.engine.requests[0].limits == [3], "engines that show no tokens end it, too"
     assert (said(answer), answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("abc", "length", 3)
 
 
@@ -123,7 +125,7 @@ def test_several_choices(serving):
     where = serving("yes")
     _, answer = call(where, asking(n=3))
     assert [(c["index"], c["message"]["content"]) for c in answer["choices"]] == [(0, "yes"), (1, "yes"), (2, "yes")]
-    assert answer["usage"]["completion_tokens"] == 12
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (24, 12)
     assert len({prompt.problem.id for prompt in where.service.engine.requests[0].prompts}) == 3  # randomness of their own
     events = streamed(where, asking(n=3))
     assert [joined(events, index) for index in range(3)] == ["yes"] * 3

@@ -62,6 +62,13 @@ class SampleRequest:
     """For each prompt how many tokens at its end were drawn for the same completion before: its randomness goes on behind them.
     Prompts that are alike but for these tokens are computed once, by engines that share prompts. Empty for none; known to engines that show
     tokens."""
+    limits: Sequence[int] = ()
+    """For each prompt the longest completion in tokens, where not all may have ``settings.max_tokens``. An engine that does not know them
+    gives longer ones, which are cut."""
+
+    def limit_of(self, index: int) -> int:
+        """The longest completion of a prompt, by its place."""
+        return self.limits[index] if self.limits else self.settings.max_tokens
 
 
 class Engine(ABC):

@@ -67,7 +67,7 @@ class TransformersEngine(Engine):
                 prompt, drawn = prompts[i], request.drawn[i] if request.drawn else 0
                 key = seed_key(request.seed, request.scope, prompt.problem.id, sample, prompt.occurrence)
                 watch = None if request.watch is None else partial(request.watch, i, sample)
-                sequences.append(_Sequence(prompt, sample, key_further(key, drawn), watch))
+                sequences.append(_Sequence(prompt, sample, key_further(key, drawn), request.limit_of(i), watch))
             with blocks_of_their_own():
                 for _ in self._decode(sequences, settings):
                     if on_progress:
@@ -88,7 +88,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
-        sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0))
+        sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0), settings.max_tokens)
         shown = ""
         for _ in self._decode([sequence], settings):
             text = self._text(sequence.tokens)
@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
                 tokens, logprobs = draw(logits, keys, torch.full_like(keys, position))
                 position += 1
                 for sequence, token, logprob in zip(alive, tokens.tolist(), logprobs.tolist(), strict=True):
-                    sequence.take(token, logprob, token in self.end_token_ids or position == settings.max_tokens)
+                    sequence.take(token, logprob, token in self.end_token_ids or position == sequence.limit)
                 yield
                 keep = [i for i, s in enumerate(alive) if not s.ended]
                 inputs, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -176,10 +176,15 @@ class _Sequence:
     """One completion on its way."""
 
     def __init__(
-        self, prompt: Prompt, sample: int, key: int, watch: Callable[[Sequence[int], Sequence[float]], bool] | None = None
+        self,
+        prompt: Prompt,
+        sample: int,
+        key: int,
+        limit: int,
+        watch: Callable[[Sequence[int], Sequence[float]], bool] | None = None,
     ) -> None:
-        """``watch``: called with tokens and log-probabilities so far after each token; False ends the sequence."""
-        self.prompt, self.sample, self.key, self.watch = prompt, sample, key, watch
+        """``limit``: most tokens. ``watch``: called with tokens and log-probabilities so far after each token; False ends the sequence."""
+        self.prompt, self.sample, self.key, self.limit, self.watch = prompt, sample, key, limit, watch
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.ended = False

@@ -147,8 +147,9 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
         progress(0, 0)
         heard = []
         if back:
-            settings = replace(request.settings, max_tokens=max(request.settings.max_tokens - len(row.tokens) for row in back))
-            further = replace(request, prompts=[row.so_far() for row in back], samples_per_prompt=1, settings=settings)
+            limits = [request.limit_of(row.place) - len(row.tokens) for row in back]
+            settings, prompts = replace(request.settings, max_tokens=max(limits)), [row.so_far() for row in back]
+            further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings, limits=limits)
             heard = [
                 (row, replace(turn, sample=row.sample))
                 for row, (turn,) in zip(back, engine.serve(further, progress), strict=True)

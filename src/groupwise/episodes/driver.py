@@ -202,9 +202,9 @@ class EpisodeEngine(Engine):
         with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
             self._play(request, begin_or_append, background, self._counting(played, on_progress))
             while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
-                settings = replace(request.settings, max_tokens=max(episode.room for episode in forked))
-                prompts = [episode.next_prompt() for episode in forked]
-                further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings)
+                limits, prompts = [episode.room for episode in forked], [episode.next_prompt() for episode in forked]
+                settings = replace(request.settings, max_tokens=max(limits))
+                further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings, limits=limits)
                 self._play(further, _appending_to(forked), background, self._counting(played, on_progress))
         groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
         self.episodes.are_over([episode.partner for group in groups for episode in group])

@@ -186,8 +186,9 @@ class Sampler:
                 raise _Break
 
         prompts = [Prompt(Problem(choice.name, "", ""), "", (*choice.prompt_ids, *choice.token_ids)) for choice in batch]
-        settings = replace(batch[0].settings, max_tokens=max(choice.room for choice in batch))
-        groups = self.engine.serve(SampleRequest(prompts, 1, settings, 0, "serve", watch, before), breathe)
+        limits = [choice.room for choice in batch]
+        settings = replace(batch[0].settings, max_tokens=max(limits))
+        groups = self.engine.serve(SampleRequest(prompts, 1, settings, 0, "serve", watch, before, limits), breathe)
         for choice, held, (completion,) in zip(batch, before, groups, strict=True):
             known = len(choice.token_ids) - held
             self._take(choice, completion.token_ids[known:], completion.logprobs[known:])

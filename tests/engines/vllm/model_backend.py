@@ -77,12 +77,12 @@ class ModelBackend:
         return {"compared": 0, "repacked": 0, "sharded": 0}
 
     def sample(self, settings, jobs, stop, stream):
-        if any(len(job.prompt) + settings.max_tokens > self.max_model_tokens for job in jobs):
+        if any(len(job.prompt) + job.max_tokens > self.max_model_tokens for job in jobs):
             raise Refused("too long")
         engine = TransformersEngine(self.model, None, stop)
         self.asked.append(len(jobs))
         for place, job in enumerate(jobs):
-            sequence = _Sequence(Prompt(Problem("", "", ""), "", job.prompt), 0, job.seed)
+            sequence = _Sequence(Prompt(Problem("", "", ""), "", job.prompt), 0, job.seed, job.max_tokens)
             with torch.no_grad():
                 for _ in engine._decode([sequence], settings):
                     if stream:

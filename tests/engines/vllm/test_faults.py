@@ -196,7 +196,7 @@ def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
     from groupwise.engines.vllm.protocol import Job
 
     rows = []
-    sampling = threading.Thread(target=lambda: rows.extend(service.sample("run:1", SAMPLED, [Job((3, 4), 1)], stop=[2])))
+    sampling = threading.Thread(target=lambda: rows.extend(service.sample("run:1", SAMPLED, [Job((3, 4), 1, 8)], stop=[2])))
     sampling.start()
     assert under_way.wait(120)
     pushing = threading.Thread(target=push, args=("run:2",))

@@ -7,7 +7,7 @@ import torch
 
 from groupwise.config.schema import Config, CorrectionConfig, LoraConfig
 from groupwise.distributed import World
-from groupwise.engines.base import SamplingSettings
+from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.vllm.engine import request_seed
 from groupwise.models.adapters import attach, peft_config_of
 
@@ -41,6 +41,15 @@ def test_completions_come_from_the_policy_with_its_log_probabilities(serve, engi
         assert c.stopped or len(c.token_ids) == 12
         assert not set(c.token_ids[:-1]) & ENDS
     assert flat[0].text == "".join(f"{token} " for token in flat[0].token_ids if token != 2)
+
+
+def test_each_prompt_s_completions_end_at_its_own_limit(serve, engine_over, tiny_llama, make_prompts, ids_of):
+    """A server whose context has no room for the longest limit behind the longest prompt takes the request."""
+    prompts, limits, settings = make_prompts(LENGTHS), (40, 2, 7), SamplingSettings(max_tokens=48)
+    whole = engine_over(serve(tiny_llama()), tiny_llama()).serve(SampleRequest(prompts, 3, settings, 3, "s"))
+    engine = engine_over(serve(tiny_llama(), max_model_tokens=48), tiny_llama())
+    cut = engine.serve(SampleRequest(prompts, 3, settings, 3, "s", limits=limits))
+    assert ids_of(cut) == [[ids[:limit] for ids in group] for limit, group in zip(limits, ids_of(whole), strict=True)]
 
 
 def test_a_completion_s_name_alone_decides_its_seed(serve, engine_over, tiny_llama, make_prompts, ids_of):

@@ -220,7 +220,7 @@ def test_a_service_whose_weights_go_while_it_samples_says_so(tiny_llama, tmp_pat
     ((data, sha256),) = packed_buckets(named_weights(tiny_llama()), 2**28)
     service.bucket("run:1", 0, data, sha256)
     service.commit("run:1", 1, [sha256])
-    jobs = [Job((3, 4), 1), Job((3, 5), 2)]
+    jobs = [Job((3, 4), 1, 8), Job((3, 5), 2, 8)]
     assert list(service.sample("run:1", SAMPLED, jobs, stop=[2]))[-1] == {"held": "run:1"}
     rows = service.sample("run:1", SAMPLED, jobs, stop=[2])
     next(rows)

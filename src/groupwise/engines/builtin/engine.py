@@ -85,11 +85,6 @@ class _Row:
         """Own positions in the cache."""
         return max(0, len(self.tokens) - 1 - self.behind)
 
-    @property
-    def sampled(self) -> int:
-        """Tokens that count for the request's limit."""
-        return len(self.tokens) - self.drawn
-
     def forget(self) -> None:
         """Its keys and values are given up."""
         self.behind = max(0, len(self.tokens) - 1)
@@ -133,12 +128,16 @@ class _Call:
             del self.begun[place]
             self.ended.add(place)
             return False
-        assert 0 < len(given) < self.request.settings.max_tokens - row.sampled, "what a row is given leaves room for a token"
+        assert 0 < len(given) < self.room(row), "what a row is given leaves room for a token"
         row.tokens += given
         row.behind += len(given)
         row.turn, row.start, row.logprobs, row.done = row.turn + 1, len(row.tokens), [], False
         row.key = self.key(self.request.prompts[row.index], row.sample, row.turn)
         return True
+
+    def room(self, row: _Row) -> int:
+        """Tokens that it may still have."""
+        return self.request.limit_of(row.index) - len(row.tokens) + row.drawn
 
     def drawn(self, index: int) -> tuple[int, ...]:
         """The tokens at a prompt's end that belong to its completion."""
@@ -307,7 +306,7 @@ class _Batch:
             # All that was admitted may have ended with its first token, while others are still waiting.
             return bool(absent) or len(self.call.ended) > before
         running = [len(row.tokens) for row in self.rows if not row.done]
-        count = min(self.burst, self.settings.max_tokens - min(row.sampled for row in self.rows if not row.done))
+        count = min(self.burst, max(self.call.room(row) for row in self.rows if not row.done))
         keeping = self.max_rows if self.kept else len(self.rows)
         if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), keeping):
             self.step = None
@@ -430,7 +429,7 @@ class _Batch:
             self.sampled_tokens += 1
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.done = token in self.engine.end_token_ids or row.sampled == self.settings.max_tokens
+            row.done = token in self.engine.end_token_ids or not self.call.room(row)
             if watch is not None and not watch(row.index, row.sample, row.tokens[row.start :], row.logprobs):
                 row.done = True
             if row.done:

@@ -236,9 +236,9 @@ class VllmBackend:
         """See ``Backend.sample``. Raises Refused for a prompt that leaves no room."""
         room = self.engine.model_config.max_model_len
         for job in jobs:
-            if len(job.prompt) + settings.max_tokens > room:
+            if len(job.prompt) + job.max_tokens > room:
                 raise Refused(
-                    f"a prompt of {len(job.prompt)} tokens and a completion of {settings.max_tokens} are more than vLLM's "
+                    f"a prompt of {len(job.prompt)} tokens and a completion of {job.max_tokens} are more than vLLM's "
                     f"max_model_tokens, {room}: start it with more"
                 )
         call = _Call(settings, jobs, tuple(stop), stream)
@@ -461,7 +461,7 @@ def _parameters(call: _Call, job: Job) -> Any:
     return SamplingParams(
         temperature=0.0 if settings.greedy else settings.temperature, top_k=settings.top_k or 0, top_p=settings.top_p,
         min_p=settings.min_p, repetition_penalty=settings.repetition_penalty,
-        max_tokens=settings.max_tokens, seed=job.seed, logprobs=0, flat_logprobs=True, stop_token_ids=list(call.stop),
+        max_tokens=job.max_tokens, seed=job.seed, logprobs=0, flat_logprobs=True, stop_token_ids=list(call.stop),
         ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip

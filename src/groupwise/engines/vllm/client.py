@@ -131,7 +131,7 @@ class Client:
         """Rows as they come. Raises Unreachable where the stream ends before its end was told."""
         asked = {
             "weights": weights, "settings": settings_values(settings), "stop": list(stop), "stream": stream,
-            "jobs": [{"prompt": list(job.prompt), "seed": job.seed} for job in jobs],
+            "jobs": [{"prompt": list(job.prompt), "seed": job.seed, "max_tokens": job.max_tokens} for job in jobs],
         }  # fmt: skip
         body = json.dumps(asked).encode()
         with self._call("POST", "/groupwise/sample", body, self.patience_s) as answer:

@@ -163,8 +163,8 @@ class VllmEngine(Engine):
         prompts, samples_per_prompt = request.prompts, request.samples_per_prompt
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs = [
-            Job(p.token_ids, request_seed(request.seed, request.scope, p.problem.id, sample, p.occurrence))
-            for p, sample in ((prompts[i], sample) for i, sample in places)
+            Job(p.token_ids, request_seed(request.seed, request.scope, p.problem.id, sample, p.occurrence), request.limit_of(i))
+            for i, sample, p in ((i, sample, prompts[i]) for i, sample in places)
         ]
         done: dict[int, Completion] = {}
         tokens, version = 0, self.policy_version
@@ -180,7 +180,7 @@ class VllmEngine(Engine):
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
-        job = Job(prompt.token_ids, request_seed(seed, "stream", prompt.problem.id, 0))
+        job = Job(prompt.token_ids, request_seed(seed, "stream", prompt.problem.id, 0), settings.max_tokens)
         shown, tokens = "", list[int]()
 
         def show(piece: Sequence[int]) -> None:
@@ -224,7 +224,7 @@ class VllmEngine(Engine):
                         on_piece(row["piece"])
                     if "job" in row:
                         ended.add(asked[row["job"]])
-                        self._check(row, weights, settings)
+                        self._check(row, weights, jobs[asked[row["job"]]].max_tokens)
                         yield asked[row["job"]], row
                         retries.renew()
                 if len(ended) < len(asked):
@@ -256,17 +256,17 @@ class VllmEngine(Engine):
                 "server's version, and continue with --resume"
             )
 
-    def _check(self, row: dict[str, Any], weights: str, settings: SamplingSettings) -> None:
+    def _check(self, row: dict[str, Any], weights: str, most: int) -> None:
         """Raises TrainingError for a completion that is not what was asked for."""
         tokens, logprobs = row["tokens"], row["logprobs"]
         wrong = None
         if row["weights"] != [weights]:
             wrong = f"was sampled from the weights {row['weights']}, not {weights}"
-        elif not 1 <= len(tokens) <= settings.max_tokens or len(logprobs) != len(tokens):
-            wrong = f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, where at most {settings.max_tokens} were asked for"
+        elif not 1 <= len(tokens) <= most or len(logprobs) != len(tokens):
+            wrong = f"has {len(tokens)} tokens and {len(logprobs)} log-probabilities, where at most {most} were asked for"
         elif not all(0 <= token < self._vocabulary for token in tokens):
             wrong = f"has the token {max(tokens)}, beyond the vocabulary of {self._vocabulary}"
-        elif len(tokens) < settings.max_tokens and tokens[-1] not in self.end_token_ids:
+        elif len(tokens) < most and tokens[-1] not in self.end_token_ids:
             wrong = f"ended with the token {tokens[-1]} after {len(tokens)}, which is neither an end token nor the limit"
         if wrong:
             raise TrainingError(f"a completion from {self.link.where} {wrong}: look at the server's version and its model")
@@ -332,7 +332,7 @@ class VllmEngine(Engine):
         """
         assert policy is not None, "the first process was not given the whole weights"
         prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
-        row = dict(self._rows([Job(prompt, 1)], SamplingSettings(max_tokens=_PROBE_TOKENS), repair=repair))[0]
+        row = dict(self._rows([Job(prompt, 1, _PROBE_TOKENS)], SamplingSettings(max_tokens=_PROBE_TOKENS), repair=repair))[0]
         ids = torch.tensor([[*prompt, *row["tokens"]]], device=policy.model.device)
         with torch.no_grad():
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

@@ -63,7 +63,7 @@ __all__ = [
     "shape_of",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 SECRET = "GROUPWISE_VLLM_SECRET"
 
 _SHAPE = (
@@ -74,10 +74,11 @@ _SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One completion that is wanted: the tokens before it, and its seed."""
+    """One completion that is wanted: the tokens before it, its seed, and its most tokens."""
 
     prompt: tuple[int, ...]
     seed: int
+    max_tokens: int
 
 
 class Refused(Exception):

@@ -160,7 +160,7 @@ class _Handler(Handler):
             let_go()
 
     def _sample(self, values: dict[str, Any]) -> None:
-        jobs = [Job(tuple(job["prompt"]), int(job["seed"])) for job in values["jobs"]]
+        jobs = [Job(tuple(job["prompt"]), int(job["seed"]), int(job["max_tokens"])) for job in values["jobs"]]
         rows = self.service.sample(
             values["weights"], settings_from(values["settings"]), jobs, stop=tuple(values["stop"]), stream=bool(values["stream"])
         )
