@@ -32,6 +32,8 @@ class Forked:
     running: list[int]
     codes: list[int] = field(default_factory=list)
     """How they ended, in the order in which they did: an exit code, or minus the signal."""
+    hung: bool = False
+    """Whether none ended for so long that they were ended."""
 
     @property
     def code(self) -> int:
@@ -55,8 +57,8 @@ class Forked:
 
     def end(self, grace_s: float) -> int:
         """Wait until all have ended; once one has ended badly, the others have so long before they are killed."""
-        self.wait(_LONGEST_S)
-        until = time.monotonic() + grace_s
+        self.hung = not self.wait(_LONGEST_S) and not self.code
+        until = time.monotonic() + (0.0 if self.hung else grace_s)
         while self.running and time.monotonic() < until:
             self.look()
             time.sleep(_LOOK_EVERY_S)

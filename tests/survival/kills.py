@@ -162,9 +162,10 @@ def kill_and_compare(kind: str, kills: int, seed: int, place: Path) -> Tally:
     whole = place / "whole"
     started = time.monotonic()
     LAST["turn"] = None
-    code = begin(config, whole, processes_of(kind)).end(60)
+    going = begin(config, whole, processes_of(kind))
+    code = going.end(60)
     longest = time.monotonic() - started
-    if code != 0:
+    if code != 0 or going.hung:
         tally.losses.append(f"the run that was left alone ended with {code}: {told(whole)}")
         return tally
     if "fork" in kind and '"rewritten": true' not in (whole / "completions.jsonl").read_text(encoding="utf-8"):
@@ -188,7 +189,11 @@ def carry_through(config: Config, folder: Path, tally: Tally, chance: random.Ran
         LAST["turn"] = None
         if "episodes" in tally.kind and number is signal.SIGKILL and attempt < 12:
             LAST["turn"], delay_s = chance.randint(1, turns_of(folder.parent / "whole")), 10 * longest_s
-        code = begin(config, folder, processes_of(tally.kind)).stop_after(delay_s, number, chance)
+        going = begin(config, folder, processes_of(tally.kind))
+        code = going.stop_after(delay_s, number, chance)
+        if going.hung:
+            tally.losses.append(f"{folder.name} neither ended nor answered {number.name}: {told(folder)}")
+            return
         if code == 0:
             return
         if code == -signal.SIGKILL:

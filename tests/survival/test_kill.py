@@ -1,11 +1,13 @@
 """A run killed with SIGKILL at random moments, and resumed, ends where the uninterrupted run ends, bit for bit."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.survival import forked
 from tests.survival.kills import KINDS
 from tests.warm import python
 
@@ -18,6 +20,13 @@ def kill(kinds, kills, seed):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize(("command", "code", "hung"), [(["sleep", "600"], -signal.SIGKILL, True), (["false"], 1, False)])
+def test_a_run_that_does_not_end_is_no_killed_one(command, code, hung, monkeypatch):
+    monkeypatch.setattr(forked, "_LONGEST_S", 0.5 if hung else 60.0)
+    going = forked.Forked([os.posix_spawnp(command[0], command, os.environ)])
+    assert (going.end(60), going.hung) == (code, hung)
 
 
 @pytest.mark.slow
