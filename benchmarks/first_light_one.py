@@ -457,7 +457,8 @@ def sampling(place: Place) -> Found:
                         opened.enter_context(_launched())
                     if way == "graph":
                         engine.sample(_prompts(1, 8, shape, 9), 1, SamplingSettings(max_tokens=4), seed=0, scope="warm")
-                    started = place.seconds(lambda: None) + time.perf_counter()
+                    place.wait()
+                    started = time.perf_counter()
                     done = engine.sample(_prompts(rows // 8, place.pick(256, 9), shape, 3), 8, limits, seed=3, scope="light")
                     place.wait()
                     taken = time.perf_counter() - started

@@ -104,7 +104,9 @@ def planned_anew(qkv, *rest):
     """As a library that makes a plan for each new shape."""
     if qkv.shape not in _seen():
         _seen().add(qkv.shape)
-        time.sleep(0.1)
+        until = time.process_time() + 0.1
+        while time.process_time() < until:
+            pass
     return _attend(qkv, *rest)
 
 
