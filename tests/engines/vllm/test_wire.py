@@ -65,11 +65,14 @@ _WORKERS = """
 import json, sys, torch
 from groupwise.engines.vllm.transfer import read
 from groupwise.engines.vllm.wire import opened
-rank, offer = int(sys.argv[1]), json.loads(sys.stdin.read())
-with opened(offer, rank, torch.device("cpu")) as source:
-    first = {name: tensor.double().sum().item() for name, tensor in read(source)}
-    assert first == {name: tensor.double().sum().item() for name, tensor in read(source)}
-print(json.dumps([source.names, first]))
+
+def load(rank, offer):  # in a function, as a worker does: who keeps the source keeps gloo's threads, and is aborted with them at its end
+    with opened(offer, rank, torch.device("cpu")) as source:
+        first = {name: tensor.double().sum().item() for name, tensor in read(source)}
+        assert first == {name: tensor.double().sum().item() for name, tensor in read(source)}
+        return [source.names, first]
+
+print(json.dumps(load(int(sys.argv[1]), json.loads(sys.stdin.read()))))
 """
 
 
