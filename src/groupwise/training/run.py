@@ -275,12 +275,6 @@ class Run:
             self.evaluate_if_due(done - 1)  # a signal came in the middle of it
         return done
 
-    def _make_ready(self) -> None:
-        """Prepare all processes for a checkpoint."""
-        self.sharding.check()
-        if self.ahead is not None:
-            self.ahead.finish_for_checkpoint()
-
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
         ``reference_every``-th step."""
@@ -417,14 +411,15 @@ class Run:
 
     def save(self, done: int, updates: int = 0) -> Path:
         """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
-        assert self.learner is not None
-        self._make_ready()
         snapshot = self._snapshot(done, updates)
         return self.world.on_rank0(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
         """Take a snapshot, a collective call; the first process's is whole."""
         assert self.learner is not None
+        self.sharding.check()
+        if self.ahead is not None:
+            self.ahead.finish_for_checkpoint()
         about = about_run(self.prepared, self.evaluations, None if updates else done)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
 
@@ -436,7 +431,6 @@ class Run:
         assert self.learner is not None
         # After a dropped update there is nothing new, and a good one would go.
         if every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row:
-            self._make_ready()
             snapshot = self._snapshot(step + 1)
             if self.world.is_first:
                 self.writer.begin(snapshot)
