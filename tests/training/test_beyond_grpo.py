@@ -1,4 +1,4 @@
-"""What stands around the objective: a learned value, masks of tokens and completions, entropy, the sampler's correction, a leash that is
+"""What stands around the objective: a learned value, masks of tokens and completions, entropy, the sampler's correction, a KL that is
 steered, a reference that moves. Each against a slow loop in float64, and each the same however the batch is cut."""
 
 import copy
