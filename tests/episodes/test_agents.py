@@ -207,6 +207,7 @@ FAILURES = {
               "error: this request does not go on from the last answer"),
     "edited": ('ask()\nmessages[-1]["content"] += "!"\ntold("x")\nask()\n', "new_conversation", "error: this request does not go on"),
     "same": ("ask()\nmessages.pop()\nask()\n", "new_conversation", "error: this request does not go on"),
+    "nothing new": ("ask()\nask()\n", "new_conversation", "error: this request does not go on"),
     "tools": ('ask()\ntold("x")\nask(tools=[{"type": "function", "function": {"name": "f"}}])\n', "new_conversation", "error: this"),
     "own": ('ask()\ntold("x")\ntold("I said.", "assistant")\ntold("y")\nask()\n', "new_conversation", "error: this request does not"),
     "several": ('ask()\ntold("x")\nask(n=2)\n', "environment_error", "error: .*HTTP Error 400"),
@@ -267,7 +268,7 @@ def samples(prompt_ids, completion):
     return parts
 
 
-@pytest.mark.parametrize("kind", ["other", "edited", "same", "tools", "own"])
+@pytest.mark.parametrize("kind", ["other", "edited", "same", "nothing new", "tools", "own"])
 def test_any_other_conversation_goes_on_where_the_run_forks(tokenizer, agent, kind):
     ((completion,),), _ = played(says(tokenizer, "Fine.", "Well."), tokenizer, agent(FAILURES[kind][0]), rewritten_history="fork")
     assert (completion.finish_reason, completion.reward) == ("stop", None)

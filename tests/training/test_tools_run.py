@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +25,8 @@ from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
-from groupwise.training.warm_start import warm_start
-from tests.tiny import tiny_config, write_tiny_llama
+from groupwise.training.warm_start import check_worked_examples, warm_start
+from tests.tiny import forking, tiny_config, write_tiny_llama
 
 QUIET = Console(quiet=True)
 
@@ -135,9 +138,6 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
     )  # fmt: skip
     prepared = prepare(config)
     policy = load_policy(config.model)
-    before = copy.deepcopy(policy.model).double()
-    losses: list[float] = []
-    used = []
     ((_, ids, own),) = worked_episode(prepared.train_prompts[3], prepared.answer_style, policy.tokenizer, prepared.episodes)
     a = int(prepared.train_prompts[3].problem.question.split()[0])
     assert policy.tokenizer.decode(ids) == (
@@ -145,6 +145,31 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
     )
     said = policy.tokenizer.decode([t for t, s in zip(ids, own, strict=True) if s])
     assert said == f"<call>calculator({a} * 7)</call><|im_end|>It is {7 * a}.<|im_end|>"
+    assert len(learnt_by_a_warm_start(config, prepared, policy)) == 4
+
+
+def test_a_warm_start_learns_all_samples_of_a_script_that_forks(roomy, tmp_path):
+    """And the longest of them must fit the context: the second, which begins with the history."""
+    model = forking(Path(shutil.copytree(roomy, tmp_path / "model")))
+    data = scripted(tmp_path, lambda a: [f"So: <call>calculator({a} * 7)</call>", f"It is {7 * a}."])
+    config = tiny_config(
+        model, data, rollout={"tools": ["calculator"], "rewritten_history": "fork"}, warm_start={"steps": 1, "examples_per_step": 4},
+        rewards={"functions": [{"function": "correctness"}]},
+    )  # fmt: skip
+    prepared = prepare(config)
+    policy = load_policy(config.model)
+    used = learnt_by_a_warm_start(config, prepared, policy)
+    assert len(used) == 8
+    longest = max(len(asked) + len(ids) for asked, ids, _ in used)
+    check = partial(check_worked_examples, config, prepared.train_prompts, policy.tokenizer, prepared.answer_style)
+    check(longest, prepared.episodes)
+    with pytest.raises(DataError, match="the warm start would learn from problem"):
+        check(longest - 1, prepared.episodes)
+
+
+def learnt_by_a_warm_start(config, prepared, policy):
+    """The samples of one step, whose loss is the mean over all tokens that the policy should say in them."""
+    before, losses, used = copy.deepcopy(policy.model).double(), [], []
 
     def spied(*arguments):
         used.extend(played := worked_episode(*arguments))
@@ -159,6 +184,7 @@ def test_the_warm_start_learns_what_the_policy_says_and_not_what_it_is_given(roo
     with torch.no_grad():
         expected = torch.cat([slow_logprobs(before, asked, ids)[torch.tensor(own)] for asked, ids, own in used])
     assert losses == [pytest.approx(-expected.mean().item(), abs=1e-5)]
+    return used
 
 
 def test_the_generator_s_problems_are_worked_with_the_calculator(roomy):
