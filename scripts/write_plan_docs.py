@@ -66,6 +66,16 @@ _PROBLEMS_OF_POLARIS = 53_291
 ONE_CARD = (13 * 3600, 1_868, ("0.5B", "1.5B", "3B"))
 """A public write-up of TRL on one RTX 4090: seconds, steps, and the models that its vocabulary of 151,936 leaves open."""
 _LLAMA = "model.name=meta-llama/Llama-3.1-8B-Instruct model.gradient_checkpointing=true evaluation.max_completion_tokens=512"
+_VERL = (
+    "gsm8k-1.5b-24gb --hardware h100 --world-size 2 --prompt-tokens 103 --completion-tokens 219 model.lora.rank=32 "
+    "rollout.prompts_per_step=64 rollout.completions_per_prompt=5 rollout.max_completion_tokens=1024"
+)
+_PRIME = (
+    "gsm8k-0.5b --hardware h100 --prompt-tokens 36 --completion-tokens 65500 model.name=Qwen/Qwen3-0.6B model.gradient_checkpointing=true "
+    "evaluation.max_completion_tokens=512 algorithm.kl=null rollout.prompts_per_step=1 "
+    "rollout.completions_per_prompt=2 rollout.max_completion_tokens=65500 "
+    "training.micro_batch_tokens=65536"
+)
 PEERS = (
     (
         "[NeMo RL 0.4](https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html), Llama 3.1 8B on 16 H100: 2,048 completions "
@@ -87,6 +97,21 @@ PEERS = (
         f"polaris-3b-qlora --hardware h200 {_LLAMA} rollout.completions_per_prompt=8 rollout.prompts_per_step=1 "
         "rollout.max_completion_tokens=19700 training.micro_batch_tokens=20000 --prompt-tokens 300",
     ),
+    (
+        "[verl](https://github.com/eric-haibin-lin/verl-data/blob/experiments/gsm8k/Qwen2.5-1.5B-bsz64_2-prompt512-resp1024-lorarank32-"
+        "score0.779.log), June 2025, Qwen2.5 1.5B, LoRA 32, 64 x 5 completions of 219 tokens, two GPUs of 80 "
+        "GB that its MFU makes H100s or "
+        "H800s, vLLM without graphs: a step without its test and checkpoint",
+        "step, s", 48.9, _VERL,
+    ),
+    ("The same, learning with both passes before it", "learning, s", 10.1, _VERL),
+    (
+        "[prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines), January "
+        "2026, Qwen3 0.6B trained whole on one "
+        "H100, two micro-batches of 65,536 tokens, layers recomputed",
+        "learning, s", 12.2, _PRIME,
+    ),
+    ("The same", "memory in learning, GB", 21.0, _PRIME),
 )  # fmt: skip
 """What other programs publish of themselves: the setting, what is given, its number, and what comes nearest here."""
 INTRODUCTION = """\
@@ -168,7 +193,12 @@ def _peers() -> str:
     ]
     for title, of, theirs, words in PEERS:
         plan = made(words)
-        ours = plan.cost.step_s if of == "step, s" else plan.peak.bytes / 1e9
+        learning = max(phase.bytes for phase in plan.phases if phase.name in ("learning", "output head"))
+        of_plan = {
+            "step, s": plan.cost.step_s, "learning, s": plan.cost.learning_s, "memory, GB": plan.peak.bytes / 1e9,
+            "memory in learning, GB": learning / 1e9,
+        }  # fmt: skip
+        ours = of_plan[of]
         fits = "" if plan.fits else " (**does not fit**)"
         rows.append(f"| {title} | {of} | {theirs} | {ours:.1f}{fits} | {ours / theirs:.2f} | `{words}` |")
     return "\n".join([*rows, ""])

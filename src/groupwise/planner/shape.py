@@ -126,6 +126,10 @@ _BY_SIZE = {
     "32B": _qwen25(5120, 27648, 64, 40, 8, 152064, False),
     "72B": _qwen25(8192, 29568, 80, 64, 8, 152064, False),
 }
+_QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True), "1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
+    "4B": (2560, 9728, 36, 32, 8, 128, 151936, True), "8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
+}  # fmt: skip
 KNOWN_SHAPES: dict[str, ModelShape] = {
     "smollm2-135m-instruct": ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, architecture="llama"),
     **{
@@ -139,6 +143,7 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
         for size in sizes
         for kind in ("", "-Instruct")
     },
+    **{f"Qwen/Qwen3-{size}": ModelShape(*sizes, head_norm=True, architecture="qwen3") for size, sizes in _QWEN3.items()},
 }
 """Models that recipes and guides name, so that they can be planned without a network."""
 
