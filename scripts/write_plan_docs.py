@@ -72,9 +72,8 @@ _VERL = (
 )
 _PRIME = (
     "gsm8k-0.5b --hardware h100 --prompt-tokens 36 --completion-tokens 65500 model.name=Qwen/Qwen3-0.6B model.gradient_checkpointing=true "
-    "evaluation.max_completion_tokens=512 algorithm.kl=null rollout.prompts_per_step=1 "
-    "rollout.completions_per_prompt=2 rollout.max_completion_tokens=65500 "
-    "training.micro_batch_tokens=65536"
+    "evaluation.max_completion_tokens=512 algorithm.kl=null rollout.prompts_per_step=1 rollout.completions_per_prompt=2 "
+    "rollout.max_completion_tokens=65500 training.micro_batch_tokens=65536"
 )
 PEERS = (
     (
@@ -99,16 +98,14 @@ PEERS = (
     ),
     (
         "[verl](https://github.com/eric-haibin-lin/verl-data/blob/experiments/gsm8k/Qwen2.5-1.5B-bsz64_2-prompt512-resp1024-lorarank32-"
-        "score0.779.log), June 2025, Qwen2.5 1.5B, LoRA 32, 64 x 5 completions of 219 tokens, two GPUs of 80 "
-        "GB that its MFU makes H100s or "
-        "H800s, vLLM without graphs: a step without its test and checkpoint",
+        "score0.779.log), June 2025, Qwen2.5 1.5B, LoRA 32, 64 x 5 completions of 219 tokens, two GPUs of 80 GB that its MFU makes H100s "
+        "or H800s, vLLM without graphs: a step without its test and checkpoint",
         "step, s", 48.9, _VERL,
     ),
     ("The same, learning with both passes before it", "learning, s", 10.1, _VERL),
     (
-        "[prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines), January "
-        "2026, Qwen3 0.6B trained whole on one "
-        "H100, two micro-batches of 65,536 tokens, layers recomputed",
+        "[prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines), January 2026, Qwen3 0.6B trained whole "
+        "on one H100, two micro-batches of 65,536 tokens, layers recomputed",
         "learning, s", 12.2, _PRIME,
     ),
     ("The same", "memory in learning, GB", 21.0, _PRIME),

@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
-        _make_cache()
+        config.stash[_CACHE] = _make_cache()
     if config.getoption("numprocesses", None) and not is_worker:
         return  # the tests run in other processes
     import torch
@@ -68,11 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["GROUPWISE_CACHE"], ignore_errors=True)
+    if _CACHE in config.stash:  # not what the environment names by now: that may be the user's
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
-def _make_cache() -> None:
+_CACHE = pytest.StashKey[Path]()
+
+
+def _make_cache() -> Path:
     """A cache of this session, for its workers and all that they start. Of the user's it shows what does not come of tests."""
     user = Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
     session = Path(tempfile.mkdtemp(prefix="groupwise-cache-"))
@@ -81,6 +84,7 @@ def _make_cache() -> None:
         if kept.name not in ("fast-paths", "user"):
             (session / kept.name).symlink_to(kept)
     os.environ["GROUPWISE_CACHE"] = str(session)
+    return session
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,6 +41,18 @@ def item(found, phase, name):
     return next((i.bytes for p in found if p.name == phase for i in p.items if i.name == name), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768), ("Qwen/Qwen2.5-1.5B", 1_543_714_304), ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-1.7B", 1_720_574_976), ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360), ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+    ],
+)  # fmt: skip
+def test_known_models_have_the_weights_that_their_publishers_count(name, weights):
+    assert KNOWN_SHAPES[name].parameters == weights
+
+
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_qwen3"])
 def test_weights_and_adapters_of_tiny_models(request, family):
     model = request.getfixturevalue(family)()

@@ -174,7 +174,7 @@ def check_fast_paths(config: Any, dtype: torch.dtype, device: torch.device, *, a
     ``again``: do not look into what was kept. Nothing is checked where the lean decoder does not cover the architecture.
     """
     key = _key(config, dtype, device)
-    kept = None if again else _known.get(key, _kept(key))
+    kept = None if again else _known[key] if key in _known else _kept(key)
     if kept is None:
         kept = _check(config, dtype, device, key)
     _known[key] = kept
