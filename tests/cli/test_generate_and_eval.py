@@ -419,3 +419,49 @@ def test_a_line_knows_nothing_of_the_line_before(speaker):
     answer_lines(speaker, ["one", " ", "two"], io.StringIO())
     assert len(speaker.engine.prompts) == 2
     assert "one" not in speaker.engine.prompts[1].casefold()
+
+
+def test_an_evaluation_that_is_stopped_goes_on(groupwise, tiny_model, run_folder, problems, tmp_path, monkeypatch):
+    from groupwise.engines.wrappers import DealtEngine
+
+    out, calls = tmp_path / "both.jsonl", []
+    partial = tmp_path / "both.jsonl.partial"
+    words = ["--data", problems, "rollout.max_completion_tokens=4", "model.dtype=float32", "rollout.max_concurrent_sequences=5"]
+    whole = tmp_path / "whole.jsonl"
+    assert groupwise("eval", tiny_model, run_folder, *words, "--out", whole).exit_code == 0
+
+    serve = DealtEngine.serve
+
+    def stop(engine, request, on_progress=None):
+        calls.append(len(request.prompts))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return serve(engine, request, on_progress)
+
+    monkeypatch.setattr(DealtEngine, "serve", stop)
+    assert groupwise("eval", tiny_model, run_folder, *words, "--out", out).exit_code != 0
+    assert calls == [4, 4, 4], "the first model's two modes, then the second's"
+    assert len(partial.read_text().splitlines()) == 8
+    refused = groupwise("eval", tiny_model, run_folder, *words, "--out", out)
+    assert refused.exit_code == 2
+    assert "holds 8 completions that an evaluation judged before it was stopped: resume it with --resume" in flat(refused.stderr)
+    result = groupwise("eval", tiny_model, run_folder, *words, "--out", out, "--resume", "--json")
+    assert result.exit_code == 0, result.output
+    assert calls[3:] == [4, 4]
+    assert out.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+    again = groupwise("eval", tiny_model, run_folder, *words, "--out", out, "--resume", "--json")
+    assert len(calls) == 5, "all of it is there"
+    figures = [[e["figures"] for e in m["evaluations"]] for m in json.loads(result.stdout)["models"]]
+    assert [[e["figures"] for e in m["evaluations"]] for m in json.loads(again.stdout)["models"]] == figures
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_resume_needs_a_file(groupwise, tiny_model, problems):
+    result = groupwise("eval", tiny_model, "--data", problems, "--resume")
+    assert result.exit_code == 2
+    assert "name the same --out FILE.jsonl as before" in flat(result.stderr)
+
+
+def flat(text):
+    return " ".join(text.split())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from groupwise.distributed import World
     from groupwise.evaluation import Evaluation
     from groupwise.evaluation.models import Judged
+    from groupwise.evaluation.records import PartialRecords
 
 __all__ = ["evaluate"]
 
@@ -47,6 +48,9 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.jsonl", help="Write every completion with its verdicts.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --out: keep what FILE.jsonl, or a stopped command, has, and judge the rest.")
+    ] = False,
     device_map: DeviceMap = None,
     as_json: ProgressAside = False,
     num_processes: NumProcesses = 1,
@@ -61,6 +65,7 @@ def evaluate(
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
       groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
       groupwise eval my-model --data gsm8k:test --shots 4 --num-processes 8
+      groupwise eval my-model --data gsm8k:test --out mine.jsonl --resume
       groupwise eval Qwen/Qwen2.5-32B-Instruct --device-map auto 'model.max_memory={0: 20GiB, cpu: 100GiB}'
       groupwise eval both.jsonl
     """
@@ -68,15 +73,20 @@ def evaluate(
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
+    from groupwise.errors import ConfigError
     from groupwise.evaluation.models import data_overrides
 
+    if resume and out is None:
+        raise ConfigError(
+            "--resume goes on with the records of an --out, and none is given: name the same --out FILE.jsonl as before"
+        )
     models, overrides = _models_and_settings(words)
     options = [f"evaluation.samples={samples}"] if samples else []
     options += [f"evaluation.shots={shots}"] if shots is not None else []
     options += [f"model.device_map={device_map}"] if device_map else []
     aside = console(stderr=True, quiet=not is_first_process())
-    judged, source = _judge(models, [*data_overrides(data), *options, *overrides], aside)
-    from groupwise.evaluation.models import compare_models, write_records
+    judged, source = _judge(models, [*data_overrides(data), *options, *overrides], aside, out, resume)
+    from groupwise.evaluation.models import compare_models, partial_path, write_records
     from groupwise.tracking.text import harmless
 
     if not is_first_process():
@@ -84,6 +94,7 @@ def evaluate(
     comparisons = compare_models(judged)
     if out is not None:
         count = write_records(out, judged)
+        partial_path(out).unlink(missing_ok=True)
         console(stderr=True).print(harmless(f"{count:,} completions with their verdicts in {out}"), soft_wrap=True)
     if as_json:
         print_json(_as_json(judged, comparisons, data or source))
@@ -104,9 +115,11 @@ def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return models, settings
 
 
-def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[list[Judged], str | None]:
+def _judge(
+    models: Sequence[str], overrides: Sequence[str], aside: Console, out: Path | None, resume: bool
+) -> tuple[list[Judged], str | None]:
     """Records files first, since they need no weights; the order is that of ``models``."""
-    from groupwise.evaluation.models import rescore
+    from groupwise.evaluation.models import partial_records, rescore
 
     records = {model: rescore(Path(model)) for model in models if Path(model).suffix == ".jsonl"}
     weights = [model for model in models if model not in records]
@@ -116,8 +129,10 @@ def _judge(models: Sequence[str], overrides: Sequence[str], aside: Console) -> t
         config, names = _shared_settings(weights, overrides, aside)
         source = config.data.eval_source or config.data.source
         with _world(config) as world:
+            partial = partial_records(out, resume, config, world) if out else None
             for model, name in zip(weights, names, strict=True):
-                judged[model] = [(model, _with_weights(name, config, aside, world, title=len(models) > 1))]
+                own = partial.of(model) if partial else None
+                judged[model] = [(model, _with_weights(name, config, aside, world, own, title=len(models) > 1))]
     elif overrides:
         aside.print("records are judged as they were asked for: the settings given have no effect", style="yellow")
     return [one for model in models for one in judged[model]], source
@@ -145,7 +160,9 @@ def _world(config: Config) -> AbstractContextManager[World]:
     return open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s)
 
 
-def _with_weights(name: str, config: Config, aside: Console, world: World, title: bool) -> list[Evaluation]:
+def _with_weights(
+    name: str, config: Config, aside: Console, world: World, partial: PartialRecords | None, title: bool
+) -> list[Evaluation]:
     from groupwise.evaluation.models import evaluate_model
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
@@ -162,7 +179,7 @@ def _with_weights(name: str, config: Config, aside: Console, world: World, title
     trackers = make_trackers(config, None, terminal) if world.is_first else Trackers()
     try:
         with explain_short_memory(remedy=SHORT_OF_MEMORY):
-            return evaluate_model(name, config, further=True, trackers=trackers, world=world)
+            return evaluate_model(name, config, further=True, trackers=trackers, world=world, partial=partial)
     finally:
         trackers.close()
 

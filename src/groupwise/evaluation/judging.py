@@ -19,7 +19,7 @@ from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.episodes import Episodes, render_episode
 from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import figures, headline_verdict, paired_comparison
-from groupwise.evaluation.records import further_verdicts, make_record, references_of
+from groupwise.evaluation.records import PartialRecords, further_verdicts, make_record, references_of
 from groupwise.tracking import Trackers
 from groupwise.types import Message, Problem, Prompt
 
@@ -202,31 +202,22 @@ def evaluate(
     further: bool = False,
     asked: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    partial: PartialRecords | None = None,
 ) -> Evaluation:
     """``samples`` completions per prompt (one where ``mode`` is greedy), graded.
 
     The seed's scope is ``evaluation/<mode>`` at every stage, so that stages are compared on the same random numbers, and the
     first samples of a problem are the same however many are drawn. ``further`` asks for the verdicts of ``groupwise eval``, which
     cost a computer algebra system's time. ``asked`` is what ``conditions`` says. ``on_progress(finished_completions,
-    sampled_tokens)`` comes from the engine.
+    sampled_tokens)`` comes from the engine. ``partial`` has what was judged before, and gets the rest part by part.
 
     Raises:
-        DataError: there are no prompts.
+        DataError: there are no prompts, or ``partial`` is of another evaluation.
     """
     if not prompts:
         raise DataError(NO_PROBLEMS)
     started = time.monotonic()
     samples = 1 if mode == "greedy" else samples
-    sampled = engine.sample(prompts, samples, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=on_progress)
-    assert len(sampled) == len(prompts), f"the engine answered {len(sampled)} of {len(prompts)} prompts"
-    assert all(len(group) == samples for group in sampled), f"the engine did not sample {samples} of each"
-    records = []
-    for prompt, group in zip(prompts, sampled, strict=True):
-        renew_budget()  # for each problem: what some answers cost must not leave the other problems' unchecked
-        judged = [make_record(prompt, completion, style, index) for index, completion in enumerate(group)]
-        if further:
-            judged = [{**r, **further_verdicts(r["response"], references_of(r), style)} for r in judged]
-        records += judged
     sampling = {
         "temperature": 0.0 if settings.greedy else settings.temperature,
         "max_tokens": settings.max_tokens,
@@ -234,6 +225,28 @@ def evaluate(
         "seed": seed,
     }
     told = {"style": style, **(asked or {}), **sampling}
+    records = partial.judged(mode, told, prompts) if partial else []
+    size = partial.part if partial else len(prompts)
+    for first in range(len(records) // samples, len(prompts), size):
+        judged, before = [], (first * samples, sum(record["tokens"] for record in records))
+
+        def progress(finished: int, tokens: int, before: tuple[int, int] = before) -> None:
+            if on_progress is not None:
+                on_progress(before[0] + finished, before[1] + tokens)
+
+        part = prompts[first : first + size]
+        sampled = engine.sample(part, samples, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=progress)
+        assert len(sampled) == len(part), f"the engine answered {len(sampled)} of {len(part)} prompts"
+        assert all(len(group) == samples for group in sampled), f"the engine did not sample {samples} of each"
+        for prompt, group in zip(part, sampled, strict=True):
+            renew_budget()  # for each problem: what some answers cost must not leave the other problems' unchecked
+            rows = [make_record(prompt, completion, style, index) for index, completion in enumerate(group)]
+            if further:
+                rows = [{**r, **further_verdicts(r["response"], references_of(r), style)} for r in rows]
+            judged += rows
+        records += judged
+        if partial:
+            partial.add(mode, told, judged)
     return evaluation_of(records, stage=stage, mode=mode, conditions=told, seconds=time.monotonic() - started)
 
 
@@ -276,8 +289,10 @@ def evaluate_stage(
     further: bool = False,
     available: int | None = None,
     trackers: Trackers | None = None,
+    partial: PartialRecords | None = None,
 ) -> list[Evaluation]:
-    """Every mode of ``config.evaluation``, with a progress bar each; results go to ``trackers`` and are returned in order."""
+    """Every mode of ``config.evaluation``, with a progress bar each; results go to ``trackers`` and are returned in order.
+    ``partial``: see ``evaluate``."""
     trackers = trackers or Trackers()
     results = []
     for mode in config.evaluation.modes:
@@ -300,6 +315,7 @@ def evaluate_stage(
                 further=further,
                 asked=conditions(config, system, available),
                 on_progress=progress,
+                partial=partial,
             )
             bar.advance(len(prompts) * samples - bar.done)
         trackers.evaluation(result)

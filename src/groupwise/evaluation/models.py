@@ -12,14 +12,23 @@ from groupwise.data.named import is_prepared
 from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.durable import write_bytes
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import headline_verdict, holm, paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
-from groupwise.evaluation.records import CONDITIONS, judge_again, read_records
+from groupwise.evaluation.records import CONDITIONS, PartialRecords, judge_again, read_records
 from groupwise.tracking import Trackers
 from groupwise.tracking.files import json_line
 
-__all__ = ["Judged", "compare_models", "data_overrides", "evaluate_model", "rescore", "write_records"]
+__all__ = [
+    "Judged",
+    "compare_models",
+    "data_overrides",
+    "evaluate_model",
+    "partial_path",
+    "partial_records",
+    "rescore",
+    "write_records",
+]
 
 Judged = tuple[str, list[Evaluation]]
 """A model as it was named, and its evaluations, one a mode."""
@@ -33,12 +42,13 @@ def evaluate_model(
     further: bool = False,
     trackers: Trackers | None = None,
     world: World | None = None,
+    partial: PartialRecords | None = None,
 ) -> list[Evaluation]:
     """Load ``model`` (a folder, also an adapter's, or a name) and judge it in every mode of the config.
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
     are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's. The
-    processes of ``world`` divide the problems, and all get the same evaluations.
+    processes of ``world`` divide the problems, and all get the same evaluations. ``partial`` has what was judged before, and gets the rest.
 
     Raises:
         ModelError, DataError: what the model or the data lack.
@@ -91,6 +101,7 @@ def evaluate_model(
             further=further,
             available=len(held_out),
             trackers=trackers,
+            partial=partial,
         )
     finally:
         engine.close()
@@ -140,6 +151,29 @@ def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
             row["p_adjusted"] = adjusted
         compared += rows
     return compared
+
+
+def partial_path(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial")
+
+
+def partial_records(out: Path, resume: bool, config: Config, world: World) -> PartialRecords:
+    """Where an evaluation that writes to ``out`` keeps what it has judged so far. With ``resume`` it begins with what a stopped one left
+    there, or else with ``out`` itself.
+
+    Raises:
+        ConfigError: there is such a file, and ``resume`` is false.
+        DataError: it holds something else.
+    """
+    path = partial_path(out)
+    found = world.on_rank0(lambda: PartialRecords.read(path if path.exists() or not resume else out))
+    if found and not resume:
+        raise ConfigError(
+            f"{str(path)!r} holds {len(found):,} completions that an evaluation judged before it was stopped: resume it with --resume, or "
+            "delete the file to start from the first problem"
+        )
+    part = max(1, config.rollout.max_concurrent_sequences // config.evaluation.samples) * world.size
+    return PartialRecords(path, found, part, writes=world.is_first)
 
 
 def write_records(path: Path, judged: Sequence[Judged]) -> int:

@@ -8,20 +8,25 @@ published ones: the two filters and the comparison of the task ``gsm8k`` (versio
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, extract_answer, extract_final_formula, grade, numeric_value
+from groupwise.durable import write_bytes
 from groupwise.errors import DataError, UncheckedAnswerError
 from groupwise.rewards.functions import boxed_format, strict_xml
+from groupwise.tracking.files import json_line
 from groupwise.types import Completion, Prompt
 
 __all__ = [
     "CONDITIONS",
     "INVALID",
+    "PartialRecords",
     "flexible_extract",
     "further_verdicts",
     "is_well_formed",
@@ -150,6 +155,65 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not records:
         raise DataError(f"the records {str(path)!r} are empty: name a file that `eval --out` wrote")
     return records
+
+
+class PartialRecords:
+    """Records of an evaluation under way, in a file: each part is on the disk before the next is sampled, so that a command that was
+    stopped can be resumed. A line is one of the file that ``eval --out`` writes at its end.
+
+    Args:
+        path: the file.
+        found: the lines that an earlier command left there, as ``read`` gives them. The file is written again with them alone.
+        part: problems that are sampled together.
+        writes: whether this process is the one that writes.
+    """
+
+    def __init__(self, path: Path, found: Sequence[Mapping[str, Any]], part: int, writes: bool = True) -> None:
+        self.path, self.found, self.part, self.writes = path, found, part, writes
+        self.model = ""
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, b"".join(map(json_line, found)))
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """The whole lines of ``path``; none where there is no such file. Raises DataError as ``read_records`` does."""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()  # a stop may have cut the last line
+        return [_parsed(line, f"{path.name} line {number}") for number, line in enumerate(whole, start=1)]
+
+    def of(self, model: str) -> PartialRecords:
+        """The same file, for the records of ``model``."""
+        one = copy(self)
+        one.model = model
+        return one
+
+    def judged(self, mode: str, conditions: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """The records that there are of the first of ``prompts``: of every sample of a problem, or of none.
+
+        Raises DataError where they are of another evaluation than this.
+        """
+        lines = [line for line in self.found if (line["model"], line["mode"]) == (self.model, mode)]
+        samples, asked = conditions["samples"], json.loads(json_line(conditions))
+        lines = lines[: len(lines) - len(lines) % samples]
+        asks = [(prompt.problem.id, prompt.text) for prompt in prompts for _ in range(samples)][: len(lines)]
+        differs = sorted({key for line in lines for key in asked if line.get(key) != asked[key]})
+        if [(line["problem"], line.get("prompt")) for line in lines] != asks:
+            differs = differs or ["problems"]
+        if differs:
+            raise DataError(
+                f"{str(self.path)!r} was left by an evaluation of {self.model} ({mode}) with other {' and '.join(differs)} than now: give "
+                "it the settings that it had, or delete the file to start from the first problem"
+            )
+        return [{key: value for key, value in line.items() if key not in ("model", "mode", *asked)} for line in lines]
+
+    def add(self, mode: str, conditions: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+        """Append ``records``. Raises OSError where the disk does not take them."""
+        if self.writes:
+            with self.path.open("ab") as file:
+                file.write(b"".join(json_line({"model": self.model, "mode": mode, **conditions, **record}) for record in records))
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _parsed(line: str, name: str) -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""An evaluation that is stopped goes on where it was, and comes to what it would have come to."""
+
+import json
+
+import pytest
+
+from groupwise.engines.base import SamplingSettings
+from groupwise.errors import DataError
+from groupwise.evaluation import evaluate
+from groupwise.evaluation.records import PartialRecords
+from groupwise.types import Completion, Problem, Prompt
+
+PROMPTS = [Prompt(Problem(str(i), f"{i} + 1?", str(i + 1)), f"<user>{i} + 1?", (1, 2)) for i in range(7)]
+SETTINGS = SamplingSettings(max_tokens=9)
+
+
+class Adder:
+    """Says i + 1 and, as its second sample, something wrong; breaks before the call number ``breaks``."""
+
+    def __init__(self, breaks=99):
+        self.breaks, self.asked = breaks, []
+
+    def sample(self, prompts, samples_per_prompt, settings, *, seed, scope, on_progress=None):
+        if len(self.asked) == self.breaks:
+            raise KeyboardInterrupt
+        self.asked.append([prompt.problem.id for prompt in prompts])
+        on_progress(len(prompts) * samples_per_prompt, 3 * len(prompts) * samples_per_prompt)
+        said = ("<answer>{}</answer>", "none \ud800 {}")
+        return [
+            tuple(
+                Completion(one.format(int(p.problem.id) + 1), (1, 2, 3), (-1.0,) * 3, "stop") for one in said[:samples_per_prompt]
+            )
+            for p in prompts
+        ]
+
+
+def judge(engine, partial, samples=2, seed=3, progress=None):
+    return evaluate(
+        engine, PROMPTS, stage="eval", mode="sampled", settings=SETTINGS, style="xml", seed=seed, samples=samples, further=True,
+        asked={"data": "sums", "available": 7, "shots": 0}, partial=partial, on_progress=progress,
+    )  # fmt: skip
+
+
+def stopped(path, breaks=2, **words):
+    with pytest.raises(KeyboardInterrupt):
+        judge(Adder(breaks), PartialRecords(path, [], part=2).of("m"), **words)
+
+
+def test_the_parts_come_to_the_whole(tmp_path):
+    whole = judge(Adder(), None)
+    stopped(tmp_path / "p")
+    engine, told = Adder(), []
+    rest = judge(
+        engine,
+        PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=2).of("m"),
+        progress=lambda *n: told.append(n),
+    )
+    assert engine.asked == [["4", "5"], ["6"]]
+    assert rest.records == whole.records
+    assert rest.figures == whole.figures
+    assert told == [(12, 36), (14, 42)], "progress counts what was there"
+    lines = PartialRecords.read(tmp_path / "p")
+    assert [(line["problem"], line["sample"]) for line in lines] == [(str(i), s) for i in range(7) for s in (0, 1)]
+    nothing_left = Adder()
+    again = judge(nothing_left, PartialRecords(tmp_path / "p", lines, part=2).of("m"))
+    assert (nothing_left.asked, again.records) == ([], whole.records)
+
+
+@pytest.mark.parametrize(("cut", "left"), [(1, 6), (40, 6), (None, 8)])
+def test_a_problem_with_half_its_samples_is_judged_again(tmp_path, cut, left):
+    """A stop while a line was written leaves a part of it, and of that problem one sample."""
+    stopped(tmp_path / "p")
+    content = (tmp_path / "p").read_bytes()
+    (tmp_path / "p").write_bytes(content[:-cut] if cut else content)
+    found = PartialRecords.read(tmp_path / "p")
+    assert len(found) == (7 if cut else 8)
+    engine = Adder()
+    rest = judge(engine, PartialRecords(tmp_path / "p", found, part=2).of("m"))
+    assert engine.asked[0][0] == str(left // 2)
+    assert rest.records == judge(Adder(), None).records
+
+
+def test_models_have_records_of_their_own(tmp_path):
+    stopped(tmp_path / "p")
+    engine = Adder()
+    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=7).of("another"))
+    assert engine.asked == [[str(i) for i in range(7)]]
+
+
+def test_what_another_evaluation_left_is_refused(tmp_path):
+    stopped(tmp_path / "p")
+    found = PartialRecords.read(tmp_path / "p")
+    with pytest.raises(DataError, match="with other seed than now"):
+        judge(Adder(), PartialRecords(tmp_path / "p", found, part=2).of("m"), seed=4)
+    with pytest.raises(DataError, match="with other samples than now"):
+        judge(Adder(), PartialRecords(tmp_path / "p", found, part=2).of("m"), samples=1)
+    others = [{**line, "prompt": "<user>Please: " + line["prompt"]} for line in found]
+    with pytest.raises(DataError, match="with other problems than now"):
+        judge(Adder(), PartialRecords(tmp_path / "p", others, part=2).of("m"))
+    with pytest.raises(DataError, match="with other problems than now"):
+        judge(Adder(), PartialRecords(tmp_path / "p", [*found, *found, *found], part=2).of("m"))
+
+
+def test_a_process_that_does_not_write_knows_what_was_judged(tmp_path):
+    stopped(tmp_path / "p")
+    found = PartialRecords.read(tmp_path / "p")
+    before = (tmp_path / "p").read_bytes()
+    second = judge(Adder(), PartialRecords(tmp_path / "p", found, part=2, writes=False).of("m"))
+    assert (second.n, (tmp_path / "p").read_bytes()) == (7, before)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "p").write_text(json.dumps({"step": 1}) + "\n")
+    with pytest.raises(DataError, match="p line 1 is no record"):
+        PartialRecords.read(tmp_path / "p")
+    assert PartialRecords.read(tmp_path / "nothing") == []
