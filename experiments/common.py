@@ -50,6 +50,7 @@ class Experiment:
     """Writes the figure of the numbers to a path."""
     report: Callable[[Mapping[str, Any]], str]
     """The numbers as Markdown, for the page."""
+    page: Path = PAGE
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def publish(experiment: Experiment, numbers: Mapping[str, Any], out: Path = FIGU
     experiment.draw(numbers, out / f"{experiment.name}.svg")
     report = experiment.report(numbers)
     if out.resolve() == FIGURES:
-        write_block(PAGE, experiment.name, report)
+        write_block(experiment.page, experiment.name, report)
     print(report)
 
 

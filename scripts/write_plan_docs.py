@@ -131,8 +131,8 @@ TARGETS = (
         f"gsm8k-1.5b-8gpu --hardware a100-80gb --world-size 8 {_TOKENS} rollout.prompts_per_step=256 rollout.completions_per_prompt=4",
     ),
     (
-        "[verl](https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md), Qwen2-7B-Instruct: 89 to 89.8%, 15 epochs of 1,024 x 5, "
-        "four updates each",
+        "[verl](https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md), Qwen2-7B-Instruct: 89 to 89.8%, 15 epochs of "
+        "1,024 x 5, four updates each",
         435, 1.5,
         f"gsm8k-7b-8gpu --hardware a100-80gb --world-size 8 {_TOKENS}",
     ),
@@ -237,9 +237,9 @@ def _targets() -> str:
     rows = [
         "## Hours to published accuracies",
         "",
-        "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume that",
-        f"as many teach as much here. The first figure is the plan's. The range divides it by {most} and {least}, which is how much of other",
-        "programs' learning their plans above had foreseen. Dollars: 0.40 for an hour of an RTX 4090, 1.50 for one of an A100.",
+        "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume",
+        f"that as many teach as much here. The first figure is the plan's. The range divides it by {most} and {least}, which is how much",
+        "of other programs' learning their plans above had foreseen. Dollars: 0.40 for an hour of an RTX 4090, 1.50 of an A100.",
         "",
         "| published, of GSM8K's test split | completions | steps | hours | dollars | `groupwise plan` |",
         "|---|---|---|---|---|---|",

@@ -1,0 +1,205 @@
+"""What a recipe's runs came to: held-out accuracy by step, before and after on the whole test split, and what it cost.
+
+    groupwise train gsm8k-1.5b-cpu training.seed=0 --run-folder runs/seed-0      # and further seeds
+    groupwise eval MODEL runs/seed-0 runs/seed-1 --data gsm8k:test evaluation.problems=null 'evaluation.modes=[greedy]' \\
+        --out judged.jsonl --resume
+    python -m experiments.headline runs/seed-0 runs/seed-1 --judged judged.jsonl
+    python -m experiments.headline --redraw
+
+It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training. Models are
+known there by the words of the command line, runs by their folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_numbers
+from groupwise.evaluation import paired_comparison, rescore
+from groupwise.evaluation.figures import figures
+from groupwise.tracking.reading import RunRecord, read_run
+
+__all__ = ["EXPERIMENT", "draw", "measure", "report"]
+
+WATTS = 30
+"""Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W."""
+VERDICTS = ("strict", "lenient")
+
+
+def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
+    """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
+    return {"runs": [one_run(read_run(run)) for run in runs], "judged": [] if judged is None else whole_split(judged)}
+
+
+def one_run(run: RunRecord) -> dict[str, Any]:
+    counted = [{"step": _step(run, one.stage), **_figures(one.records)} for one in run.evaluations if one.mode == "greedy"]
+    code, asked = run.environment.get("code") or {}, run.settings
+    rollout = asked["rollout"]
+    group = rollout["prompts_per_step"] * rollout["completions_per_prompt"]
+    tokens = sum(value * group for _, value in run.series("completions/tokens_mean"))
+    return {
+        "seed": asked["training"]["seed"],
+        "steps": run.last_step,
+        "of": asked["training"]["steps"],
+        "batch": [rollout["prompts_per_step"], rollout["completions_per_prompt"], rollout["max_completion_tokens"]],
+        "revision": str(code.get("revision", "unknown"))[:7],
+        "seconds": (run.summary or {}).get("seconds"),
+        "step_seconds": sum(value for _, value in run.series("time/step_s")),
+        "sampled_tokens": round(tokens),
+        "peak_gib": max((value for _, value in run.series("memory/peak_gib")), default=None),
+        "evaluations": sorted(counted, key=lambda row: row["step"]),
+        "accuracy": [value for _, value in run.series("accuracy/strict")],
+        "tokens": [value for _, value in run.series("completions/tokens_mean")],
+    }
+
+
+def _step(run: RunRecord, stage: str) -> int:
+    return {"base": 0, "warm_start": 0, "final": run.last_step}.get(stage) or int(stage.rpartition("-")[2].replace("base", "0"))
+
+
+def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = figures(records)
+    return {key: found[key] for key in ("n", *VERDICTS, "format_rate", "stop_rate", "mean_tokens")}
+
+
+def whole_split(path: Path) -> list[dict[str, Any]]:
+    """Each model of the file, and what changed from the first one, problem by problem."""
+    models = [(model, one) for model, evaluations in rescore(path) for one in evaluations if one.mode == "greedy"]
+    before = models[0][1].records
+    rows = []
+    for i, (model, one) in enumerate(models):
+        row: dict[str, Any] = {"model": Path(model).name, "data": one.conditions.get("data"), **_figures(one.records)}
+        if i:
+            row["against_first"] = {key: paired_comparison(before, one.records, key=key) for key in VERDICTS}
+        rows.append(row)
+    return rows
+
+
+def draw(numbers: Mapping[str, Any], path: Path) -> None:
+    from experiments.style import COLOURS, figure
+
+    with figure(path, ["held out, greedy", "in training, at temperature 1"], width=9) as (held_out, training):
+        for run, colour in zip(numbers["runs"], COLOURS, strict=False):
+            steps = [row["step"] for row in run["evaluations"]]
+            for verdict, style in zip(VERDICTS, ("-", "--"), strict=True):
+                middle, low, high = zip(*(row[verdict] for row in run["evaluations"]), strict=True)
+                held_out.plot(steps, middle, style, marker="o", color=colour, label=f"{verdict}, seed {run['seed']}")
+                if verdict == "strict":
+                    held_out.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            training.plot(range(1, len(run["accuracy"]) + 1), run["accuracy"], color=colour, label=f"strict, seed {run['seed']}")
+        for axis in (held_out, training):
+            axis.set_ylim(0, 1)
+            axis.set_xlabel("step")
+            axis.legend()
+
+
+def report(numbers: Mapping[str, Any]) -> str:
+    parts = ["![Held-out accuracy by step, and accuracy in training](figures/headline.svg)"]
+    if numbers["judged"]:
+        parts.append(_split_table(numbers["judged"]))
+    runs = numbers["runs"]
+    rows = []
+    for run in runs:
+        for row in run["evaluations"]:
+            shares = [_share(row[verdict]) for verdict in VERDICTS]
+            shown = [
+                str(run["seed"]),
+                str(row["step"]),
+                str(row["n"]),
+                *shares,
+                f"{row['format_rate']:.1%}",
+                f"{row['stop_rate']:.1%}",
+            ]
+            rows.append([*shown, f"{row['mean_tokens']:.0f}"])
+    header = ["seed", "after step", "problems", "strict", "lenient", "in the format", "stopped", "tokens"]
+    parts.append(f"In between, greedy:\n\n{markdown_table(header, rows)}")
+    parts.append(f"What it cost:\n\n{_costs(runs)}")
+    found = numbers["environment"]
+    parts.append(
+        f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {found['processor']}, "
+        f"{found['cores']} cores, torch {found['torch']}, transformers {found['transformers']}, {found['date']}."
+    )
+    return "\n\n".join(parts)
+
+
+def _costs(runs: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for run in runs:
+        seconds = run["seconds"] or run["step_seconds"]
+        prompts, completions, limit = run["batch"]
+        steps = f"{run['steps']} of {run['of']}" if run["steps"] < run["of"] else str(run["steps"])
+        hours = f"{run['step_seconds'] / 3600:.2f}"
+        whole = f"{seconds / 3600:.2f}" if run["seconds"] else "-"
+        peak = "-" if run["peak_gib"] is None else f"{run['peak_gib']:.1f} GiB"
+        rows.append([
+            str(run["seed"]), steps, f"{prompts} x {completions} x {limit}", f"{run['sampled_tokens']:,}", hours, whole, peak,
+            f"{WATTS * seconds / 3.6e6:.2f} kWh", run["revision"],
+        ])  # fmt: skip
+    header = ["seed", "steps", "batch", "tokens sampled", "hours of steps", "hours in all", "peak", "energy", "revision"]
+    return markdown_table(header, rows)
+
+
+def _split_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    shown = []
+    for row in rows:
+        cells = [
+            row["model"],
+            *(_share(row[verdict]) for verdict in VERDICTS),
+            f"{row['format_rate']:.1%}",
+            f"{row['stop_rate']:.1%}",
+        ]
+        for verdict in VERDICTS:
+            change = row.get("against_first", {}).get(verdict)
+            if change is None:
+                cells.append("-")
+                continue
+            low, high = change["difference_interval"]
+            cells.append(
+                f"{100 * change['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}); {change['fixed']} fixed, {change['broken']} "
+                f"broken, p = {change['p_value']:.1g}"
+            )
+        shown.append([*cells[:5], f"{row['mean_tokens']:.0f}", *cells[5:]])
+    header = [
+        "model",
+        "strict",
+        "lenient",
+        "in the format",
+        "stopped",
+        "tokens",
+        "strict, points gained",
+        "lenient, points gained",
+    ]
+    title = f"All {rows[0]['n']:,} problems of {rows[0]['data']}, greedy; 95% intervals, McNemar's exact test:"
+    return f"{title}\n\n{markdown_table(header, shown)}"
+
+
+def _share(found: Sequence[float]) -> str:
+    middle, low, high = found
+    return f"{middle:.1%} ({low:.1%} to {high:.1%})"
+
+
+EXPERIMENT = Experiment("headline", dict, draw, report, page=ROOT / "docs" / "results.md")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = argparse.ArgumentParser(prog="python -m experiments.headline")
+    options.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, of one recipe with several seeds")
+    options.add_argument("--judged", type=Path, help="records of groupwise eval --out: the model before, then the runs")
+    options.add_argument("--out", type=Path, default=FIGURES)
+    options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
+    chosen = options.parse_args(arguments)
+    if not chosen.redraw and not chosen.runs:
+        options.error("name the folder of a run, or --redraw")
+    numbers = (
+        read_numbers("headline", chosen.out)
+        if chosen.redraw
+        else measure(chosen.runs, chosen.judged) | {"environment": environment()}
+    )
+    publish(EXPERIMENT, numbers, chosen.out)
+
+
+if __name__ == "__main__":
+    main()

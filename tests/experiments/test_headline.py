@@ -1,0 +1,92 @@
+"""The headline's table and figure from runs' folders and the records of an evaluation."""
+
+import json
+
+import pytest
+import yaml
+
+pytest.importorskip("matplotlib")
+
+from experiments import headline
+from experiments.common import read_numbers
+from groupwise.config import dump_config, load_config
+from groupwise.engines.base import SamplingSettings
+from groupwise.evaluation import evaluate, write_records
+from groupwise.types import Completion, Problem, Prompt
+
+PROBLEMS = [Prompt(Problem(f"p{i}", f"{i} + 1?", str(i + 1)), f"{i} + 1?", (1, 2)) for i in range(20)]
+
+
+class Knows:
+    """Right on the first ``right`` problems; its wrong answers have the right number outside of the tags where ``lenient``."""
+
+    def __init__(self, right, lenient=0):
+        self.right, self.lenient = right, lenient
+
+    def sample(self, prompts, samples_per_prompt, settings, *, seed, scope, on_progress=None):
+        return [(Completion(self.answer(int(p.problem.id[1:])), (1, 2, 3), (-1.0,) * 3, "stop"),) for p in prompts]
+
+    def answer(self, i):
+        known = i + 1 if i < self.right else -7
+        tail = f"\nThe answer is {i + 1}." if self.right <= i < self.right + self.lenient else ""
+        return f"<reasoning>\nx\n</reasoning>\n<answer>\n{known}\n</answer>{tail}"
+
+
+def judged(engine):
+    return evaluate(
+        engine, PROBLEMS, stage="eval", mode="greedy", settings=SamplingSettings(max_tokens=9, greedy=True), style="xml", seed=1,
+        further=True, asked={"data": "sums", "available": 20, "prompt_format": "bare", "shots": 0},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "seed-3"
+    (folder / "evaluations").mkdir(parents=True)
+    config = yaml.safe_load(dump_config(load_config("gsm8k-1.5b-cpu")))
+    config["training"] |= {"seed": 3, "steps": 4}
+    config["rollout"] |= {"prompts_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 320}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "environment.json").write_text(json.dumps({"code": {"revision": "abcdef1234567"}}))
+    rows = [
+        {"step": i, "completions/tokens_mean": 10.0 * i, "time/step_s": 60.0, "accuracy/strict": i / 8, "memory/peak_gib": 9.0 + i}
+        for i in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for stage, right in (("base", 2), ("step-2", 9)):
+        lines = "".join(json.dumps(record) + "\n" for record in judged(Knows(right, 5)).records)
+        (folder / "evaluations" / f"{stage}-greedy.jsonl").write_text(lines)
+    return folder
+
+
+def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
+    records = tmp_path / "judged.jsonl"
+    write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
+    headline.main([str(run), "--judged", str(records), "--out", str(tmp_path)])
+    numbers = read_numbers("headline", tmp_path)
+    (one,) = numbers["runs"]
+    assert (one["seed"], one["steps"], one["of"], one["batch"], one["revision"]) == (3, 2, 4, [2, 8, 320], "abcdef1")
+    assert one["sampled_tokens"] == 16 * (10 + 20)
+    assert (one["step_seconds"], one["seconds"], one["peak_gib"]) == (120, None, 11)
+    assert [(row["step"], row["strict"][0], row["lenient"][0]) for row in one["evaluations"]] == [(0, 0.1, 0.35), (2, 0.45, 0.7)]
+    before, after = numbers["judged"]
+    assert (before["strict"][0], before["lenient"][0]) == (0.1, 0.4)
+    strict, lenient = (after["against_first"][key] for key in ("strict", "lenient"))
+    assert (strict["difference"], strict["fixed"], strict["broken"]) == (0.5, 10, 0)
+    assert strict["p_value"] == pytest.approx(2 * 0.5**10)
+    assert (lenient["difference"], lenient["fixed"], lenient["broken"]) == (pytest.approx(0.2), 4, 0)
+
+    table = headline.report(numbers)
+    assert "| before | 10.0% (2.8% to 30.1%) | 40.0%" in table
+    assert "10 fixed, 0 broken, p = 0.002" in table
+    assert "| 3 | 2 of 4 | 2 x 8 x 320 | 480 | 0.03 | - | 11.0 GiB | 0.00 kWh | abcdef1 |" in table
+    assert (tmp_path / "headline.svg").read_bytes().count(b"seed 3") == 3
+    drawn = (tmp_path / "headline.svg").read_bytes()
+    headline.main(["--redraw", "--out", str(tmp_path)])
+    assert (tmp_path / "headline.svg").read_bytes() == drawn
+
+
+def test_a_run_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        headline.main([])
+    assert "name the folder of a run" in capsys.readouterr().err
