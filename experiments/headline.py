@@ -6,8 +6,7 @@
     python -m experiments.headline runs/seed-0 runs/seed-1 --judged judged.jsonl
     python -m experiments.headline --redraw
 
-It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training. Models are
-known there by the words of the command line, runs by their folders.
+It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_the_parts_come_to_the_whole(tmp_path):
     assert engine.asked == [["4", "5"], ["6"]]
     assert rest.records == whole.records
     assert rest.figures == whole.figures
-    assert told == [(12, 36), (14, 42)], "progress counts what was there"
+    assert told == [(8, 0), (12, 12), (14, 18)], "what was there is finished, and was not sampled by this command"
     lines = PartialRecords.read(tmp_path / "p")
     assert [(line["problem"], line["sample"]) for line in lines] == [(str(i), s) for i in range(7) for s in (0, 1)]
     nothing_left = Adder()

@@ -49,7 +49,13 @@ def run(tmp_path):
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "environment.json").write_text(json.dumps({"code": {"revision": "abcdef1234567"}}))
     rows = [
-        {"step": i, "completions/tokens_mean": 10.0 * i, "time/step_s": 60.0, "accuracy/strict": i / 8, "memory/peak_gib": 9.0 + i}
+        {
+            "step": i,
+            "completions/tokens_mean": 10.0 * i,
+            "time/step_s": 60.0,
+            "accuracy/strict": i / 8,
+            "memory/peak_gib": 9.0 + i,
+        }
         for i in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -310,6 +310,27 @@ def test_the_modes_of_one_evaluation_are_told_apart():
     assert rows[3:] == ["this model", "greedy"]
 
 
+@pytest.mark.parametrize("begun_at", [0, 40])
+def test_completions_that_are_sampled_together_are_not_foretold_from_the_first_that_end(now, begun_at):
+    """200 completions of at most 320 tokens, five seconds for each token of all: the shortest ends after 10 of them."""
+    trackers = Trackers([ConsoleTracker(terminal(live=True)[0])])
+    lengths = [10, *range(62, 320)][: 200 - begun_at]
+    with trackers.phase("evaluation", 200, "problems") as bar:
+        bar.most_tokens = 320
+        bar.begun_at = begun_at
+        bar.advance(begun_at)
+        (shown,) = trackers.sinks[0].phases
+        for step in range(1, max(lengths) + 1):
+            now[0] += 5
+            ended = begun_at + sum(length <= step for length in lengths)
+            bar.advance(ended - bar.done, tokens=sum(min(length, step) for length in lengths))
+            if step == 10:
+                assert shown.left_s == pytest.approx(5 * 310, rel=0.05), "not 199 times the ten tokens that are over"
+            if 10 <= step < max(lengths):
+                assert 0 < shown.left_s <= 5 * 310
+        assert shown.left_s == 0
+
+
 def test_within_a_long_step_the_time_left_only_falls(now):
     """The mean pace counts finished steps alone: the time that the step under way has taken so far makes nothing slower."""
     phase = Phase("GRPO", 10, "steps", lambda changed: None)

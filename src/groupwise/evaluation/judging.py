@@ -209,7 +209,8 @@ def evaluate(
     The seed's scope is ``evaluation/<mode>`` at every stage, so that stages are compared on the same random numbers, and the
     first samples of a problem are the same however many are drawn. ``further`` asks for the verdicts of ``groupwise eval``, which
     cost a computer algebra system's time. ``asked`` is what ``conditions`` says. ``on_progress(finished_completions,
-    sampled_tokens)`` comes from the engine. ``partial`` has what was judged before, and gets the rest part by part.
+    sampled_tokens)`` comes from the engine. ``partial`` has what was judged before, which is finished and not sampled, and gets the
+    rest part by part.
 
     Raises:
         DataError: there are no prompts, or ``partial`` is of another evaluation.
@@ -226,9 +227,11 @@ def evaluate(
     }
     told = {"style": style, **(asked or {}), **sampling}
     records = partial.judged(mode, told, prompts) if partial else []
-    size = partial.part if partial else len(prompts)
-    for first in range(len(records) // samples, len(prompts), size):
-        judged, before = [], (first * samples, sum(record["tokens"] for record in records))
+    found, size = len(records), partial.part if partial else len(prompts)
+    if found and on_progress is not None:
+        on_progress(found, 0)
+    for first in range(found // samples, len(prompts), size):
+        judged, before = [], (first * samples, sum(record["tokens"] for record in records[found:]))
 
         def progress(finished: int, tokens: int, before: tuple[int, int] = before) -> None:
             if on_progress is not None:
@@ -299,8 +302,11 @@ def evaluate_stage(
         samples = 1 if mode == "greedy" else config.evaluation.samples
         name = "evaluation" if stage == "eval" else f"evaluation, {stage.replace('_', ' ')}"
         with trackers.phase(f"{name} ({mode})", len(prompts) * samples, "problems" if samples == 1 else "completions") as bar:
+            bar.most_tokens = sampling_settings(config, mode).max_tokens
 
             def progress(finished: int, tokens: int, bar: Any = bar) -> None:
+                if not tokens:
+                    bar.begun_at = finished
                 bar.advance(finished - bar.done, tokens=tokens)
 
             result = evaluate(

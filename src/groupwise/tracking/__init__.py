@@ -135,6 +135,7 @@ class Trackers:
 
 
 def follow(sink: ConsoleTracker, source: Phase, shown: Phase) -> None:
+    shown.begun_at, shown.most_tokens = source.begun_at, source.most_tokens
     shown.advance(source.done - shown.done, **source.numbers)
 
 

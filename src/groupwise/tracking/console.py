@@ -238,6 +238,8 @@ class Phase:
     """When the last unit was done."""
     last_units: float = 1
     """How many units were done together then."""
+    most_tokens: int | None = None
+    """The longest a unit can become, where units are sampled together: ``numbers`` has the ``tokens`` so far."""
 
     def __post_init__(self) -> None:
         self.done = max(self.done, self.begun_at)
@@ -259,14 +261,20 @@ class Phase:
     def left_s(self) -> float | None:
         """Time left if the rest goes at the mean pace of what is done; ``None`` before anything is done or where no total is known.
 
-        Within a unit, such as a step, it only falls: to what the units after it take, where this one takes longer than usual.
+        Within a unit, such as a step, it only falls: to what the units after it take, where this one takes longer than usual. Units that
+        are sampled together end late, nearly all at once: it is no longer than if all that are not done became as long as they can.
         """
         passed = self.done - self.begun_at
         if not self.total or passed <= 0:
             return None
         pace, rest = (self.done_s - self.started_s) / passed, self.total - self.done
         since = time.monotonic() - self.done_s
-        return max(0.0, pace * (rest - self.last_units), pace * rest - since)
+        left = max(0.0, pace * (rest - self.last_units), pace * rest - since)
+        tokens = self.numbers.get("tokens", 0)
+        if self.most_tokens is None or not tokens:
+            return left
+        sampled = tokens * rest / (self.total - self.begun_at)  # of those that are not done, if they were as long as the others
+        return min(left, self.elapsed_s / tokens * max(0.0, rest * self.most_tokens - sampled))
 
     @property
     def count(self) -> str:
