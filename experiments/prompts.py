@@ -2,10 +2,12 @@
 
     python -m experiments.prompts                                # the embedded model on the generator's problems
     python -m experiments.prompts --model FOLDER --data gsm8k:train ...   # another model, on GSM8K
+    python -m experiments.prompts ... --wordings tutorial --name "1.5B, concat" prompt.style=concat   # without a chat template
     python -m experiments.prompts --redraw
 
 Every wording is judged on the same problems with greedy samples. Wordings are chosen on training problems, so that a test split stays
-unseen. A wording that is measured is kept in ``docs/figures/prompts.json`` and is not measured again.
+unseen. A wording that is measured is kept in ``docs/figures/prompts.json`` under the model's ``--name`` and is not measured again: other
+settings want another name. The column "stopped" says how the prompt's style bears on stopping.
 """
 
 from __future__ import annotations
@@ -100,11 +102,12 @@ def measure(
     name: str | None = None,
     before: Mapping[str, Any] | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda numbers: None,
+    wordings: Sequence[str] = tuple(WORDINGS),
 ) -> dict[str, Any]:
-    """Judge every wording that ``before`` does not have for this model; ``keep`` is called with all numbers after each."""
+    """Judge every one of ``wordings`` that ``before`` does not have for this model; ``keep`` is called with all numbers after each."""
     numbers: dict[str, Any] = {"models": {}, **(before or {})}
     rows = numbers["models"].setdefault(name or Path(model).name, {})
-    for wording in WORDINGS:
+    for wording in wordings:
         if wording not in rows:
             rows[wording] = judge(model, data, wording, settings)
             keep(numbers)
@@ -119,6 +122,9 @@ def main() -> None:
     options.add_argument("--model", default="smollm2-135m-instruct")
     options.add_argument("--name", help="how tables call the model (its folder's name)")
     options.add_argument("--data", default="arithmetic")
+    options.add_argument(
+        "--wordings", nargs="+", default=list(WORDINGS), choices=WORDINGS, metavar="WORDING", help="by default all"
+    )
     options.add_argument("--out", type=Path, default=FIGURES)
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     options.add_argument("settings", nargs="*", default=[], help="such as data.folder=FOLDER evaluation.problems=200")
@@ -131,7 +137,7 @@ def main() -> None:
     begun = environment()
     measure(
         chosen.model, chosen.data, chosen.settings, chosen.name, before,
-        lambda numbers: publish(EXPERIMENT, numbers | {"environment": begun}, chosen.out),
+        lambda numbers: publish(EXPERIMENT, numbers | {"environment": begun}, chosen.out), chosen.wordings,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from experiments import prompts
-from experiments.common import read_numbers
+from experiments.common import PAGE, read_block, read_numbers
 
 ROW = {
     "n": 4, "strict_accuracy": 0.25, "strict_interval": [0.0, 0.7], "lenient_accuracy": 0.5, "lenient_interval": [0.1, 0.9],
@@ -49,3 +49,17 @@ def test_what_is_judged_is_kept_and_not_judged_again(monkeypatch, tmp_path):
     assert [wording for _, wording in judged] == ["short", "tutorial", "filled", *list(prompts.WORDINGS)[2:]]
     assert "tutorial | 50.0% | 25.0% (0.0% to 70.0%)" in prompts.report(read_numbers("prompts", tmp_path))
     assert (tmp_path / "prompts.svg").read_bytes().count(b"<text") > len(prompts.WORDINGS)
+
+
+def test_one_wording_can_be_asked_in_another_style_under_a_name_of_its_own(monkeypatch, tmp_path):
+    judged = []
+    monkeypatch.setattr(prompts, "judge", lambda model, data, wording, settings: judged.append((wording, settings)) or ROW)
+    words = ["prompts", "--wordings", "tutorial", "--name", "m, concat", "--out", str(tmp_path), "prompt.style=concat"]
+    monkeypatch.setattr("sys.argv", words)
+    prompts.main()
+    assert judged == [("tutorial", ["prompt.style=concat"])]
+    assert list(read_numbers("prompts", tmp_path)["models"]) == ["m, concat"]
+
+
+def test_the_page_has_a_place_for_the_table():
+    assert read_block(PAGE, prompts.EXPERIMENT.name) is not None
