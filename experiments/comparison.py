@@ -1,20 +1,21 @@
-"""Command line, figure and table of a comparison of runs: what ``learning_curves`` and ``faults`` share."""
+"""Command line, figure and table of a comparison of runs: what ``learning_curves``, ``faults`` and ``puzzle`` share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.common import FIGURES, ROOT, Experiment, describe, markdown_table, publish, read_numbers
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
-__all__ = ["Comparison", "compare", "held_out", "pooled"]
+__all__ = ["Comparison", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
 
 SMOOTHING = 3
 """Steps over which training accuracy is averaged in figures: a step has only a few dozen completions."""
@@ -34,10 +35,27 @@ class Comparison:
     """Whether seconds per step belong into the table: only where the machine does nothing else."""
     shown: Mapping[str, str] = field(default_factory=dict)
     """Further columns: heading -> curve, whose mean over steps and seeds is shown."""
+    recipe: str = "quickstart"
+    settings: tuple[str, ...] = ()
+    """Of all runs; ``--set`` wins over them, and a variant's own over both."""
+    budget: Budget = field(default_factory=Budget)
+    """What the command line's numbers are by default."""
+    equal: Literal["completions", "steps"] = "completions"
+    """What all runs have as many of. A step is a sampled batch, whether or not an update follows each."""
+    work: str = "comparisons"
+    """Folder below ``runs`` for finished runs. Comparisons with warm starts of their own need one of their own."""
+    jobs: int = 2
+    """Runs at a time, by default."""
+    before: str | None = None
+    """``module:function`` that warm starts call first (``runs.Job.before``)."""
+    further: Callable[[Mapping[str, Any]], str] | None = None
+    """More Markdown from the numbers, under the table."""
 
     @property
     def experiment(self) -> Experiment:
-        return Experiment(self.name, dict, draw, partial(report, name=self.name, timed=self.timed, shown=self.shown))
+        return Experiment(
+            self.name, dict, draw, partial(report, name=self.name, timed=self.timed, shown=self.shown, further=self.further)
+        )
 
 
 def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -48,15 +66,17 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
     else:
         jobs = 0 if options.finished else options.jobs
         chosen = comparison.variants(options.variants)
-        numbers = run_all(chosen, options.seeds, budget, options.work, jobs=jobs, settings=options.set) | {
-            "settings": options.set
-        }
+        settings = [*comparison.settings, *options.set]
+        numbers = run_all(
+            chosen, options.seeds, budget, options.work, jobs=jobs, settings=settings, recipe=comparison.recipe,
+            before=comparison.before,
+        ) | {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal}  # fmt: skip
     publish(comparison.experiment, numbers, options.out)
     return numbers
 
 
 def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Budget]:
-    plain = Budget()
+    plain = comparison.budget
     options = argparse.ArgumentParser(
         prog=f"python -m experiments.{comparison.name}", description=comparison.description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -71,8 +91,8 @@ def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[arg
     options.add_argument("--evaluate-every", type=int, default=plain.evaluate_every, help="steps")
     options.add_argument("--problems", type=int, default=plain.problems, help="held-out problems of an evaluation")
     options.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all runs")
-    options.add_argument("--jobs", type=int, default=2, help="runs at a time; the cores are divided among them")
-    options.add_argument("--work", type=Path, default=ROOT / "runs" / "comparisons", help="finished runs are kept here")
+    options.add_argument("--jobs", type=int, default=comparison.jobs, help="runs at a time; the cores are divided among them")
+    options.add_argument("--work", type=Path, default=ROOT / "runs" / comparison.work, help="finished runs are kept here")
     options.add_argument("--out", type=Path, default=FIGURES, help="folder of the JSON file and the figure")
     options.add_argument("--finished", action="store_true", help="start no run: show those that are finished")
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
@@ -81,22 +101,65 @@ def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[arg
     return chosen, budget
 
 
+def amount(numbers: Mapping[str, Any]) -> int:
+    """How many completions, or steps, each run has in all."""
+    return int(numbers["budget"][numbers.get("equal", "completions")])
+
+
+def started(numbers: Mapping[str, Any], variant: str, seed: str) -> dict[str, Any]:
+    """The evaluation of what the variant began with."""
+    start = numbers["starts"][seed + numbers.get("start_of", {}).get(variant, "")]
+    return {**start["evaluations"][-1], "step": 0}
+
+
 def held_out(numbers: Mapping[str, Any], variant: str) -> dict[int, list[float]]:
-    """Strict accuracy on held-out problems by completions learnt from, one number per seed; 0 is the shared warm-started model."""
+    """Strict accuracy on held-out problems by completions learnt from, or steps, one number per seed; 0 is the shared start."""
     found: dict[int, list[float]] = {}
     for seed, run in numbers["runs"][variant].items():
-        per_step = numbers["budget"]["completions"] // len(run["curves"]["accuracy/strict"])
-        start = {**numbers["starts"][seed]["evaluations"][-1], "step": 0}
-        for row in (start, *run["evaluations"]):
-            found.setdefault(row["step"] * per_step, []).append(row["strict_accuracy"])
+        per_update = amount(numbers) // len(run["curves"]["accuracy/strict"])
+        for row in (started(numbers, variant, seed), *run["evaluations"]):
+            found.setdefault(row["step"] * per_update, []).append(row["strict_accuracy"])
     return found
 
 
 def pooled(numbers: Mapping[str, Any], variant: str) -> tuple[float, tuple[float, float], int]:
     """Strict accuracy after the last step over all seeds together, its 95% interval (Wilson), and the number of answers."""
-    rows = [run["evaluations"][-1] for run in numbers["runs"][variant].values()]
-    right, n = sum(round(row["strict_accuracy"] * row["n"]) for row in rows), sum(row["n"] for row in rows)
+    right, n = _counts(numbers, variant, list(numbers["runs"][variant]))
     return right / n, wilson_interval(right, n), n
+
+
+def _counts(numbers: Mapping[str, Any], variant: str, seeds: Sequence[str]) -> tuple[int, int]:
+    """Right answers after the last step, and all, of these seeds."""
+    rows = [numbers["runs"][variant][seed]["evaluations"][-1] for seed in seeds]
+    return sum(round(row["strict_accuracy"] * row["n"]) for row in rows), sum(row["n"] for row in rows)
+
+
+def newcombe_interval(right: int, n: int, others_right: int, others_n: int) -> tuple[float, float]:
+    """95% interval of right / n - others_right / others_n, both from samples of their own.
+
+    R. G. Newcombe (1998), "Interval estimation for the difference between independent proportions: comparison of eleven methods",
+    method 10: from the two Wilson intervals.
+    """
+    p, q = right / n, others_right / others_n
+    (low_p, high_p), (low_q, high_q) = wilson_interval(right, n), wilson_interval(others_right, others_n)
+    return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
+
+
+def difference(numbers: Mapping[str, Any], one: str, other: str) -> tuple[float, tuple[float, float], list[float]] | None:
+    """How much more of the held-out answers ``one`` has right than ``other`` in the end, with its interval, and seed by seed.
+
+    Of the seeds that both have; None where there is none. The interval takes all answers as independent: that both judge the same
+    problems makes it wider than need be, that runs of one seed share their weights makes it narrower. What chance does from run to
+    run is to be seen seed by seed.
+    """
+    mine, theirs = numbers["runs"].get(one, {}), numbers["runs"].get(other, {})
+    seeds = [seed for seed in mine if seed in theirs]
+    if not seeds:
+        return None
+    counts = (*_counts(numbers, one, seeds), *_counts(numbers, other, seeds))
+    last = [(mine[s]["evaluations"][-1], theirs[s]["evaluations"][-1]) for s in seeds]
+    by_seed = [a["strict_accuracy"] - b["strict_accuracy"] for a, b in last]
+    return counts[0] / counts[1] - counts[2] / counts[3], newcombe_interval(*counts), by_seed
 
 
 def training_accuracy(numbers: Mapping[str, Any], variant: str) -> list[list[float]]:
@@ -119,8 +182,8 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
         for index, (name, axis, colour) in enumerate(zip(names, axes, COLOURS * rows, strict=False)):
             first = [statistics.fmean(column) for column in zip(*curves[names[0]], strict=True)]
             if index:
-                axis.plot(_completions(numbers, len(first)), first, color=INK, linewidth=1, linestyle="--")
-            band(axis, _completions(numbers, len(curves[name][0])), curves[name], colour)
+                axis.plot(_along(numbers, len(first)), first, color=INK, linewidth=1, linestyle="--")
+            band(axis, _along(numbers, len(curves[name][0])), curves[name], colour)
             points = held_out(numbers, name)
             mean = [statistics.fmean(accuracies) for accuracies in points.values()]
             spread = [[m - min(a) for m, a in zip(mean, points.values(), strict=True)],
@@ -128,22 +191,26 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
             axis.errorbar(list(points), mean, yerr=spread, fmt="o", color=colour, markersize=5, linewidth=1.2)
             axis.set_ylim(0, 0.9)
             if index >= len(names) - columns:
-                axis.set_xlabel("completions")
+                axis.set_xlabel(numbers.get("equal", "completions"))
             if index % columns == 0:
                 axis.set_ylabel("right (strict)")
 
 
-def _completions(numbers: Mapping[str, Any], steps: int) -> list[int]:
-    """Completions learnt from after each of ``steps`` steps."""
-    return [numbers["budget"]["completions"] * (i + 1) // steps for i in range(steps)]
+def _along(numbers: Mapping[str, Any], updates: int) -> list[int]:
+    """Completions learnt from, or steps, after each of ``updates``."""
+    return [amount(numbers) * (i + 1) // updates for i in range(updates)]
 
 
-def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Mapping[str, str] | None = None) -> str:
+def report(
+    numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Mapping[str, str] | None = None,
+    further: Callable[[Mapping[str, Any]], str] | None = None,
+) -> str:  # fmt: skip
     """Figure, table, and what was measured on what."""
     shown = shown or {}
     budget, seeds = numbers["budget"], numbers["seeds"]
     checks = sorted({at for variant in numbers["runs"] for at in held_out(numbers, variant)})
-    header = ["", *(f"held out, {at} completions" for at in checks), "the last, all seeds", "in training, last quarter",
+    what = numbers.get("equal", "completions")
+    header = ["", *(f"held out, {at} {what}" for at in checks), "the last, all seeds", "in training, last quarter",
               "gradient norm", "clipped", *(["s per step"] if timed else []), *shown]  # fmt: skip
     rows = [
         [f"`{variant}`", *_row(numbers, variant, checks, timed), *_means(numbers, variant, shown.values())]
@@ -152,16 +219,18 @@ def report(numbers: Mapping[str, Any], name: str, timed: bool = True, shown: Map
     total = sum(run["seconds"] for runs in numbers["runs"].values() for run in runs.values())
     missing = f" Not run: {', '.join(f'`{name}`' for name in numbers['missing'])}." if numbers["missing"] else ""
     took = f" All runs together took {total / 60:.0f} minutes of process time." if timed else ""
+    all_have = f", {amount(numbers)} {what} in all" if what == "completions" else ""
     return "\n\n".join(
         [
-            f"![A panel per run: accuracy by completions, in training and held out](../docs/figures/{name}.svg)",
+            f"![A panel per run: accuracy by {what}, in training and held out](../docs/figures/{name}.svg)",
             "Lines: right completions of a step, averaged over three steps; mean and range over the seeds. "
             f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems.",
             markdown_table(header, rows),
             f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval (Wilson's). "
             "Gradient norm: the median before clipping; clipped: the share of steps above `optimizer.max_grad_norm`.",
             f"Each run: {budget['steps']} steps of {budget['prompts_per_step']} problems x {budget['completions_per_prompt']} "
-            f"completions where its name says nothing else, {budget['completions']} completions in all.{took}{missing} {describe(numbers)}",
+            f"completions where its name says nothing else{all_have}.{took}{missing} {describe(numbers)}",
+            *([further(numbers)] if further else []),
         ]
     )
 
@@ -206,4 +275,6 @@ def max_grad_norm(numbers: Mapping[str, Any], name: str) -> float | None:
     from groupwise import load_config
 
     words = [*numbers["settings"], *numbers["variants"][name]]  # of earlier versions too, whose other settings had other names
-    return load_config("quickstart", [word for word in words if word.startswith("optimizer.")]).optimizer.max_grad_norm
+    return load_config(
+        numbers.get("recipe", "quickstart"), [word for word in words if word.startswith("optimizer.")]
+    ).optimizer.max_grad_norm

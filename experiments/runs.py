@@ -1,20 +1,22 @@
 """Several short GRPO runs that differ in a few settings, one process each, kept as they finish so that a stop loses little.
 
-The task and the model are the quickstart's. Of each seed there is one warm start, made once; every variant of that seed begins
-from its weights, sees the same problems in the same order and samples the same number of completions.
+The task and the model are the recipe's, the quickstart's by default. Of each seed there is one warm start, made once; every variant of
+that seed begins from its weights and sees the same problems in the same order. (A recipe without a warm start begins from its model.)
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ __all__ = ["CURVES", "Budget", "Job", "Variant", "carry_out", "grpo_job", "run_a
 
 CURVES = ("accuracy/strict", "reward/mean", "policy/loss", "policy/kl", "policy/entropy", "optimizer/grad_norm", "time/step_s",
           "rollout/staleness", "policy/sampler_mismatch", "policy/correction_cut", "policy/clip_share",
-          "time/wait_s", "time/sample_s", "time/learn_s")  # fmt: skip
+          "time/wait_s", "time/sample_s", "time/learn_s", "completions/truncated", "completions/stop_rate")  # fmt: skip
 """What is kept of each step, where it is logged."""
 
 
@@ -54,6 +56,18 @@ class Budget:
             f"evaluation.problems={self.problems}",
         ]
 
+    def accumulated(self, batches: int) -> Budget:
+        """The same problems and completions with one update for so many batches. Raises SystemExit where steps do not divide by it."""
+        if self.steps % batches or self.evaluate_every % batches:
+            raise SystemExit(
+                f"{self.steps} steps with an evaluation every {self.evaluate_every} do not divide into updates of {batches} batches: "
+                f"give --steps and --evaluate-every multiples of {batches}"
+            )
+        return replace(
+            self, steps=self.steps // batches, evaluate_every=self.evaluate_every // batches,
+            prompts_per_step=self.prompts_per_step * batches,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -61,17 +75,27 @@ class Variant:
 
     name: str
     settings: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    """Settings of the warm start too: variants that agree in them share one."""
+    accumulated: int = 1
+    """Batches of the budget whose gradients make one update. Sampled by one policy, they are one batch of as many times the problems; that
+    a sum has this many times a mean's length is nothing to Adam, nor to a clip that shortens both."""
+    before: str | None = None
+    """``Job.before`` of its runs; that of warm starts is the comparison's."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: a run of the quickstart recipe with ``settings``, whose numbers go to ``result``."""
+    """One process: a run of ``recipe`` with ``settings``, whose numbers go to ``result``."""
 
     name: str
     settings: tuple[str, ...]
     result: str
     keep_model: str | None = None
     """Folder for the trained model; by default it is thrown away."""
+    recipe: str = "quickstart"
+    before: str | None = None
+    """``module:function`` that the process calls first, for what no setting can say."""
 
     @property
     def done(self) -> bool:
@@ -80,7 +104,13 @@ class Job:
             found = json.loads(Path(self.result).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        return found["settings"] == list(self.settings) and (self.keep_model is None or Path(self.keep_model).is_dir())
+        same = all(found.get(key, value) == value for key, value in self.conditions.items())
+        return same and (self.keep_model is None or Path(self.keep_model).is_dir())
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What the numbers depend on."""
+        return {"settings": list(self.settings), "recipe": self.recipe, "before": self.before}
 
 
 COMMON = ("evaluation.modes=[sampled]", "evaluation.at_start=false", "evaluation.show=0", "output.log_completions=0",
@@ -88,12 +118,25 @@ COMMON = ("evaluation.modes=[sampled]", "evaluation.at_start=false", "evaluation
 """Settings of all runs. The size of micro-batches changes memory, not the gradient."""
 
 
-def warm_start_job(seed: int, budget: Budget, work: Path, settings: Sequence[str] = ()) -> Job:
-    """The seed's shared starting point: the recipe's warm start alone, judged as all runs are."""
-    name = f"warm-start-{seed}"
+def warm_start_job(
+    seed: int, budget: Budget, work: Path, settings: Sequence[str] = (), start: Sequence[str] = (), recipe: str = "quickstart",
+    before: str | None = None,
+) -> Job:  # fmt: skip
+    """The seed's shared starting point: the recipe's warm start alone, with ``start``, judged as all runs are.
+
+    Where the recipe has no warm start, the untrained model is judged, and nothing is kept.
+    """
+    from groupwise import load_config
+
+    name = f"warm-start-{seed}{_suffix(start)}"
     problems = f"evaluation.problems={budget.problems}"
-    given = (*COMMON, problems, *settings, f"training.seed={seed}", "training.steps=0")
-    return Job(name, given, str(work / f"{name}.json"), keep_model=str(work / f"{name}.model"))
+    given = (*COMMON, problems, *settings, *start, f"training.seed={seed}", "training.steps=0")
+    kept = str(work / f"{name}.model") if load_config(recipe, list(given)).warm_start.steps else None
+    return Job(name, given, str(work / f"{name}.json"), kept, recipe, before)
+
+
+def _suffix(start: Sequence[str]) -> str:
+    return "".join("-" + re.sub(r"[^\w.]+", "-", word).strip("-") for word in start)
 
 
 def warm_starts(seeds: Sequence[int], budget: Budget, work: Path, settings: Sequence[str] = ()) -> dict[int, Path]:
@@ -104,40 +147,48 @@ def warm_starts(seeds: Sequence[int], budget: Budget, work: Path, settings: Sequ
     return {seed: Path(str(job.keep_model)) for seed, job in jobs.items()}
 
 
-def grpo_job(variant: Variant, seed: int, budget: Budget, work: Path, settings: Sequence[str] = ()) -> Job:
-    """GRPO as ``variant`` has it, from the seed's warm-started weights."""
-    start = f"model.name={work / f'warm-start-{seed}.model'}"
-    given = (*COMMON, *budget.settings(), *settings, f"training.seed={seed}", start, "warm_start.steps=0", *variant.settings)
+def grpo_job(variant: Variant, seed: int, budget: Budget, work: Path, settings: Sequence[str], start: Job) -> Job:
+    """GRPO as ``variant`` has it, from where ``start`` ends."""
+    begin = [f"model.name={start.keep_model}", "warm_start.steps=0"] if start.keep_model else []
+    cut = budget.accumulated(variant.accumulated).settings()
+    given = (*COMMON, *cut, *settings, f"training.seed={seed}", *begin, *variant.start, *variant.settings)
     name = f"{variant.name}-{seed}"
-    return Job(name, given, str(work / f"{name}.json"))
+    return Job(name, given, str(work / f"{name}.json"), recipe=start.recipe, before=variant.before)
 
 
 def run_all(
-    variants: Sequence[Variant], seeds: Sequence[int], budget: Budget, work: Path, *, jobs: int, settings: Sequence[str] = ()
-) -> dict[str, Any]:
+    variants: Sequence[Variant], seeds: Sequence[int], budget: Budget, work: Path, *, jobs: int, settings: Sequence[str] = (),
+    recipe: str = "quickstart", before: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Do what is not done yet, ``jobs`` processes at a time, and gather the numbers of every variant and seed.
 
     Stopped and called again with the same arguments, it goes on with the runs that are not finished; with ``jobs`` 0 it only gathers.
-    Runs without a result are listed as ``missing``. The environment is that of the last run.
+    Runs without a result are listed as ``missing``. The environment is that of the last run. ``before``: what processes of warm starts
+    call first (``Job.before``). A run with ``output.checkpoint_every`` among its settings goes on from its newest checkpoint.
     """
     work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    starts = [warm_start_job(seed, budget, work, settings) for seed in seeds]
-    runs = {(v.name, seed): grpo_job(v, seed, budget, work, settings) for seed in seeds for v in variants}
-    failed = [*_do(starts, jobs), *_do([*runs.values()], jobs)] if jobs else []
+    starts = {
+        (seed, start): warm_start_job(seed, budget, work, settings, start, recipe, before)
+        for seed in seeds
+        for start in dict.fromkeys(v.start for v in variants)
+    }
+    runs = {(v.name, seed): grpo_job(v, seed, budget, work, settings, starts[seed, v.start]) for seed in seeds for v in variants}
+    failed = [*_do([*starts.values()], jobs), *_do([*runs.values()], jobs)] if jobs else []
     finished = [job for job in runs.values() if job.done]
     if not finished:
         raise SystemExit("no run is finished: see the logs in " + str(work))
     return {
         "budget": {**asdict(budget), "completions": budget.completions},
         "seeds": list(seeds),
-        "starts": {str(seed): _result(job) for seed, job in zip(seeds, starts, strict=True) if job.done},
+        "starts": {f"{seed}{_suffix(start)}": _result(job) for (seed, start), job in starts.items() if job.done},
+        "start_of": {v.name: _suffix(v.start) for v in variants if v.start},
         "runs": {
             v.name: found
             for v in variants
             if (found := {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done})
         },
-        "variants": {v.name: list(v.settings) for v in variants},
+        "variants": {v.name: [*v.start, *v.settings] for v in variants},
         "missing": [f"{v.name}-{seed}" for seed in seeds for v in variants if not runs[v.name, seed].done],
         "failed": failed,
         "environment": json.loads(Path(finished[-1].result).read_text(encoding="utf-8"))["environment"],
@@ -180,17 +231,24 @@ def carry_out(job: Job) -> None:
     from groupwise import load_config, train
 
     threads, begun = os.environ.get("OMP_NUM_THREADS"), environment()
-    config = load_config("quickstart", [*job.settings, *([f"training.threads={threads}"] if threads else [])])
-    scratch = Path(job.result).with_suffix(".run")
-    shutil.rmtree(scratch, ignore_errors=True)  # what a run that was stopped may have left
+    if job.before:
+        module, _, function = job.before.partition(":")
+        getattr(importlib.import_module(module), function)()
+    config = load_config(job.recipe, [*job.settings, *([f"training.threads={threads}"] if threads else [])])
+    scratch, conditions = Path(job.result).with_suffix(".run"), Path(job.result).with_suffix(".begun")
+    text = json.dumps(job.conditions)
+    resume = config.output.checkpoint_every > 0 and conditions.exists() and conditions.read_text(encoding="utf-8") == text
+    if not resume:
+        shutil.rmtree(scratch, ignore_errors=True)  # what a run that was stopped may have left
+        conditions.write_text(text, encoding="utf-8")
     # Unchecked: some experiments make mistakes on purpose.
-    outcome = train(config, recipe=job.name, run_folder=scratch, console=Console(width=100), check=False)
+    outcome = train(config, recipe=job.name, run_folder=scratch, console=Console(width=100), check=False, resume=resume)
     logged = scratch / "metrics.jsonl"  # a warm start alone has none
     metrics = [json.loads(line) for line in logged.read_text(encoding="utf-8").splitlines()] if logged.exists() else []
     summary = outcome.summary
     found = {
         "name": job.name,
-        "settings": list(job.settings),
+        **job.conditions,
         "curves": {key: _rounded([row.get(key) for row in metrics]) for key in CURVES if any(key in row for row in metrics)},
         "evaluations": [
             _judged(row, config.training.steps) for row in (*summary["training_evaluations"], *summary["evaluations"])
@@ -201,10 +259,11 @@ def carry_out(job: Job) -> None:
     if job.keep_model:
         shutil.rmtree(job.keep_model, ignore_errors=True)
         shutil.move(scratch / "final_model", job.keep_model)
-    shutil.rmtree(scratch)
     aside = Path(job.result).with_suffix(".partial")
     aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
     aside.rename(job.result)
+    shutil.rmtree(scratch)
+    conditions.unlink()
 
 
 def _rounded(numbers: Sequence[float | None]) -> list[float | None]:

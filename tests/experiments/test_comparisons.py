@@ -4,46 +4,26 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import groupwise
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, PAGE, read_block, read_numbers
-from experiments.comparison import compare, draw, held_out, pooled, report
+from experiments.comparison import compare, difference, draw, held_out, newcombe_interval, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
 from experiments.faults import variants as faults
 from experiments.learning_curves import COMPARISON as CURVES
 from experiments.learning_curves import presets
-from experiments.runs import Budget, Variant, run_all
+from experiments.puzzle import COMPARISON as PUZZLE
+from experiments.puzzle_large import COMPARISON as PUZZLE_LARGE
+from experiments.runs import Budget, Variant
+from experiments.stop_habit import COMPARISON as STOP_HABIT
 from groupwise import load_config
 from groupwise.config.presets import PRESETS
+from groupwise.data.order import problems_for_step
+from groupwise.errors import StoppedError
 
-COMPARISONS = [CURVES, FAULTS, AHEAD]
-
-
-@pytest.fixture
-def tiny_runs(tiny_folder, sums, tmp_path, monkeypatch):
-    """``run_all`` over a random model, in this process; with the list of jobs that were carried out."""
-    carried_out = []
-
-    def here(job, threads):
-        carried_out.append(job.name)
-        runs.carry_out(job)
-        return job.done
-
-    monkeypatch.setattr(runs, "_process", here)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = [f"data.source={sums}", "data.holdout=4", "prompt.system=none", "rollout.max_completion_tokens=4",
-                "model.dtype=float32", "rewards.functions=[{function: length, arguments: {target: 3}}]"]  # fmt: skip
-    budget = Budget(steps=2, prompts_per_step=2, completions_per_prompt=2, evaluate_every=1, problems=4)
-
-    first = [f"model.name={tiny_folder}", "warm_start.steps=1", "warm_start.examples_per_step=2"]
-    real = runs.warm_start_job
-    monkeypatch.setattr(runs, "warm_start_job", lambda s, b, w, given=(): real(s, b, w, [*given, *first]))
-
-    def call(variants):
-        return run_all(variants, [0], budget, tmp_path / "work", jobs=1, settings=settings)
-
-    return call, carried_out, tmp_path / "work"
+COMPARISONS = [CURVES, FAULTS, AHEAD, PUZZLE, PUZZLE_LARGE, STOP_HABIT]
 
 
 def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_change(tiny_runs, tmp_path):
@@ -97,6 +77,43 @@ def test_the_table_says_what_the_numbers_say():
     assert cells[4:] == ["50%", "3", "67%", "3.0"], "the last step, median norm, two of three norms above 1, seconds"
 
 
+@pytest.mark.parametrize(
+    ("right", "n", "others", "others_n", "low", "high"),
+    [
+        (56, 70, 48, 80, 0.0524, 0.3339),
+        (9, 10, 3, 10, 0.1705, 0.8090),
+        (6, 7, 2, 7, 0.0582, 0.8062),
+        (5, 56, 0, 29, -0.0381, 0.1926),
+    ],
+)
+def test_newcombes_interval_is_that_of_his_paper(right, n, others, others_n, low, high):
+    """R. G. Newcombe (1998), Statistics in Medicine 17, 873-890, table II, method 10."""
+    assert newcombe_interval(right, n, others, others_n) == pytest.approx((low, high), abs=5e-5)
+    assert newcombe_interval(others, others_n, right, n) == pytest.approx((-high, -low), abs=5e-5)
+
+
+def test_a_difference_is_of_the_seeds_that_both_have():
+    numbers = made_up([30, 40, 50])
+    numbers["runs"]["other"] = {s: made_up([20, 50])["runs"]["grpo"][s] for s in ("0", "1")}
+    points, interval, by_seed = difference(numbers, "grpo", "other")
+    assert points == pytest.approx(0.35 - 0.35)
+    assert interval == newcombe_interval(70, 200, 70, 200)
+    assert by_seed == pytest.approx([0.1, -0.1])
+    assert difference(numbers, "grpo", "missing") is None
+
+
+def test_runs_of_equal_steps_are_drawn_by_steps_however_many_batches_make_an_update():
+    numbers = {**made_up([30, 40, 50]), "equal": "steps"}
+    numbers["budget"] |= {"steps": 60}
+    run = numbers["runs"]["grpo"]["0"]
+    run["curves"] = {**run["curves"], "accuracy/strict": [0.2] * 10}
+    run["evaluations"] = [{**run["evaluations"][0], "step": 5}, {**run["evaluations"][0], "step": 10}]
+    numbers["runs"] = {"grpo": {"0": run}}
+    assert list(held_out(numbers, "grpo")) == [0, 30, 60]
+    assert "held out, 30 steps" in report(numbers, "x")
+    assert "completions in all" not in report(numbers, "x")
+
+
 def test_every_preset_keeps_its_own_beta_in_the_recipe():
     for variant in presets([]):
         config = load_config("quickstart", list(variant.settings))
@@ -111,6 +128,55 @@ def test_every_fault_has_the_budget_of_the_recipe_and_differs_from_it():
         assert config.completions_per_step * config.training.steps == Budget().completions, variant.name
         assert (config == plain) == (variant.name == "recipe"), variant.name
     assert next(iter(FAULT_SETTINGS)) == "recipe"
+
+
+def test_accumulated_batches_are_the_first_ones_and_steps_must_divide():
+    budget = Budget(steps=12, prompts_per_step=2, completions_per_prompt=8, evaluate_every=6)
+    six = budget.accumulated(6)
+    assert six.completions == budget.completions
+    assert (six.steps, six.evaluate_every) == (2, 1)
+    one_by_one = [i for step in range(6) for i in problems_for_step(40, budget.prompts_per_step, step, seed=0)]
+    assert problems_for_step(40, six.prompts_per_step, 0, seed=0) == one_by_one
+    with pytest.raises(SystemExit, match="12 steps with an evaluation every 6 do not divide into updates of 5 batches"):
+        budget.accumulated(5)
+
+
+def test_variants_that_ask_differently_start_from_warm_starts_of_their_own(tiny_runs):
+    call, carried_out, work = tiny_runs
+    numbers = call(
+        [Variant("concat", (), ("prompt.style=concat",)), Variant("chat", (), ("prompt.style=chat",)), Variant("again")]
+    )
+    starts = ["warm-start-0-prompt.style-concat", "warm-start-0-prompt.style-chat", "warm-start-0"]
+    assert carried_out == [*starts, "concat-0", "chat-0", "again-0"]
+    assert list(numbers["starts"]) == ["0-prompt.style-concat", "0-prompt.style-chat", "0"]
+    assert all(len(held_out(numbers, name)[0]) == 1 for name in ("concat", "chat", "again"))
+    made = {name: (work / f"{name}.model" / "model.safetensors").read_bytes() for name in starts}
+    assert made[starts[0]] != made[starts[1]] == made[starts[2]], "chat is what the recipe says anyway"
+
+
+def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tiny_runs, monkeypatch):
+    call, _, work = tiny_runs
+    whole = call([Variant("whole")])["runs"]["whole"]["0"]
+    real, resumed = groupwise.train, []
+
+    def stopped(config, **given):
+        def stop(report):
+            if report.step == 2:
+                raise KeyboardInterrupt
+
+        return real(config, **given, on_step=stop)
+
+    parts = [Variant("parts", ("output.checkpoint_every=1", "output.checkpoint_in_background=false"))]
+    monkeypatch.setattr(groupwise, "train", stopped)
+    with pytest.raises((KeyboardInterrupt, StoppedError)):
+        call(parts)
+    monkeypatch.setattr(groupwise, "train", lambda config, **given: resumed.append(given["resume"]) or real(config, **given))
+    found = call(parts)["runs"]["parts"]["0"]
+    assert resumed == [True]
+    assert found["curves"]["optimizer/grad_norm"] == whole["curves"]["optimizer/grad_norm"]
+    assert found["curves"]["reward/mean"] == whole["curves"]["reward/mean"]
+    assert [row["step"] for row in found["evaluations"]] == [1, 2]
+    assert not [*work.glob("*.run"), *work.glob("*.begun")]
 
 
 def test_unknown_presets_are_refused():

@@ -1,0 +1,27 @@
+"""The two decisive runs of ``puzzle`` on a model of 1.5B: 16 completions a step against 84, by an adapter, on GSM8K.
+
+    python -m experiments.puzzle_large --set model.name=FOLDER data.folder=FOLDER
+
+``model.name``: the model's folder. ``data.folder``: where ``gsm8k/train.jsonl`` and ``test.jsonl`` are; without it the Hub is asked. The
+recipe is ``gsm8k-1.5b-cpu``, which has no warm start. A run that was stopped goes on from its newest checkpoint, of every second step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from experiments.comparison import compare
+from experiments.puzzle import COMPARISON as SMALL
+from experiments.puzzle import variants
+from experiments.runs import Budget
+
+DECISIVE = ("2x8", "7x12")
+COMPARISON = replace(
+    SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large",
+    variants=lambda names: variants(names or DECISIVE), jobs=1,
+    settings=("optimizer.warmup_steps=0.1", "output.checkpoint_every=2", "output.keep_best=false"),
+    budget=Budget(steps=12, prompts_per_step=2, completions_per_prompt=8, evaluate_every=6, problems=96),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    compare(COMPARISON)
