@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 
 from experiments import accumulation, bf16_weights, group_size, loss_at_zero, loss_spikes, ratio, stop_token
 from experiments.common import FIGURES, PAGE, ROOT, environment, main, read_block, read_numbers
+from experiments.comparison import newcombe_interval
 from experiments.toy import STOP, ToyPolicy, backward, objective
 from groupwise.metrics import wilson_interval
 
@@ -201,6 +202,9 @@ def test_the_intervals_of_14_and_27_of_30_are_those_of_the_page():
     for right in (14, 27):
         low, high = wilson_interval(right, 30)
         assert f"{low:.1%} to {high:.1%}" in " ".join(text.split())
+    low, high = newcombe_interval(27, 30, 14, 30)
+    assert f"of the difference {100 * low:.1f} to {100 * high:.1f} points" in " ".join(text.split())
+    assert all(newcombe_interval(14, 30, other, 30)[0] < 0 for other in (7, 11, 12)), "none is clearly below"
 
 
 def test_the_readme_lists_every_experiment():
