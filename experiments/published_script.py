@@ -251,13 +251,20 @@ def _our_loss(objective: Any, data: Mapping[str, Any], logprobs_NL: Any, rewards
     return float(loss)
 
 
+def inherited(model: Path) -> dict[str, float]:
+    """What ``generate`` takes from the model's own file, or else its defaults, where a script says nothing."""
+    file = model / "generation_config.json"
+    own = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {key: own.get(key, default) for key, default in (("top_k", 50), ("top_p", 1.0), ("repetition_penalty", 1.0))}
+
+
 def run_ours(given: Mapping[str, Any], drawn: Sequence[int]) -> dict[str, Any]:
-    """``tutorial-1.5b`` with the same numbers, on the rows that the script drew, in its order."""
+    """``tutorial-1.5b`` with the same numbers, on the rows that the script drew, in its order, cut off at the model's top-k and top-p."""
     from rich.console import Console
 
     from groupwise import load_config, train
 
-    folder = Path(given["folder"])
+    folder, sampling = Path(given["folder"]), inherited(Path(given["model"]))
     rows = Path(given["data"]).read_text(encoding="utf-8").splitlines()
     rows = [row for row in rows if row.strip()]
     (folder / "drawn.jsonl").write_text("".join(rows[place] + "\n" for place in drawn), encoding="utf-8")
@@ -269,7 +276,8 @@ def run_ours(given: Mapping[str, Any], drawn: Sequence[int]) -> dict[str, Any]:
             f"data.eval_source={folder / 'judged.jsonl'}", "evaluation.problems=1", "evaluation.max_completion_tokens=1",
             "evaluation.show=0",
             f"rollout.prompts_per_step={given['prompts']}", f"rollout.completions_per_prompt={given['completions']}",
-            f"rollout.max_completion_tokens={given['tokens']}", f"training.steps={given['steps']}", "output.checkpoint_every=0",
+            f"rollout.max_completion_tokens={given['tokens']}", f"rollout.top_k={sampling['top_k'] or 'null'}",
+            f"rollout.top_p={sampling['top_p']}", f"training.steps={given['steps']}", "output.checkpoint_every=0",
             "output.log_completions=0", *given["settings"],
         ],
     )  # fmt: skip
@@ -322,7 +330,14 @@ def compare_sides(given: Mapping[str, Any]) -> dict[str, Any]:
         sides[side] = found
     shown = {key: given[key] for key in ("steps", "prompts", "completions", "tokens", "settings")}
     curves = {side: found["curves"] for side, found in sides.items()}
-    return {"curves": curves, **shown, "model": Path(given["model"]).name, "environment": sides["ours"]["environment"]}
+    model = Path(given["model"])
+    return {
+        "curves": curves,
+        **shown,
+        "model": model.name,
+        "sampling": inherited(model),
+        "environment": sides["ours"]["environment"],
+    }
 
 
 TITLES = {"reward": "reward", "loss": "loss", "tokens": "tokens of a completion", "stopped": "share that stops"}
@@ -356,6 +371,9 @@ def report(numbers: Mapping[str, Any]) -> str:
         rows.append([title, *cells])
     table = markdown_table(["first and last quarter of the steps", "the script", "groupwise"], rows)
     apart = max(abs(a - b) for a, b in zip(script["loss"], script["our loss"], strict=True))
+    sampling, penalty = numbers["sampling"], numbers["sampling"]["repetition_penalty"]
+    cut = f"Both sample with the model's top-k of {sampling['top_k']} and top-p of {sampling['top_p']:g}"
+    cut += "." if penalty == 1 else f", the script also with its repetition penalty of {penalty:g}, which ours does not know."
     further = f" Further settings of ours: {', '.join(numbers['settings'])}." if numbers["settings"] else ""
     return "\n\n".join(
         [
@@ -363,7 +381,7 @@ def report(numbers: Mapping[str, Any]) -> str:
             table,
             f"On the script's own batches its loss and ours differ by at most {apart:.1e}.",
             f"{numbers['model']}, {numbers['steps']} steps of {numbers['prompts']} x {numbers['completions']} completions of up to "
-            f"{numbers['tokens']} tokens, the same problems in the same order, one run each.{further} {describe(numbers)}",
+            f"{numbers['tokens']} tokens, the same problems in the same order, one run each. {cut}{further} {describe(numbers)}",
         ]
     )
 

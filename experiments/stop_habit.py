@@ -9,7 +9,9 @@ has no chat template, and the rewards look at tags and answer alone: what follow
 
 Here the quickstart's model gets its warm start without the end token, so that it answers in the form and has no habit of ending. Then GRPO
 goes on from there in ``concat`` as the tutorial has it, and in the other variants with one cure each. Held-out problems are sampled
-without any cure but the prompt's: "stops" is what the policy does by itself.
+without any cure but the prompt's: "stop" is what the policy does by itself.
+
+How often a large model stops without any training, by the prompt's style, is the column "stopped" of ``experiments.prompts``.
 """
 
 from __future__ import annotations

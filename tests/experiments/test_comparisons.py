@@ -104,7 +104,7 @@ def test_a_difference_is_of_the_seeds_that_both_have():
 
 def test_runs_of_equal_steps_are_drawn_by_steps_however_many_batches_make_an_update():
     numbers = {**made_up([30, 40, 50]), "equal": "steps"}
-    numbers["budget"] |= {"steps": 60}
+    numbers["budget"] |= {"steps": 60, "completions": 960}
     run = numbers["runs"]["grpo"]["0"]
     run["curves"] = {**run["curves"], "accuracy/strict": [0.2] * 10}
     run["evaluations"] = [{**run["evaluations"][0], "step": 5}, {**run["evaluations"][0], "step": 10}]

@@ -104,6 +104,7 @@ if __name__ == "__main__":
     rows = prepare_dataset()
     model.train()
     model.config.use_cache = False
+    model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
     training_config = {
         "num_iterations": 1,
@@ -160,6 +161,15 @@ def test_a_page_whose_code_is_not_whole_is_refused(text, reason):
         published_script.extract(text)
 
 
+def test_what_a_script_inherits_from_the_models_file_is_told(tmp_path):
+    assert published_script.inherited(tmp_path) == {"top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}, (
+        "transformers' defaults"
+    )
+    own = {"top_p": 0.8, "repetition_penalty": 1.1, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own), encoding="utf-8")
+    assert published_script.inherited(tmp_path) == {"top_k": 50, "top_p": 0.8, "repetition_penalty": 1.1}
+
+
 def test_a_script_that_sets_no_such_number_is_refused(given):
     Path(given["text"]).write_text(page().replace('"num_steps": 500', '"steps_made": 500'), encoding="utf-8")
     with pytest.raises(SystemExit, match="the script sets no num_steps"):
@@ -196,6 +206,9 @@ def test_both_sides_run_on_the_same_problems_and_are_kept(given, tmp_path, monke
     published_script.draw(numbers, tmp_path / "curves.svg")
     assert "our formula" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
     assert "3 steps of 2 x 4 completions of up to 12 tokens" in published_script.report(numbers)
+    assert "top-k of 50 and top-p of 1." in published_script.report(numbers)
+    numbers["sampling"]["repetition_penalty"] = 1.1
+    assert "repetition penalty of 1.1, which ours does not know." in published_script.report(numbers)
     assert read_block(PAGE, "published_script") is not None
 
 
