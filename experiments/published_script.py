@@ -8,8 +8,8 @@ but for what follows; nothing of it is kept here.
 
 - Model, output folder, device (the CPU) and the numbers of ``training_config`` are this command's; accumulation is 1, as in its best run.
 - Rows come from ``--data`` in place of ``load_from_disk``; wandb is a recorder; the script is left where it calls ``wandb.finish``.
-- While it samples, gradient checkpointing is off and keys and values are kept. With both as the script has them transformers 5 drops the
-  keys and values of the layers, and without them a step of 2 x 8 x 256 tokens costs a hundred times as much.
+- While it samples, gradient checkpointing is off: with it on, transformers 5 gives the layers no keys and values and yet one token at a
+  time, and the script would sample from a model that sees the last token alone.
 
 Beside each of its losses stands ours of the very same completions, log-probabilities and rewards: what differs there is the formula. Then
 ``tutorial-1.5b`` runs with the same numbers on the problems that the script drew, in its order: what differs there besides is sampling,

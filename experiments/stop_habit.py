@@ -65,7 +65,7 @@ def stop_string() -> None:
         groups = whole(engine, replace(request, watch=goes_on), on_progress)
         return [tuple(replace(c, finish_reason="stop") if TAGS[-1] in c.text else c for c in group) for group in groups]
 
-    BuiltinEngine.serve = serve  # type: ignore[method-assign]
+    BuiltinEngine.serve = serve  # type: ignore[assignment,method-assign]
 
 
 INDIFFERENT = "{function: correctness}, {function: experiments.stop_habit:tags_anywhere}"

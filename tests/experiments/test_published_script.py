@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 from experiments import published_script
 from experiments.common import PAGE, read_block
 from tests.conftest import SHARED_DATA
+from tests.tiny import write_tiny_llama
 
 CODE = """import random
 import torch
@@ -212,11 +213,10 @@ def test_both_sides_run_on_the_same_problems_and_are_kept(given, tmp_path, monke
     assert read_block(PAGE, "published_script") is not None
 
 
-def test_the_scripts_completions_are_those_of_its_model(given, monkeypatch):
-    """With checkpointing on, transformers 5 would give the layers no keys and values while it samples, and the model another past."""
+def test_the_scripts_completions_are_those_of_its_model(given, tmp_path, monkeypatch):
     import torch
 
-    seen = []
+    likeliest = []
 
     class Watch(published_script._Watch):
         def generate_completions(self, real):
@@ -224,21 +224,22 @@ def test_the_scripts_completions_are_those_of_its_model(given, monkeypatch):
 
             def generate(model, *rest):
                 ids, mask, new, new_mask = sampling(model, *rest)
-                whole = torch.cat([ids, new], 1)
+                whole, whole_mask = torch.cat([ids, new], 1), torch.cat([mask, new_mask], 1)
                 with torch.no_grad():
-                    logits = model(input_ids=whole, attention_mask=torch.cat([mask, new_mask], 1)).logits[
-                        :, ids.shape[1] - 1 : -1
-                    ]
-                seen.append((logits.argmax(-1) == new)[new_mask.bool()].double().mean().item())
+                    logits = model(input_ids=whole, attention_mask=whole_mask).logits[:, ids.shape[1] - 1 : -1]
+                likeliest.append(float((logits.argmax(-1) == new)[new_mask.bool()].double().mean()))
                 return ids, mask, new, new_mask
 
             return generate
 
     text = page().replace("do_sample=True, top_k=0", "do_sample=False   ")
     Path(given["text"]).write_text(text, encoding="utf-8")
+    model = write_tiny_llama(
+        tmp_path / "wide", initializer_range=0.3, tie_word_embeddings=False
+    )  # one that minds more than the last token
     monkeypatch.setattr(published_script, "_Watch", Watch)
-    published_script.run_script({**given, "steps": 1})
-    assert seen == [1.0], "greedy tokens are the likeliest of the whole text"
+    published_script.run_script({**given, "model": str(model), "steps": 1, "prompts": 1})
+    assert likeliest == [1.0], "greedy tokens are the likeliest of the whole text"
 
 
 def test_the_write_ups_own_page_is_whole_and_has_all_that_is_changed():
