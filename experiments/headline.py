@@ -34,7 +34,8 @@ def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
 
 
 def one_run(run: RunRecord) -> dict[str, Any]:
-    counted = [{"step": _step(run, one.stage), **_figures(one.records)} for one in run.evaluations if one.mode == "greedy"]
+    greedy = sorted((_step(run, one.stage), one.records) for one in run.evaluations if one.mode == "greedy")
+    counted = [{"step": step, **_figures(records)} for step, records in greedy]
     code, asked = run.environment.get("code") or {}, run.settings
     rollout = asked["rollout"]
     group = rollout["prompts_per_step"] * rollout["completions_per_prompt"]
@@ -49,7 +50,8 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "step_seconds": sum(value for _, value in run.series("time/step_s")),
         "sampled_tokens": round(tokens),
         "peak_gib": max((value for _, value in run.series("memory/peak_gib")), default=None),
-        "evaluations": sorted(counted, key=lambda row: row["step"]),
+        "evaluations": counted,
+        "change": {key: paired_comparison(greedy[0][1], greedy[-1][1], key=key) for key in VERDICTS},
         "accuracy": [value for _, value in run.series("accuracy/strict")],
         "tokens": [value for _, value in run.series("completions/tokens_mean")],
     }
@@ -114,7 +116,10 @@ def report(numbers: Mapping[str, Any]) -> str:
             ]
             rows.append([*shown, f"{row['mean_tokens']:.0f}"])
     header = ["seed", "after step", "problems", "strict", "lenient", "in the format", "stopped", "tokens"]
-    parts.append(f"In between, greedy:\n\n{markdown_table(header, rows)}")
+    parts.append(f"By step, greedy:\n\n{markdown_table(header, rows)}")
+    for run in runs:
+        said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
+        parts.append(f"Seed {run['seed']}, first to last, problem by problem, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     found = numbers["environment"]
     parts.append(
@@ -152,14 +157,7 @@ def _split_table(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for verdict in VERDICTS:
             change = row.get("against_first", {}).get(verdict)
-            if change is None:
-                cells.append("-")
-                continue
-            low, high = change["difference_interval"]
-            cells.append(
-                f"{100 * change['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}); {change['fixed']} fixed, {change['broken']} "
-                f"broken, p = {change['p_value']:.1g}"
-            )
+            cells.append("-" if change is None else _change(change))
         shown.append([*cells[:5], f"{row['mean_tokens']:.0f}", *cells[5:]])
     header = [
         "model",
@@ -173,6 +171,14 @@ def _split_table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     title = f"All {rows[0]['n']:,} problems of {rows[0]['data']}, greedy; 95% intervals, McNemar's exact test:"
     return f"{title}\n\n{markdown_table(header, shown)}"
+
+
+def _change(found: Mapping[str, Any]) -> str:
+    low, high = found["difference_interval"]
+    return (
+        f"{100 * found['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}), {found['fixed']} fixed, {found['broken']} broken, "
+        f"p = {found['p_value']:.1g}"
+    )
 
 
 def _share(found: Sequence[float]) -> str:

@@ -85,6 +85,8 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
     table = headline.report(numbers)
     assert "| before | 10.0% (2.8% to 30.1%) | 40.0%" in table
     assert "10 fixed, 0 broken, p = 0.002" in table
+    assert "in points: strict +35.0 (" in table
+    assert "7 fixed, 0 broken, p = 0.02; lenient +35.0 (" in table
     assert "| 3 | 2 of 4 | 2 x 8 x 320 | 480 | 0.03 | - | 11.0 GiB | 0.00 kWh | abcdef1 |" in table
     assert (tmp_path / "headline.svg").read_bytes().count(b"seed 3") == 3
     drawn = (tmp_path / "headline.svg").read_bytes()
