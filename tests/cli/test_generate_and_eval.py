@@ -424,7 +424,7 @@ def test_a_line_knows_nothing_of_the_line_before(speaker):
 def test_an_evaluation_that_is_stopped_goes_on(groupwise, tiny_model, run_folder, problems, tmp_path, monkeypatch):
     from groupwise.engines.wrappers import DealtEngine
 
-    out, calls = tmp_path / "both.jsonl", []
+    out, calls, stops = tmp_path / "both.jsonl", [], [2, 5]
     partial = tmp_path / "both.jsonl.partial"
     words = ["--data", problems, "rollout.max_completion_tokens=4", "model.dtype=float32", "rollout.max_concurrent_sequences=5"]
     whole = tmp_path / "whole.jsonl"
@@ -433,28 +433,43 @@ def test_an_evaluation_that_is_stopped_goes_on(groupwise, tiny_model, run_folder
     serve = DealtEngine.serve
 
     def stop(engine, request, on_progress=None):
-        calls.append(len(request.prompts))
-        if len(calls) == 3:
+        if len(calls) in stops:
+            stops.remove(len(calls))
             raise KeyboardInterrupt
+        calls.append(len(request.prompts))
         return serve(engine, request, on_progress)
 
     monkeypatch.setattr(DealtEngine, "serve", stop)
     assert groupwise("eval", tiny_model, run_folder, *words, "--out", out).exit_code != 0
-    assert calls == [4, 4, 4], "the first model's two modes, then the second's"
+    assert calls == [4, 4], "the first model's two modes"
     assert len(partial.read_text().splitlines()) == 8
     refused = groupwise("eval", tiny_model, run_folder, *words, "--out", out)
     assert refused.exit_code == 2
     assert "holds 8 completions that an evaluation judged before it was stopped: resume it with --resume" in flat(refused.stderr)
     result = groupwise("eval", tiny_model, run_folder, *words, "--out", out, "--resume", "--json")
     assert result.exit_code == 0, result.output
-    assert calls[3:] == [4, 4]
+    assert calls[2:] == [4, 4]
     assert out.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     again = groupwise("eval", tiny_model, run_folder, *words, "--out", out, "--resume", "--json")
-    assert len(calls) == 5, "all of it is there"
+    assert len(calls) == 4, "all of it is there"
     figures = [[e["figures"] for e in m["evaluations"]] for m in json.loads(result.stdout)["models"]]
     assert [[e["figures"] for e in m["evaluations"]] for m in json.loads(again.stdout)["models"]] == figures
     assert out.read_bytes() == whole.read_bytes()
+    fewer = groupwise("eval", run_folder, *words, "--out", out, "--resume")
+    assert fewer.exit_code == 2
+    assert f"completions of {tiny_model}, which this command does not judge and would lose" in flat(fewer.stderr)
+    assert out.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+    third = tmp_path / "third"
+    shutil.copytree(tiny_model, third)
+    assert groupwise("eval", tiny_model, run_folder, third, *words, "--out", out, "--resume").exit_code != 0
+    assert len(partial.read_text().splitlines()) == 2 * 8 + 4
+    added = groupwise("eval", tiny_model, run_folder, third, *words, "--out", out, "--resume", "--json")
+    assert len(calls) == 6, "the third model alone"
+    assert [m["model"] for m in json.loads(added.stdout)["models"]] == [str(tiny_model), str(run_folder), str(third)]
+    assert out.read_bytes().startswith(whole.read_bytes())
+    assert len(out.read_bytes().splitlines()) == 3 * 8
 
 
 def test_resume_needs_a_file(groupwise, tiny_model, problems):

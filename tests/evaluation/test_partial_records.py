@@ -41,9 +41,10 @@ def judge(engine, partial, samples=2, seed=3, progress=None):
     )  # fmt: skip
 
 
-def stopped(path, breaks=2, **words):
+def stopped(path):
+    """Four of the seven problems are judged, in one part."""
     with pytest.raises(KeyboardInterrupt):
-        judge(Adder(breaks), PartialRecords(path, [], part=2).of("m"), **words)
+        judge(Adder(breaks=1), PartialRecords(path, [], part=4).of("m"))
 
 
 def test_the_parts_come_to_the_whole(tmp_path):
@@ -78,6 +79,27 @@ def test_a_problem_with_half_its_samples_is_judged_again(tmp_path, cut, left):
     rest = judge(engine, PartialRecords(tmp_path / "p", found, part=2).of("m"))
     assert engine.asked[0][0] == str(left // 2)
     assert rest.records == judge(Adder(), None).records
+    after = PartialRecords.read(
+        tmp_path / "p"
+    )  # every line is whole; of the problem that was judged again the first sample stands twice
+    assert [line["problem"] for line in after[len(found) :]] == [p for i in range(left // 2, 7) for p in (str(i), str(i))]
+
+
+def test_parts_grow_to_four_times_the_first(tmp_path):
+    partial, prompts = PartialRecords(tmp_path / "p", [], part=2), PROMPTS * 3
+    parts = list(partial.parts(prompts))
+    assert [len(part) for part in parts] == [2, 4, 8, 7]
+    assert [prompt for part in parts for prompt in part] == prompts
+    assert list(partial.parts([])) == []
+
+
+def test_what_the_command_would_lose_is_refused(tmp_path):
+    stopped(tmp_path / "p.jsonl.partial")
+    partial = PartialRecords(tmp_path / "p.jsonl.partial", PartialRecords.read(tmp_path / "p.jsonl.partial"), part=2)
+    partial.check_named({("m", "sampled"), ("n", "sampled")})
+    for asked in ({("n", "sampled")}, {("m", "greedy")}):
+        with pytest.raises(DataError, match=r"p.jsonl' has sampled completions of m, which this command does not judge"):
+            partial.check_named(asked)
 
 
 def test_models_have_records_of_their_own(tmp_path):

@@ -94,7 +94,8 @@ def evaluate(
     comparisons = compare_models(judged)
     if out is not None:
         count = write_records(out, judged)
-        partial_path(out).unlink(missing_ok=True)
+        if source is not None:  # weights were asked: what they gave is in the file now
+            partial_path(out).unlink(missing_ok=True)
         console(stderr=True).print(harmless(f"{count:,} completions with their verdicts in {out}"), soft_wrap=True)
     if as_json:
         print_json(_as_json(judged, comparisons, data or source))
@@ -129,7 +130,8 @@ def _judge(
         config, names = _shared_settings(weights, overrides, aside)
         source = config.data.eval_source or config.data.source
         with _world(config) as world:
-            partial = partial_records(out, resume, config, world) if out else None
+            others = {(model, one.mode) for group in records.values() for model, evaluations in group for one in evaluations}
+            partial = partial_records(out, resume, config, world, weights, others) if out else None
             for model, name in zip(weights, names, strict=True):
                 own = partial.of(model) if partial else None
                 judged[model] = [(model, _with_weights(name, config, aside, world, own, title=len(models) > 1))]

@@ -227,17 +227,16 @@ def evaluate(
     }
     told = {"style": style, **(asked or {}), **sampling}
     records = partial.judged(mode, told, prompts) if partial else []
-    found, size = len(records), partial.part if partial else len(prompts)
+    found = len(records)
     if found and on_progress is not None:
         on_progress(found, 0)
-    for first in range(found // samples, len(prompts), size):
-        judged, before = [], (first * samples, sum(record["tokens"] for record in records[found:]))
+    for part in partial.parts(prompts[found // samples :]) if partial else [prompts]:
+        judged, before = [], (len(records), sum(record["tokens"] for record in records[found:]))
 
         def progress(finished: int, tokens: int, before: tuple[int, int] = before) -> None:
             if on_progress is not None:
                 on_progress(before[0] + finished, before[1] + tokens)
 
-        part = prompts[first : first + size]
         sampled = engine.sample(part, samples, settings, seed=seed, scope=f"evaluation/{mode}", on_progress=progress)
         assert len(sampled) == len(part), f"the engine answered {len(sampled)} of {len(part)} prompts"
         assert all(len(group) == samples for group in sampled), f"the engine did not sample {samples} of each"

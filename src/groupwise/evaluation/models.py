@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def evaluate_model(
 
     Data, prompt, token limit and seed are the config's, as are the model's dtype and device. Model folder, problems and prompts
     are checked before weights are read. Records go to ``trackers``. ``further`` adds the verdicts ``latex`` and the field's. The
-    processes of ``world`` divide the problems, and all get the same evaluations. ``partial`` has what was judged before, and gets the rest.
+    processes of ``world`` divide the problems, and all get the same evaluations. ``partial`` has what was judged before, and gets the
+    rest.
 
     Raises:
         ModelError, DataError: what the model or the data lack.
@@ -157,13 +158,15 @@ def partial_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def partial_records(out: Path, resume: bool, config: Config, world: World) -> PartialRecords:
-    """Where an evaluation that writes to ``out`` keeps what it has judged so far. With ``resume`` it begins with what a stopped one left
-    there, or else with ``out`` itself.
+def partial_records(
+    out: Path, resume: bool, config: Config, world: World, models: Sequence[str], others: Collection[tuple[str, str]] = ()
+) -> PartialRecords:
+    """Where an evaluation of ``models`` that writes to ``out`` keeps what it has judged so far. With ``resume`` it begins with what a
+    stopped one left there, or else with ``out`` itself. ``others``: models and modes that the command has records of.
 
     Raises:
         ConfigError: there is such a file, and ``resume`` is false.
-        DataError: it holds something else.
+        DataError: it holds something else, or what this command would lose.
     """
     path = partial_path(out)
     found = world.on_rank0(lambda: PartialRecords.read(path if path.exists() or not resume else out))
@@ -173,7 +176,9 @@ def partial_records(out: Path, resume: bool, config: Config, world: World) -> Pa
             "delete the file to start from the first problem"
         )
     part = max(1, config.rollout.max_concurrent_sequences // config.evaluation.samples) * world.size
-    return PartialRecords(path, found, part, writes=world.is_first)
+    partial = PartialRecords(path, found, part, writes=world.is_first)
+    partial.check_named({*others, *((model, mode) for model in models for mode in config.evaluation.modes)})
+    return partial
 
 
 def write_records(path: Path, judged: Sequence[Judged]) -> int:

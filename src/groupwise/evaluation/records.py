@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
@@ -163,23 +163,26 @@ class PartialRecords:
 
     Args:
         path: the file.
-        found: the lines that an earlier command left there, as ``read`` gives them. The file is written again with them alone.
-        part: problems that are sampled together.
+        found: the lines to go on with, as ``read`` gives them. The file begins with them alone.
+        part: problems of the first part.
         writes: whether this process is the one that writes.
     """
 
     def __init__(self, path: Path, found: Sequence[Mapping[str, Any]], part: int, writes: bool = True) -> None:
         self.path, self.found, self.part, self.writes = path, found, part, writes
         self.model = ""
-        if writes:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, b"".join(map(json_line, found)))
+        if writes and path.exists():
+            self._begin()  # without a line that a stop has cut
+
+    def _begin(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.path, b"".join(map(json_line, self.found)))
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
         """The whole lines of ``path``; none where there is no such file. Raises DataError as ``read_records`` does."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1].splitlines()  # a stop may have cut the last line
+        whole = text[: text.rfind("\n") + 1].splitlines()
         return [_parsed(line, f"{path.name} line {number}") for number, line in enumerate(whole, start=1)]
 
     def of(self, model: str) -> PartialRecords:
@@ -187,6 +190,23 @@ class PartialRecords:
         one = copy(self)
         one.model = model
         return one
+
+    def parts(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+        """``prompts`` in parts of one, two and then four times ``part``: a part ends with few completions under way, so larger ones are
+        faster, while a stop loses no more than four."""
+        first, size = 0, self.part
+        while first < len(prompts):
+            yield prompts[first : first + size]
+            first, size = first + size, min(2 * size, 4 * self.part)
+
+    def check_named(self, asked: Collection[tuple[str, str]]) -> None:
+        """Raise DataError where the file has a model or mode that is not among ``asked`` (model, mode): its records would be lost."""
+        for model, mode in dict.fromkeys((line["model"], line["mode"]) for line in self.found):
+            if (model, mode) not in asked:
+                raise DataError(
+                    f"{str(self.path.with_suffix(''))!r} has {mode} completions of {model}, which this command does not judge and would "
+                    "lose: name that model and mode too, or write to another --out"
+                )
 
     def judged(self, mode: str, conditions: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The records that there are of the first of ``prompts``: of every sample of a problem, or of none.
@@ -210,6 +230,8 @@ class PartialRecords:
     def add(self, mode: str, conditions: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Append ``records``. Raises OSError where the disk does not take them."""
         if self.writes:
+            if not self.path.exists():
+                self._begin()
             with self.path.open("ab") as file:
                 file.write(b"".join(json_line({"model": self.model, "mode": mode, **conditions, **record}) for record in records))
                 file.flush()
