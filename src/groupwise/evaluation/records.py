@@ -180,10 +180,13 @@ class PartialRecords:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """The whole lines of ``path``; none where there is no such file. Raises DataError as ``read_records`` does."""
+        """The records of ``path``, without what a stop has cut: a last line without its end, and a last problem of which samples are
+        missing. None where there is no such file. Raises DataError as ``read_records`` does."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
-        return [_parsed(line, f"{path.name} line {number}") for number, line in enumerate(whole, start=1)]
+        lines = [_parsed(line, f"{path.name} line {number}") for number, line in enumerate(whole, start=1)]
+        last = [line for line in lines if all(line[key] == lines[-1][key] for key in ("model", "mode"))]
+        return lines[: len(lines) - len(last) % last[0].get("samples", 1)] if last else []
 
     def of(self, model: str) -> PartialRecords:
         """The same file, for the records of ``model``."""
@@ -209,13 +212,12 @@ class PartialRecords:
                 )
 
     def judged(self, mode: str, conditions: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """The records that there are of the first of ``prompts``: of every sample of a problem, or of none.
+        """The records that there are of the first of ``prompts``.
 
         Raises DataError where they are of another evaluation than this.
         """
         lines = [line for line in self.found if (line["model"], line["mode"]) == (self.model, mode)]
         samples, asked = conditions["samples"], json.loads(json_line(conditions))
-        lines = lines[: len(lines) - len(lines) % samples]
         asks = [(prompt.problem.id, prompt.text) for prompt in prompts for _ in range(samples)][: len(lines)]
         differs = sorted({key for line in lines for key in asked if line.get(key) != asked[key]})
         if [(line["problem"], line.get("prompt")) for line in lines] != asks:
