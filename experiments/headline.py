@@ -19,7 +19,7 @@ from typing import Any
 from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_numbers
 from groupwise.evaluation import paired_comparison, rescore
 from groupwise.evaluation.figures import figures
-from groupwise.tracking.reading import RunRecord, read_run
+from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
 
 __all__ = ["EXPERIMENT", "draw", "measure", "report"]
 
@@ -34,7 +34,7 @@ def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
 
 
 def one_run(run: RunRecord) -> dict[str, Any]:
-    greedy = sorted((_step(run, one.stage), one.records) for one in run.evaluations if one.mode == "greedy")
+    greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
     code, asked = run.environment.get("code") or {}, run.settings
     rollout = asked["rollout"]
@@ -57,8 +57,8 @@ def one_run(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _step(run: RunRecord, stage: str) -> int:
-    return {"base": 0, "warm_start": 0, "final": run.last_step}.get(stage) or int(stage.rpartition("-")[2].replace("base", "0"))
+def _step(run: RunRecord, one: EvaluationRecords) -> int:
+    return one.step or (run.last_step if one.stage == "final" else 0)
 
 
 def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -139,8 +139,6 @@ TARGETS = (
 )  # fmt: skip
 """Published accuracies on GSM8K's test split: what was trained, steps of the command's batch that hold as many completions, an hour of one
 GPU in dollars (our assumption), and the command."""
-_HOPE = (0.2, 0.95)
-"""The range of plan / measured among ``PEERS`` that time a whole learner."""
 INTRODUCTION = """\
 <!-- Written by scripts/write_plan_docs.py: change the recipes or the planner, then run it. -->
 
@@ -233,13 +231,14 @@ def _peers() -> str:
 
 def _targets() -> str:
     """Hours and dollars to accuracies that others have published."""
-    least, most = _HOPE
+    foreseen = [made(words).cost.learning_s / theirs for _, of, theirs, words in PEERS if of == "learning, s"]
+    least, most = min(foreseen), max(foreseen)
     rows = [
         "## Hours to published accuracies",
         "",
         "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume",
-        f"that as many teach as much here. The first figure is the plan's. The range divides it by {most} and {least}, which is how much",
-        "of other programs' learning their plans above had foreseen. Dollars: 0.40 for an hour of an RTX 4090, 1.50 of an A100.",
+        f"that as many teach as much here. The first figure is the plan's. The range divides it by {most:.2f} and {least:.2f},",
+        "the shares of other programs' learning that the plans above foresee. Dollars: 0.40 for an hour of an RTX 4090, 1.50 of an A100.",
         "",
         "| published, of GSM8K's test split | completions | steps | hours | dollars | `groupwise plan` |",
         "|---|---|---|---|---|---|",

@@ -59,7 +59,7 @@ def run(tmp_path):
         for i in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for stage, right in (("base", 2), ("step-2", 9)):
+    for stage, right in (("base", 2), ("final", 9), ("step-1", 4)):
         lines = "".join(json.dumps(record) + "\n" for record in judged(Knows(right, 5)).records)
         (folder / "evaluations" / f"{stage}-greedy.jsonl").write_text(lines)
     return folder
@@ -74,7 +74,11 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
     assert (one["seed"], one["steps"], one["of"], one["batch"], one["revision"]) == (3, 2, 4, [2, 8, 320], "abcdef1")
     assert one["sampled_tokens"] == 16 * (10 + 20)
     assert (one["step_seconds"], one["seconds"], one["peak_gib"]) == (120, None, 11)
-    assert [(row["step"], row["strict"][0], row["lenient"][0]) for row in one["evaluations"]] == [(0, 0.1, 0.35), (2, 0.45, 0.7)]
+    assert [(row["step"], row["strict"][0], row["lenient"][0]) for row in one["evaluations"]] == [
+        (0, 0.1, 0.35),
+        (1, 0.2, 0.45),
+        (2, 0.45, 0.7),
+    ]
     before, after = numbers["judged"]
     assert (before["strict"][0], before["lenient"][0]) == (0.1, 0.4)
     strict, lenient = (after["against_first"][key] for key in ("strict", "lenient"))
