@@ -10,12 +10,10 @@ the other numbers, and mean something only where nothing else runs (``--jobs 1``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 
-__all__ = ["COMPARISON", "VARIANTS", "variants"]
+__all__ = ["COMPARISON", "VARIANTS"]
 
 VARIANTS = {
     "ahead-0": (),
@@ -26,23 +24,15 @@ VARIANTS = {
     "ahead-4-uncorrected": ("rollout.ahead=4", "algorithm.stale_samples=uncorrected"),
 }
 """Settings by the name of the run; all sample the same number of completions."""
-
-
-def variants(names: Sequence[str]) -> list[Variant]:
-    """The named variants, or all."""
-    unknown = sorted(set(names) - set(VARIANTS))
-    if unknown:
-        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
-    return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
-
-
 SHOWN = {
     "staleness, updates": "rollout/staleness",
     "sampler mismatch, nats": "policy/sampler_mismatch",
     "correction cut": "policy/correction_cut",
     "clip share": "policy/clip_share",
 }
-COMPARISON = Comparison("ahead", __doc__ or "", variants, "variants", timed=False, shown=SHOWN)
+COMPARISON = Comparison(
+    "ahead", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False, shown=SHOWN
+)
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -27,8 +27,7 @@ class Comparison:
 
     name: str
     description: str
-    variants: Callable[[Sequence[str]], list[Variant]]
-    """The variants of the names asked for; all of them for no names."""
+    variants: Mapping[str, Variant]
     option: str
     """The word for a variant on the command line, such as ``presets``."""
     timed: bool = True
@@ -50,6 +49,14 @@ class Comparison:
     """``module:function`` that warm starts call first (``runs.Job.before``)."""
     further: Callable[[Mapping[str, Any]], str] | None = None
     """More Markdown from the numbers, under the table."""
+    usual: tuple[str, ...] = ()
+    """The variants that run where none is named, if not all of them."""
+
+    def chosen(self, names: Sequence[str]) -> list[Variant]:
+        """The variants of these names, or those that run where none is named. Raises SystemExit for a name that there is not."""
+        if unknown := sorted({*names} - {*self.variants}):
+            raise SystemExit(f"there is no {self.option[:-1]} {unknown[0]!r}: choose among {', '.join(self.variants)}")
+        return [self.variants[name] for name in names or self.usual or self.variants]
 
     @property
     def experiment(self) -> Experiment:
@@ -65,7 +72,7 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
         numbers = read_numbers(comparison.name, options.out)
     else:
         jobs = 0 if options.finished else options.jobs
-        chosen = comparison.variants(options.variants)
+        chosen = comparison.chosen(options.variants)
         settings = [*comparison.settings, *options.set]
         numbers = run_all(
             chosen, options.seeds, budget, options.work, jobs=jobs, settings=settings, recipe=comparison.recipe,

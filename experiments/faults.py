@@ -10,12 +10,10 @@ quickstart without a fault; every other run differs from it in what its name say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 
-__all__ = ["COMPARISON", "VARIANTS", "variants"]
+__all__ = ["COMPARISON", "VARIANTS"]
 
 VARIANTS = {
     "recipe": (),
@@ -31,16 +29,9 @@ VARIANTS = {
 }
 """Settings by the name of the run; all sample the same number of completions."""
 
-
-def variants(names: Sequence[str]) -> list[Variant]:
-    """The named variants, or all."""
-    unknown = sorted(set(names) - set(VARIANTS))
-    if unknown:
-        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
-    return [Variant(name, VARIANTS[name]) for name in names or VARIANTS]
-
-
-COMPARISON = Comparison("faults", __doc__ or "", variants, "variants", timed=False)
+COMPARISON = Comparison(
+    "faults", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False
+)
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -10,30 +10,21 @@ presets. Runs that are finished are kept in ``runs/comparisons`` and not repeate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from experiments.comparison import Comparison, compare
 from experiments.runs import Variant
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import AlgorithmConfig
 
-__all__ = ["COMPARISON", "presets"]
+__all__ = ["COMPARISON", "preset"]
 
 
-def presets(names: Sequence[str]) -> list[Variant]:
-    """The named presets, or all, each with its own KL: the recipe's ``kl`` would otherwise win over the preset's."""
-    unknown = sorted(set(names) - set(PRESETS))
-    if unknown:
-        raise SystemExit(f"there is no preset {unknown[0]!r}: choose among {', '.join(PRESETS)}")
-    return [_variant(name) for name in names or PRESETS]
-
-
-def _variant(name: str) -> Variant:
+def preset(name: str) -> Variant:
+    """The preset with its own KL: the recipe's ``kl`` would otherwise win over it."""
     kl = AlgorithmConfig(preset=name).kl  # type: ignore[arg-type]
     return Variant(name, (f"algorithm.preset={name}", "algorithm.kl=null" if kl is None else f"algorithm.kl.beta={kl.beta}"))
 
 
-COMPARISON = Comparison("learning_curves", __doc__ or "", presets, "presets", timed=False)
+COMPARISON = Comparison("learning_curves", __doc__ or "", {name: preset(name) for name in PRESETS}, "presets", timed=False)
 
 if __name__ == "__main__":
     compare(COMPARISON)

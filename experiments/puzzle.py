@@ -18,7 +18,7 @@ the examples, only what rambles. The column "cut" says what share was. All are j
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments.common import markdown_table
@@ -27,7 +27,7 @@ from experiments.runs import Budget, Variant
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import Split, generate
 
-__all__ = ["COMPARISON", "FACTORS", "VARIANTS", "explained", "held_out_sums", "sums", "variants"]
+__all__ = ["COMPARISON", "FACTORS", "VARIANTS", "explained", "held_out_sums", "sums"]
 
 STEPS = (1, 2, 3, 4)
 """Additions of a problem; as many problems of each."""
@@ -70,14 +70,6 @@ VARIANTS = {
     )
 }
 """All make the steps of the first; ``2x8-cut`` is nearest to the reproduction, ``7x12`` to the tutorial."""
-
-
-def variants(names: Sequence[str]) -> list[Variant]:
-    """The named variants, or all."""
-    unknown = sorted(set(names) - set(VARIANTS))
-    if unknown:
-        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
-    return [VARIANTS[name] for name in names or VARIANTS]
 
 
 REPORTED = 30
@@ -148,7 +140,7 @@ SETTINGS = (
     "optimizer.max_grad_norm=0.1",
 )
 COMPARISON = Comparison(
-    "puzzle", __doc__ or "", variants, "variants", timed=False, shown={"cut": "completions/truncated"}, settings=SETTINGS,
+    "puzzle", __doc__ or "", VARIANTS, "variants", timed=False, shown={"cut": "completions/truncated"}, settings=SETTINGS,
     budget=Budget(steps=60, prompts_per_step=2, completions_per_prompt=8, evaluate_every=30, problems=240), equal="steps", work="puzzle",
     further=explained,
 )  # fmt: skip

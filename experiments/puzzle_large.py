@@ -12,14 +12,11 @@ from dataclasses import replace
 
 from experiments.comparison import compare
 from experiments.puzzle import COMPARISON as SMALL
-from experiments.puzzle import variants
 from experiments.runs import Budget
 
-DECISIVE = ("2x8", "7x12")
 COMPARISON = replace(
-    SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large",
-    variants=lambda names: variants(names or DECISIVE), jobs=1,
-    settings=("optimizer.warmup_steps=0.1", "output.checkpoint_every=2", "output.keep_best=false"),
+    SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large", usual=("2x8", "7x12"),
+    jobs=1, settings=("optimizer.warmup_steps=0.1", "output.checkpoint_every=2", "output.keep_best=false"),
     budget=Budget(steps=12, prompts_per_step=2, completions_per_prompt=8, evaluate_every=6, problems=96),
 )  # fmt: skip
 

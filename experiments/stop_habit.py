@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from groupwise.engines.base import Progress, SampleRequest
     from groupwise.types import Completion
 
-__all__ = ["COMPARISON", "VARIANTS", "stop_string", "stops", "tags_anywhere", "variants", "without_end"]
+__all__ = ["COMPARISON", "VARIANTS", "stop_string", "stops", "tags_anywhere", "without_end"]
 
 
 def without_end() -> None:
@@ -84,14 +84,6 @@ VARIANTS = {
 """The tutorial's way, and each cure alone."""
 
 
-def variants(names: Sequence[str]) -> list[Variant]:
-    """The named variants, or all."""
-    unknown = sorted(set(names) - set(VARIANTS))
-    if unknown:
-        raise SystemExit(f"there is no variant {unknown[0]!r}: choose among {', '.join(VARIANTS)}")
-    return [VARIANTS[name] for name in names or VARIANTS]
-
-
 def stops(numbers: Mapping[str, Any]) -> str:
     """What held-out completions were like before and after GRPO, by variant: means over the seeds."""
     columns = {"stop": ("stop_rate", "{:.0%}"), "tokens": ("mean_tokens", "{:.0f}"), "in the form": ("format_rate", "{:.0%}"),
@@ -113,7 +105,7 @@ def _before_and_after(pairs: Sequence[tuple[float, float]], form: str) -> str:
 
 
 COMPARISON = Comparison(
-    "stop_habit", __doc__ or "", variants, "variants", timed=False, shown={"stop in training": "completions/stop_rate"}, equal="steps",
+    "stop_habit", __doc__ or "", VARIANTS, "variants", timed=False, shown={"stop in training": "completions/stop_rate"}, equal="steps",
     settings=("rollout.max_completion_tokens=64",), work="stop_habit", before="experiments.stop_habit:without_end", further=stops,
     budget=Budget(steps=20, prompts_per_step=4, completions_per_prompt=8, evaluate_every=10, problems=120),
 )  # fmt: skip

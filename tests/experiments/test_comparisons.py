@@ -11,9 +11,7 @@ from experiments.common import FIGURES, PAGE, read_block, read_numbers
 from experiments.comparison import compare, difference, draw, held_out, newcombe_interval, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
-from experiments.faults import variants as faults
 from experiments.learning_curves import COMPARISON as CURVES
-from experiments.learning_curves import presets
 from experiments.puzzle import COMPARISON as PUZZLE
 from experiments.puzzle_large import COMPARISON as PUZZLE_LARGE
 from experiments.runs import Budget, Variant
@@ -115,7 +113,7 @@ def test_runs_of_equal_steps_are_drawn_by_steps_however_many_batches_make_an_upd
 
 
 def test_every_preset_keeps_its_own_beta_in_the_recipe():
-    for variant in presets([]):
+    for variant in CURVES.chosen([]):
         config = load_config("quickstart", list(variant.settings))
         assert config.algorithm.preset == variant.name
         assert config.algorithm.beta == (PRESETS[variant.name].values["kl"] or {"beta": 0.0})["beta"]
@@ -123,7 +121,7 @@ def test_every_preset_keeps_its_own_beta_in_the_recipe():
 
 def test_every_fault_has_the_budget_of_the_recipe_and_differs_from_it():
     plain = load_config("quickstart", [*Budget().settings()])
-    for variant in faults([]):
+    for variant in FAULTS.chosen([]):
         config = load_config("quickstart", [*Budget().settings(), *variant.settings])
         assert config.completions_per_step * config.training.steps == Budget().completions, variant.name
         assert (config == plain) == (variant.name == "recipe"), variant.name

@@ -26,7 +26,7 @@ def configs(comparison, settings=()):
     """The configuration of every run of seed 0, by variant."""
     given = [*comparison.settings, *settings]
     start = warm_start_job(0, comparison.budget, Path("work"), given, (), comparison.recipe, comparison.before)
-    jobs = {v.name: grpo_job(v, 0, comparison.budget, Path("work"), given, start) for v in comparison.variants([])}
+    jobs = {v.name: grpo_job(v, 0, comparison.budget, Path("work"), given, start) for v in comparison.chosen([])}
     return start, {name: load_config(job.recipe, list(job.settings)) for name, job in jobs.items()}
 
 
@@ -52,7 +52,7 @@ def test_every_variant_samples_a_batch_for_each_step_and_differs_from_the_first_
     names = {name for _, *pair, _ in puzzle.FACTORS for name in pair}
     assert names == set(puzzle.VARIANTS)
     with pytest.raises(SystemExit, match="there is no variant '2x9'"):
-        puzzle.variants(["2x9"])
+        puzzle.COMPARISON.chosen(["2x9"])
 
 
 def test_the_settings_of_the_write_ups_are_those_of_the_tutorials_recipe():
@@ -170,7 +170,9 @@ def test_habits_are_compared_before_and_after_each_from_its_own_start(tiny_runs,
     monkeypatch.setattr(BuiltinEngine, "serve", BuiltinEngine.serve)
     call, carried_out, _ = tiny_runs
     rate = "optimizer.learning_rate=0.01"  # stale weights would show
-    wanted = [replace(v, settings=(*(s for s in v.settings if "rewards" not in s), rate)) for v in stop_habit.variants([])]
+    wanted = [
+        replace(v, settings=(*(s for s in v.settings if "rewards" not in s), rate)) for v in stop_habit.COMPARISON.chosen([])
+    ]
     numbers = call([v for v in wanted if v.name in ("concat", "concat-stop-string", "chat")], before=stop_habit.COMPARISON.before)
     assert len([name for name in carried_out if name.startswith("warm-start")]) == 2
     one, other = (numbers["runs"][name]["0"]["curves"] for name in ("concat", "concat-stop-string"))
@@ -185,7 +187,7 @@ def test_habits_are_compared_before_and_after_each_from_its_own_start(tiny_runs,
 
 
 def test_rewards_of_the_cures_are_those_of_the_tutorials_way_and_one_more():
-    rewards = {v.name: load_config("quickstart", list(v.settings)).rewards.functions for v in stop_habit.variants([])}
+    rewards = {v.name: load_config("quickstart", list(v.settings)).rewards.functions for v in stop_habit.COMPARISON.chosen([])}
     plain = [entry.function for entry in rewards["concat"]]
     assert plain == ["correctness", "experiments.stop_habit:tags_anywhere"]
     more = {name: [entry.function for entry in entries][len(plain) :] for name, entries in rewards.items()}
