@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, Result, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
+from experiments.comparison import newcombe_interval
 from experiments.runs import Budget, warm_starts
 from groupwise.config import Config, load_config
 from groupwise.config.objective import ClipLoss
@@ -159,11 +159,10 @@ def reached(rows: Sequence[Mapping[str, float]], level: float, unit: str = "seco
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], problems: int) -> tuple[float, float, float]:
-    """Mean accuracy of ours less theirs over seeds, and its 95% interval: normal, of two shares of ``seeds * problems`` each."""
-    a, b = sum(ours) / len(ours), sum(theirs) / len(theirs)
-    n = len(ours) * problems
-    half = 1.96 * math.sqrt((a * (1 - a) + b * (1 - b)) / n)
-    return a - b, a - b - half, a - b + half
+    """Mean accuracy of ours less theirs over seeds, each a share of ``problems``, and its 95% interval (Newcombe 1998, method 10)."""
+    right, others_right = (round(sum(shares) * problems) for shares in (ours, theirs))
+    low, high = newcombe_interval(right, len(ours) * problems, others_right, len(theirs) * problems)
+    return sum(ours) / len(ours) - sum(theirs) / len(theirs), low, high
 
 
 def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]]) -> Result:
