@@ -4,13 +4,13 @@
     python -m experiments.ahead --variants ahead-0 ahead-2 --seeds 0
     python -m experiments.ahead --redraw             # figure and table again, from docs/figures/ahead.json
 
-The quickstart's task, model, warm start and learning rate, with the batch of each step sampled so many steps earlier. Times are kept with
-the other numbers, and mean something only where nothing else runs (``--jobs 1``).
+The quickstart's task (with numbers up to 15), model, warm start and learning rate, with the batch of each step sampled so many steps
+earlier. Times are kept with the other numbers, and mean something only where nothing else runs (``--jobs 1``).
 """
 
 from __future__ import annotations
 
-from experiments.comparison import Comparison, compare
+from experiments.comparison import UP_TO_15, Comparison, compare
 from experiments.runs import Variant
 
 __all__ = ["COMPARISON", "VARIANTS"]
@@ -31,8 +31,9 @@ SHOWN = {
     "clip share": "policy/clip_share",
 }
 COMPARISON = Comparison(
-    "ahead", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False, shown=SHOWN
-)
+    "ahead", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False, shown=SHOWN,
+    settings=UP_TO_15,
+)  # fmt: skip
 
 if __name__ == "__main__":
     compare(COMPARISON)

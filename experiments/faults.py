@@ -4,13 +4,13 @@
     python -m experiments.faults --variants recipe rate-1e-6 --seeds 0
     python -m experiments.faults --redraw
 
-The quickstart's task, model and warm start, as for ``learning_curves``, and the same number of completions for all. ``recipe`` is the
-quickstart without a fault; every other run differs from it in what its name says.
+The quickstart's task (with numbers up to 15), model and warm start, as for ``learning_curves``, and the same number of completions for
+all. ``recipe`` is the quickstart without a fault; every other run differs from it in what its name says.
 """
 
 from __future__ import annotations
 
-from experiments.comparison import Comparison, compare
+from experiments.comparison import UP_TO_15, Comparison, compare
 from experiments.runs import Variant
 
 __all__ = ["COMPARISON", "VARIANTS"]
@@ -30,8 +30,8 @@ VARIANTS = {
 """Settings by the name of the run; all sample the same number of completions."""
 
 COMPARISON = Comparison(
-    "faults", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False
-)
+    "faults", __doc__ or "", {name: Variant(name, own) for name, own in VARIANTS.items()}, "variants", timed=False, settings=UP_TO_15,
+)  # fmt: skip
 
 if __name__ == "__main__":
     compare(COMPARISON)

@@ -1,4 +1,4 @@
-"""What do the modes that save memory cost, and do they learn? The quickstart in each of them: accuracy before and after, peak memory.
+"""What do the modes that save memory cost, and do they learn? The quickstart in each of them, with numbers up to 15: accuracy, peak memory.
 
 Each mode is one process, so that its peak is its own: the highest resident memory between the start of training and its end, sampling and
 learning together. Runs that are finished are kept, and a command that was stopped goes on with the rest.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import FIGURES, PAGE, ROOT, describe, environment, markdown_table, write_block
+from experiments.comparison import UP_TO_15
 from groupwise.tracking.environment import installed_version
 
 __all__ = ["MODES", "Mode", "main", "report"]
@@ -54,6 +55,7 @@ def settings_of(mode: Mode, steps: int, problems: int, micro_batch_tokens: int) 
         f"training.micro_batch_tokens={micro_batch_tokens}",
         "evaluation.modes=[sampled]",
         "evaluation.show=0",
+        *UP_TO_15,
         *mode.settings,
     ]
 
@@ -109,8 +111,9 @@ def report(numbers: Mapping[str, Any]) -> str:
         ])  # fmt: skip
     header = ["mode", "peak memory", "what was learnt, on disk", "base", "after the warm start", "after GRPO"]
     words = (
-        f"Quickstart with {numbers['steps']} steps of 8 x 8 completions; strict accuracy on {numbers['problems']} held-out problems, one "
-        f"sample each, with its 95% interval. Micro-batches of {numbers['micro_batch_tokens']:,} tokens; one run a mode, seed 0. "
+        f"The quickstart with numbers up to 15 and {numbers['steps']} steps of 8 x 8 completions; strict accuracy on "
+        f"{numbers['problems']} held-out problems, one sample each, with its 95% interval. "
+        f"Micro-batches of {numbers['micro_batch_tokens']:,} tokens; one run a mode, seed 0. "
     )
     last = numbers["environment"]
     packages = f"bitsandbytes {last['bitsandbytes']}, peft {last['peft']}."

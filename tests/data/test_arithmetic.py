@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 
+from groupwise.config import load_config
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import STORIES, generate
+from groupwise.data.sources import load_problems
 from groupwise.errors import DataError
 
 FIRST_QUESTION = "In a hall stand 4 rows of 5 tables. Workers bring in 46. How many tables are in the hall now?"
@@ -70,3 +72,11 @@ def test_questions_are_short(qwen_tokenizer: object) -> None:
 def test_asking_for_more_than_there_are_says_so() -> None:
     with pytest.raises(DataError, match=r"largest_number 3 .* raise largest_number or ask for fewer"):
         generate(ArithmeticConfig(largest_number=3, steps=1), 100_000, seed=0, split="train")
+
+
+def test_the_quickstart_learns_from_as_many_products_as_it_is_judged_by() -> None:
+    problems = load_problems(load_config("quickstart").data)
+    shares = [sum("*" in p.columns["expression"] for p in part) / len(part) for part in (problems.train, problems.held_out)]
+    assert len(problems.held_out) == 250
+    assert abs(shares[0] - shares[1]) < 0.03
+    assert 0.4 < shares[0] < 0.6

@@ -92,7 +92,7 @@ def test_an_hour_and_an_epoch_are_those_of_the_step():
     assert found["completions_per_hour"] == pytest.approx(4 * found["prompts_per_hour"])
     assert found["epoch_hours"] == pytest.approx((53291 - 500) / found["prompts_per_hour"])
     assert found["epoch_steps"] == math.ceil((53291 - 500) / load_config("polaris-3b").rollout.prompts_per_step)
-    counts = {"gsm8k-0.5b": 7473, "quickstart": 20000}
+    counts = {"gsm8k-0.5b": 7473, "quickstart": 1000}
     assert {name: training_problems(load_config(name)) for name in counts} == counts
     assert training_problems(load_config("gsm8k-0.5b", ["data.limit=100"])) == 100
     assert training_problems(load_config("gsm8k-0.5b", ["data.source=mine.jsonl"])) is None

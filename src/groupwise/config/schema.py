@@ -102,7 +102,7 @@ class ArithmeticConfig(Section):
     steps: int = Field(default=2, ge=1, le=4)
     """Operations that an answer takes."""
     problems: int = Field(default=20_000, ge=1)
-    """Training problems that are generated."""
+    """Training problems that are generated. All differ, so a long list has fewer of the operations that have fewer questions."""
 
 
 class DataConfig(Section):
