@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from groupwise.memory import peak_memory_bytes
 from groupwise.rewards import functions
@@ -53,7 +53,7 @@ def main(settings: dict[str, Any]) -> None:
     arguments = library.GRPOConfig(output_dir=str(folder / "trainer"), **settings["arguments"])
     keep = Keep(folder, settings["every"])
     trainer = library.GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa"),
+        settings["model"],  # by its name: both libraries read it as float32 weights and compute in bfloat16
         reward_funcs=[getattr(functions, name) for name in settings["rewards"]],
         args=arguments,
         train_dataset=Dataset.from_list(settings["rows"]),

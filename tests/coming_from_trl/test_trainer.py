@@ -57,6 +57,20 @@ def test_a_run_logs_what_trl_logs_and_its_model_loads_anywhere(tiny_folder, chat
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_a_float32_model_that_bf16_does_not_reach_is_told(
+    tiny_folder, prompts, letters, settings, caplog, monkeypatch, dtype, bf16
+):
+    monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)
+    named = dtype is None
+    model = str(tiny_folder) if named else AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype)
+    trainer = GRPOTrainer(model, letters, settings(bf16=bf16), prompts)
+    warned = any("so it computes in float32" in record.getMessage() for record in caplog.records)
+    assert warned == (dtype == torch.float32 and bf16)
+    assert trainer.model.dtype == ((torch.bfloat16 if bf16 else torch.float32) if named else dtype)
+
+
 def test_rewards_get_what_trl_gives_them(tiny_folder, chats, settings):
     calls = []
 

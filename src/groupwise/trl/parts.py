@@ -363,6 +363,11 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
             "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
             "a model, or load it in bfloat16"
         )
+    if not quantised and args.bf16 and model.dtype == torch.float32 and with_dtype(config).dtype == "bfloat16":
+        log.warning(
+            "the model's weights are float32, so it computes in float32: bf16=True is for a model that is given by its name. Give its "
+            "name, or load it in bfloat16, to compute in bfloat16 with float32 masters"
+        )
     multiply_dequantised(model)
     if not quantised and model.device.type == "cpu" and not args.use_cpu:
         model.to(resolve_device("auto"))
