@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.config.schema import Config
-from groupwise.data.prompts import SYSTEM_PROMPTS, render
+from groupwise.data.prompts import render
 from groupwise.types import Problem, Prompt
 
 __all__ = ["SYSTEM", "even_tokens", "problems", "prompts", "step_config"]
 
-SYSTEM = SYSTEM_PROMPTS["xml"]
+SYSTEM = "Reason in <reasoning></reasoning>, then put only the final answer in <answer></answer>."
 
 _STORIES = (
     "A bakery sells {a} loaves of bread every morning and {b} every afternoon. Each loaf costs {c} dollars, and flour and wood for "
