@@ -32,8 +32,6 @@ WORDINGS = {
     "</answer>.",
     "example": "Reply in the form of this example:\n<reasoning>\nThere are 2 bags of 3 apples, so 2 * 3 = 6.\n</reasoning>\n<answer>\n6\n"
     "</answer>",
-    "begin and end": "Your reply begins with <reasoning> and ends with </answer>:\n<reasoning>\nyour steps\n</reasoning>\n<answer>\nonly "
-    "the final answer\n</answer>",
 }  # fmt: skip
 KEPT = (
     "n",

@@ -165,7 +165,8 @@ def test_polaris_is_known_by_a_files_columns(shared_data: Path) -> None:
 
 
 def test_system_prompts_are_short(qwen_tokenizer: Any) -> None:
-    assert all(len(qwen_tokenizer(text)["input_ids"]) <= 25 for text in SYSTEM_PROMPTS.values())
+    # Every sampled and trained prompt pays for each of these tokens.
+    assert all(len(qwen_tokenizer(text)["input_ids"]) <= 30 for text in SYSTEM_PROMPTS.values())
 
 
 def test_worked_completions() -> None:

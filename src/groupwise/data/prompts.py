@@ -18,10 +18,11 @@ __all__ = [
 ]  # fmt: skip
 
 SYSTEM_PROMPTS: dict[str, str] = {
-    "xml": "Reason in <reasoning></reasoning>, then put only the final answer in <answer></answer>.",
+    "xml": "First write your reasoning between <reasoning> and </reasoning>. Then write only the final answer between <answer> and "
+    "</answer>.",
     "boxed": "Reason step by step, then put the final answer in \\boxed{}.",
 }
-"""Short on purpose: every sampled and trained prompt pays for each of these tokens."""
+"""``xml`` is the wording of ``experiments.prompts`` that an untrained model of 1.5B gets right in its form most often."""
 
 BOXED_COLUMNS = ({"problem", "answer", "difficulty"}, {"prompt", "reward_model"})
 """Columns of POLARIS, and of the layout that it keeps its benchmarks in: their answers are LaTeX."""
