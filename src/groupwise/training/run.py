@@ -209,8 +209,10 @@ class Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal came, to whichever process."""
-        self.signals.received = next((s for s in self.world.all_gather_object(self.signals.received) if s is not None), None)
-        return self.signals.received is not None
+        heard = next((s for s in self.world.all_gather_object(self.signals.received) if s is not None), None)
+        if heard is not None:  # else one may have come here since it was asked for: the next time tells the others
+            self.signals.received = heard
+        return heard is not None
 
     def evaluate_at_start(self, stage: str) -> None:
         if self.config.evaluation.at_start:
