@@ -15,6 +15,7 @@ from groupwise.types import Problem, Prompt
 __all__ = ["SYSTEM", "even_tokens", "problems", "prompts", "step_config"]
 
 SYSTEM = "Reason in <reasoning></reasoning>, then put only the final answer in <answer></answer>."
+"""Not the package's default, which may change: figures of this workload are compared over versions."""
 
 _STORIES = (
     "A bakery sells {a} loaves of bread every morning and {b} every afternoon. Each loaf costs {c} dollars, and flour and wood for "

@@ -18,7 +18,7 @@ from groupwise.metrics import wilson_interval
 __all__ = ["UP_TO_15", "Comparison", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
 
 UP_TO_15 = ("data.arithmetic.largest_number=15", "data.arithmetic.problems=20000")
-"""Harder problems than the quickstart's, which are soon all solved, by good settings and bad ones."""
+"""The problems of comparisons on the quickstart's task: those of the recipe are soon all solved, by good settings and bad ones."""
 SMOOTHING = 3
 """Steps over which training accuracy is averaged in figures: a step has only a few dozen completions."""
 

@@ -20,6 +20,7 @@ from groupwise.config import build_config, dump_config, explain, load_config, re
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import in_words
 from groupwise.config.presets import PRESETS
+from groupwise.data.sources import load_problems
 from groupwise.rewards import builtin_rewards
 from groupwise.rewards.load import OFFERED
 from groupwise.tracking import METRICS
@@ -214,6 +215,12 @@ def test_the_quickstart_is_what_the_readme_says():
     assert config.data.arithmetic.operations == ["+", "x"]
     assert config.data.arithmetic.steps == 1
     assert f"numbers up to {config.data.arithmetic.largest_number}" in text
+    problems = load_problems(config.data)
+    asked = [{problem.columns["expression"] for problem in part} for part in (problems.train, problems.held_out)]
+    assert "(7 + 5 is held out, 5 + 7 is not)" in text
+    assert not asked[0] & asked[1]
+    assert "7 + 5" in asked[1]
+    assert "5 + 7" in asked[0]
     assert config.evaluation.temperature == 1.0
     assert f"one answer of at most {config.rollout.max_completion_tokens} tokens to each" in text
     assert (config.evaluation.samples, config.evaluation.shots, config.prompt.style) == (1, 0, "chat")

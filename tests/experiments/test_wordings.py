@@ -6,6 +6,7 @@ pytest.importorskip("matplotlib")
 
 from experiments import prompts
 from experiments.common import PAGE, read_block, read_numbers
+from groupwise.data.prompts import SYSTEM_PROMPTS
 
 ROW = {
     "n": 4, "strict_accuracy": 0.25, "strict_interval": [0.0, 0.7], "lenient_accuracy": 0.5, "lenient_interval": [0.1, 0.9],
@@ -61,5 +62,10 @@ def test_one_wording_can_be_asked_in_another_style_under_a_name_of_its_own(monke
     assert list(read_numbers("prompts", tmp_path)["models"]) == ["m, concat"]
 
 
-def test_the_page_has_a_place_for_the_table():
-    assert read_block(PAGE, prompts.EXPERIMENT.name) is not None
+def test_the_page_is_what_was_measured_and_the_default_is_what_won():
+    numbers = read_numbers(prompts.EXPERIMENT.name)
+    assert read_block(PAGE, prompts.EXPERIMENT.name).strip() == prompts.report(numbers).strip()
+    rows = numbers["models"]["Qwen2.5-Coder-1.5B-Instruct"]
+    assert rows.keys() == prompts.WORDINGS.keys()
+    best = max(rows, key=lambda wording: rows[wording]["strict_accuracy"])
+    assert prompts.WORDINGS[best] == SYSTEM_PROMPTS["xml"]
