@@ -17,13 +17,13 @@ from groupwise.models.load import end_token_ids, load_model_config, load_tokeniz
 
 __all__ = ["main", "run"]
 
-_GROUP = 8
 _HEADLINE = 32
 
 
 def options() -> argparse.ArgumentParser:
     out = parser("sampling", __doc__)
-    out.add_argument("--sequences", nargs="+", type=int, default=[1, 8, 32, 128], help="sequences at once, in groups of 8")
+    out.add_argument("--sequences", nargs="+", type=int, default=[1, 8, 32, 128], help="sequences at once")
+    out.add_argument("--group", type=int, default=8, help="completions of a prompt; 1 as in evaluations")
     out.add_argument("--repeats", type=int, default=5, help="calls of each side at each size, after one to warm up")
     out.add_argument("--model", default=EMBEDDED_NAME, help="the embedded model, or a folder")
     out.add_argument("--max-tokens", type=int, default=128, help="longest completion")
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Result:
     model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
     workers = _start(args, model)
     try:
-        table = {count: _measure(workers, count, args.repeats) for count in args.sequences}
+        table = {count: _measure(workers, count, args.group, args.repeats) for count in args.sequences}
     finally:
         for worker in workers.values():
             worker.close()
@@ -83,9 +83,10 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
     return workers
 
 
-def _measure(workers: dict[str, Worker], count: int, repeats: int) -> dict[str, float]:
-    """Median tokens/s of every side for ``count`` sequences. Every repeat has a seed, and so lengths, of its own."""
-    groups, samples = max(1, count // _GROUP), min(count, _GROUP)
+def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -> dict[str, float]:
+    """Median tokens/s of every side for ``count`` sequences, ``group`` of them of one prompt. Each repeat has its own seed, and so its own
+    lengths."""
+    groups, samples = max(1, count // group), min(count, group)
     speeds: dict[str, list[float]] = {side: [] for side in workers}
     for repeat in range(-1, repeats):
         ours = workers["ours"].ask(groups=groups, samples=samples, seed=repeat + 1)

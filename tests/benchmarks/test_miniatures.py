@@ -86,8 +86,10 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sampling(run: Any, tiny_folder: Path) -> None:
-    result = run(sampling, "--model", str(tiny_folder), "--sequences", "1", "3", "--max-tokens", "6", "--repeats", "1")
+@pytest.mark.parametrize("group", ["8", "1"])
+def test_sampling(run: Any, tiny_folder: Path, group: str) -> None:
+    size = ["--sequences", "1", "3", "--group", group, "--max-tokens", "6"]
+    result = run(sampling, "--model", str(tiny_folder), *size, "--repeats", "1")
     speeds = result["details"]["tokens_per_s"]
     assert speeds.keys() == {"1", "3"}
     assert all(side > 0 for sides in speeds.values() for side in (sides["ours"], sides["transformers"]))

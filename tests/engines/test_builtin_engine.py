@@ -185,6 +185,70 @@ def test_prompts_computed_in_parts_give_the_same(make_engine, make_prompts, ids_
     assert ids_of(make_engine().sample(make_prompts(LENGTHS), 2, SAMPLED, seed=3, scope="s")) == ids_of(whole)
 
 
+@pytest.fixture
+def alike():
+    """``alike(shared, rests)``: prompts of ``shared`` tokens that are the same, and of others behind them."""
+
+    def make(shared, rests):
+        tokens = iter(torch.randint(3, 128, (shared + sum(rests),), generator=torch.Generator().manual_seed(1)).tolist())
+        start = tuple(next(tokens) for _ in range(shared))
+        ends = [(3 + i, *(next(tokens) for _ in range(n - 1))) for i, n in enumerate(rests)]  # they differ at once
+        return [Prompt(Problem(f"p{i}", "", ""), "", start + end) for i, end in enumerate(ends)]
+
+    return make
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The lengths of the prompts that were computed by themselves."""
+    lengths, pack = [], engine_module.pack_prompts
+    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: lengths.extend(map(len, prompts)) or pack(prompts))
+    return lengths
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"], indirect=True)
+@pytest.mark.parametrize("max_rows", [2, 64])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_prompts_begin_with_is_computed_once_and_changes_nothing(
+    family, max_rows, greedy, make_engine, alike, computed, ids_of
+):
+    prompts, asked = alike(20, [1, 2, 7, 40, 3]), SamplingSettings(max_tokens=24, greedy=greedy)
+    engine = make_engine(family(), max_rows=max_rows)
+    together = engine.sample(prompts, 1, asked, seed=3, scope="s")
+    assert computed == [20]
+    alone = [engine.sample([prompt], 1, asked, seed=3, scope="s")[0] for prompt in prompts]
+    assert computed[1:] == [21, 22, 27, 60, 23]
+    assert ids_of(together) == ids_of(alone)
+    torch.testing.assert_close(recorded(together), recorded(alone), rtol=1e-5, atol=1e-4)
+    if not greedy:
+        torch.testing.assert_close(recorded(together), scored(engine.decoder, prompts, together), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "shared", "own", "lengths"),
+    [
+        (1, 20, 5, [20]),
+        (4, 20, 5, [25, 25, 25]),  # 20 + 12 x 5 tokens in place of 75: each row would compute its rest again
+        (4, 40, 2, [40]),
+        (1, 1, 20, [21, 21, 21]),
+    ],
+)
+def test_the_beginning_is_shared_where_that_saves_a_tenth(samples, shared, own, lengths, make_engine, alike, computed, ids_of):
+    prompts, engine = alike(shared, [own] * 3), make_engine()
+    together = engine.sample(prompts, samples, SAMPLED, seed=3, scope="s")
+    assert computed == lengths
+    assert ids_of(together) == ids_of([engine.sample([prompt], samples, SAMPLED, seed=3, scope="s")[0] for prompt in prompts])
+
+
+def test_a_prompt_with_which_all_others_begin_has_no_tokens_of_its_own(make_engine, alike, computed, ids_of):
+    longer = alike(20, [4, 9])
+    prompts = [Prompt(Problem("short", "", ""), "", longer[0].token_ids[:20]), *longer]
+    engine = make_engine()
+    together = engine.sample(prompts, 1, SAMPLED, seed=3, scope="s")
+    assert computed == [20]
+    assert ids_of(together) == ids_of([engine.sample([prompt], 1, SAMPLED, seed=3, scope="s")[0] for prompt in prompts])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_recorded_log_probabilities_are_those_the_trainer_computes(family, temperature, make_engine, make_prompts):

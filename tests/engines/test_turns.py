@@ -238,7 +238,7 @@ def test_graphs_hold_for_rows_that_leave_come_back_and_are_given_tokens(max_rows
     assert any(captured) or max_rows < 15, "some steps are padded: spare rows have key 0"
 
 
-@pytest.mark.parametrize(("name", "value"), [("QUERY_BLOCK", 3), ("PREFILL_TOKENS", 4), ("SCORE_BUDGET", 1)])
+@pytest.mark.parametrize(("name", "value"), [("QUERY_BLOCK", 3), ("PREFILL_TOKENS", 4), ("SCORE_BUDGET", 1), ("KEY_BUDGET", 40)])
 def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_prompts, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = play(builtin(), prompts, longest=20)
@@ -256,6 +256,19 @@ def test_a_group_shares_its_prompt_in_all_turns(builtin, make_prompts, monkeypat
     prompts = make_prompts(LENGTHS)
     play(builtin(), prompts, grace_s=0.0, late=late)
     assert sorted(computed) == sorted(prompt.token_ids for prompt in prompts)
+
+
+def test_rows_share_what_all_prompts_begin_with_in_all_turns(builtin, make_prompts, monkeypatch):
+    start, *ends = make_prompts([60, 3, 1, 8, 5])
+    prompts = [replace(end, token_ids=(*start.token_ids, 3 + i, *end.token_ids)) for i, end in enumerate(ends)]
+    computed, pack = [], engine_module.pack_prompts
+    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack(prompts))
+    shared = play(builtin(max_rows=5), prompts, grace_s=0.0, late=late)
+    assert computed == [60]
+    monkeypatch.setattr(engine_module, "split_prompts", lambda prompts, samples: None)
+    apart = play(builtin(max_rows=5), prompts, grace_s=0.0, late=late)
+    assert shared.rows() == apart.rows()
+    assert shared.logprobs() == pytest.approx(apart.logprobs(), abs=1e-5)
 
 
 @pytest.mark.parametrize("room", [15 * 32, 120])

@@ -106,6 +106,34 @@ def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(
     assert computed == ([17, 17, 9] if memory_runs_out else [17, 9]), "a batch of two rows begins again where memory ran out"
 
 
+@pytest.mark.parametrize("memory_runs_out", [False, True])
+def test_prompts_that_begin_alike_share_that_wherever_they_have_been_cut(
+    tiny_llama, tokenizer, make_prompts, monkeypatch, memory_runs_out
+):
+    engine = BuiltinEngine(Decoder(tiny_llama()), tokenizer, (), max_rows=4)
+    start, *ends = make_prompts([30, 3, 1, 8, 5])
+    asked = [replace(end, token_ids=(*start.token_ids, 3 + i, *end.token_ids)) for i, end in enumerate(ends)]
+    whole = [engine.serve(SampleRequest([one], 1, SETTINGS, seed=4, scope="s"))[0] for one in asked]
+    computed = []
+    monkeypatch.setattr(builtin, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack_prompts(prompts))
+    cuts, limits = (0, 1, 4, 7), (12, 11, 8, 5)
+    further = [replace(p, token_ids=p.token_ids + c.token_ids[:at]) for p, (c,), at in zip(asked, whole, cuts, strict=True)]
+    shown = []
+
+    def watch(index, sample, tokens, logprobs):
+        shown.append((index, tuple(tokens)))
+        if memory_runs_out and len(shown) == 15:
+            raise torch.OutOfMemoryError
+        return True
+
+    rest = engine.serve(SampleRequest(further, 1, SETTINGS, seed=4, scope="s", watch=watch, drawn=cuts, limits=limits))
+    for index, (at, (c,), (w,)) in enumerate(zip(cuts, rest, whole, strict=True)):
+        assert c.token_ids == w.token_ids[at:]
+        assert c.logprobs == pytest.approx(w.logprobs[at:], abs=1e-5)
+        assert {tokens for i, tokens in shown if i == index} == {c.token_ids[:n] for n in range(1, len(c.token_ids) + 1)}
+    assert computed == ([30, 30] if memory_runs_out else [30])
+
+
 def test_a_key_further_on_has_the_numbers_of_the_positions_there():
     for key in (0, 17, -(2**63), 2**63 - 1):
         keys = torch.tensor([key, key_further(key, 1000)])

@@ -1,7 +1,9 @@
 """The built-in sampling engine: continuous batching over the very weights that are trained.
 
 Completions that end leave the batch and waiting ones enter at once. A prompt is computed once for its group and its keys and values
-are shared. The log-probability of each token comes with the token, at no extra pass.
+are shared. Where the prompts of a request begin alike (a system prompt, worked examples), and computing that beginning once saves enough,
+it is the prompt that all rows share, and each row has the rest of its own (``split_prompts``). The log-probability of each token comes with
+the token, at no extra pass.
 
 A row may have several turns (``engines/turns.py``). Its keys and values stay where they are while its answer is awaited. A row whose answer
 is late leaves the batch and keeps them, at the far end of the same table: those that are away take a place of ``max_rows`` each, and no
@@ -75,8 +77,8 @@ class _Row:
     turn: int = 0
     start: int = 0
     """Where the present turn begins in ``tokens``."""
-    drawn: int = 0
-    """Tokens that it had before this request."""
+    brought: int = 0
+    """Of its tokens those that came with the request: of its prompt, or drawn before."""
     behind: int = 0
     """Tokens that the cache lacks, before the last one."""
 
@@ -108,6 +110,13 @@ class _Call:
     """Rows of which a turn has ended: it is not sampled again."""
     tokens: int = 0
     """Sampled in turns that have ended."""
+    shared: int | None = field(init=False)
+    """Tokens that all prompts begin with, where every row has the rest of its prompt for itself."""
+
+    def __post_init__(self) -> None:
+        drawn = self.request.drawn or [0] * len(self.request.prompts)
+        ids = [prompt.token_ids[: len(prompt.token_ids) - n] for prompt, n in zip(self.request.prompts, drawn, strict=True)]
+        self.shared = split_prompts(ids, self.request.samples_per_prompt)
 
     @property
     def missing(self) -> int:
@@ -137,19 +146,28 @@ class _Call:
 
     def room(self, row: _Row) -> int:
         """Tokens that it may still have."""
-        return self.request.limit_of(row.index) - len(row.tokens) + row.drawn
+        return self.request.limit_of(row.index) - len(row.tokens) + row.brought
 
-    def drawn(self, index: int) -> tuple[int, ...]:
+    def drawn(self, index: int) -> int:
         """The tokens at a prompt's end that belong to its completion."""
-        ids, drawn = self.request.prompts[index].token_ids, self.request.drawn
-        return tuple(ids[len(ids) - drawn[index] :]) if drawn else ()
+        return self.request.drawn[index] if self.request.drawn else 0
+
+    def cut(self, index: int) -> int:
+        """Where a prompt ends that is shared: behind it are the row's own tokens."""
+        whole = len(self.request.prompts[index].token_ids) - self.drawn(index)
+        return whole if self.shared is None else self.shared
+
+    @property
+    def longest_own(self) -> int:
+        """The most tokens that a row has of its own before it samples."""
+        return max(len(prompt.token_ids) - self.cut(index) for index, prompt in enumerate(self.request.prompts))
 
     def owners(self) -> list[_Pending]:
         """Of each prompt; equal ones are computed once."""
         pending: dict[tuple[int, ...], _Pending] = {}
         owners = []
         for index, prompt in enumerate(self.request.prompts):
-            ids = prompt.token_ids[: len(prompt.token_ids) - len(self.drawn(index))]
+            ids = prompt.token_ids[: self.cut(index)]
             owner = pending.setdefault(tuple(ids), _Pending(ids))
             places = [(index, sample) for sample in range(self.request.samples_per_prompt)]
             owner.to_start += [place for place in places if place not in self.ended and place not in self.begun]
@@ -165,6 +183,29 @@ class _Call:
                 row.logprobs, row.done = [], False
             row.forget()
         return list(self.begun.values())
+
+
+WORTH_SPLITTING = 0.9
+"""Share of the prompts' tokens that may be left to compute where their common beginning is computed once: below it that is done."""
+
+
+def split_prompts(prompts: Sequence[Sequence[int]], samples: int) -> int | None:
+    """How many tokens all ``prompts`` begin with, if that beginning should be what is shared; None if each prompt should be.
+
+    Each of a prompt's ``samples`` rows then computes the rest of it for itself, so it pays where rests are short or samples few.
+
+    >>> split_prompts([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]], 1)
+    4
+    >>> split_prompts([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]], 8) is None
+    True
+    """
+    if not prompts:
+        return None
+    first, last = min(prompts), max(prompts)  # what these two have in common, all between them have
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    apart = sum(map(len, {tuple(prompt) for prompt in prompts}))
+    split = common + samples * sum(len(prompt) - common for prompt in prompts)
+    return common if common > 0 and split < WORTH_SPLITTING * apart else None
 
 
 class BuiltinEngine(Engine):
@@ -276,7 +317,7 @@ class _Batch:
             call.look(len(call.ended), batch.sampled_tokens if batch else call.tokens)
 
         self.patience = Patience(call.turns.grace_s, look)
-        longest, own = max(len(owner.token_ids) for owner in wanted), settings.max_tokens + max(call.request.drawn, default=0)
+        longest, own = max(len(owner.token_ids) for owner in wanted), settings.max_tokens + call.longest_own
         self.decoder.reserve_positions(longest + own)
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
@@ -352,13 +393,14 @@ class _Batch:
         starting: list[_Row] = []
         while (group := self._next()) is not None and self._seat(group):
             index, sample = group.to_start.popleft()
-            key, drawn = self.call.key(self.call.request.prompts[index], sample, 0), self.call.drawn(index)
+            prompt = self.call.request.prompts[index]
+            own, key = [*prompt.token_ids[self.call.cut(index) :]], self.call.key(prompt, sample, 0)
             row = _Row(
-                group, index, sample, key_further(key, len(drawn)), [*drawn], start=len(drawn), drawn=len(drawn),
-                behind=max(0, len(drawn) - 1),
+                group, index, sample, key_further(key, self.call.drawn(index)), own, start=len(own), brought=len(own),
+                behind=max(0, len(own) - 1),
             )  # fmt: skip
             self._enter(row)
-            if not drawn:
+            if not own:
                 starting.append(row)
         self._prefill([g for g in self.groups if g.last_hidden is None])
         if not starting:

@@ -20,8 +20,8 @@ from groupwise.limits import PREFILL_TOKENS, QUERY_BLOCK
 
 __all__ = ["Behind", "Given"]
 
-SCORE_BUDGET = 2**20
-"""Most elements of one block's mask."""
+SCORE_BUDGET, KEY_BUDGET = 2**20, 2**14
+"""Most elements of one block's mask, and most positions of which one block copies keys and values: few queries may look at long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,10 @@ def _blocks(pieces: Sequence[Behind]) -> list[tuple[int, int]]:
     out, first = [], 0
     while first < len(pieces):
         end, queries = first + 1, len(pieces[first].token_ids)
-        while end < len(pieces) and (end + 1 - first) * queries * sum(_widths(pieces[first : end + 1])) <= SCORE_BUDGET:
+        while end < len(pieces):
+            positions = (end + 1 - first) * sum(_widths(pieces[first : end + 1]))
+            if positions > KEY_BUDGET or queries * positions > SCORE_BUDGET:
+                break
             end += 1
         out.append((first, end))
         first = end
