@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, Result, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
+from experiments.common import FIGURES, Experiment, markdown_table, publish
 from experiments.comparison import newcombe_interval
 from experiments.runs import Budget, warm_starts
 from groupwise.config import Config, load_config
@@ -30,7 +31,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
 
-__all__ = ["difference", "main", "reached", "run"]
+__all__ = ["EXPERIMENT", "difference", "draw", "main", "reached", "report", "run"]
 
 SIDES = {"groupwise": "groupwise.trl", "trl": "trl"}
 LEVELS = (0.60, 0.70, 0.75)
@@ -45,6 +46,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--rows", type=int, default=8, help="completions that TRL holds in a micro-batch")
     out.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
     out.add_argument("--work", type=Path, default=ROOT / "runs" / "learning", help="what is finished is kept here")
+    out.add_argument("--show", type=Path, metavar="FILE", help="run nothing: figure and table in docs/ from what --output wrote")
     out.add_argument("settings", nargs="*", help="of the quickstart, such as model.name=FOLDER")
     return out
 
@@ -195,15 +197,84 @@ def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]
         gap = difference(ours, theirs, args.problems)
         details["difference"] = gap
         print("\nGroupwise less TRL after the last step: {:+.1%} ({:+.1%} to {:+.1%})".format(*gap))
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    shown = {key: value for key, value in vars(args).items() if not isinstance(value, Path | None)}
     if best is None:
         return Result("learning", None, None, None, "s", shown, details)
     return Result("learning", best[1], best[2], best[3], f"s to {best[0]}", shown, details)
 
 
+def draw(numbers: Mapping[str, Any], path: Path) -> None:
+    """Accuracy against minutes of training and against sampled tokens, a line for every run."""
+    from experiments.style import COLOURS, figure
+
+    units = {"minutes of training": ("seconds", 60.0), "thousand sampled tokens": ("sampled_tokens", 1000.0)}
+    with figure(path, ["by time", "by sampled tokens"]) as axes:
+        for axis, (name, (unit, size)) in zip(axes, units.items(), strict=True):
+            for (side, seeds), colour in zip(numbers["details"]["runs"].items(), COLOURS, strict=False):
+                for i, one in enumerate(seeds.values()):
+                    x = [row[unit] / size for row in one["rows"]]
+                    label = f"{side}, {len(seeds)} seeds" if i == 0 else None
+                    axis.plot(x, [row["accuracy"] for row in one["rows"]], color=colour, marker=".", alpha=0.8, label=label)
+            axis.set_ylim(0, 1)
+            axis.set_xlabel(name)
+        axes[0].set_ylabel("held-out accuracy")
+        axes[0].legend(loc="lower right")
+
+
+def report(numbers: Mapping[str, Any]) -> str:
+    """Markdown of a result with both sides: when each level was reached, and where the runs ended."""
+    details, versions, machine, settings = (numbers[key] for key in ("details", "versions", "machine", "settings"))
+    levels = []
+    for level, by_unit in details["levels"].items():
+        cells = [level]
+        for unit in ("seconds", "sampled_tokens"):
+            ours, theirs = (by_unit[unit][side] for side in SIDES)
+            cells += [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
+            pairs = list(zip(ours, theirs, strict=True))
+            known = [b / a for a, b in pairs if a and b]
+            cells.append(f"{median(known):.2f}" if len(known) == len(pairs) else "-")
+        levels.append(cells)
+    names = list(SIDES)
+    head = ["strict", *(f"seconds, {name}" for name in names), "ratio", *(f"sampled tokens, {name}" for name in names), "ratio"]
+    ends = []
+    for side, seeds in details["runs"].items():
+        last = [one["rows"][-1] for one in seeds.values()]
+        ends.append([
+            side,
+            ", ".join(f"{row['accuracy']:.1%}" for row in last),
+            ", ".join(f"{row['stopped']:.1%}" for row in last),
+            ", ".join(f"{row['seconds']:,.0f}" for row in last),
+            ", ".join(f"{row['sampled_tokens']:,.0f}" for row in last),
+            f"{max(one['peak_memory_gib'] for one in seeds.values()):.1f}",
+        ])  # fmt: skip
+    first = next(iter(details["runs"].values()))
+    starts = ", ".join(f"{one['rows'][0]['accuracy']:.1%}" for one in first.values())
+    gap = "{:+.1f} ({:+.1f} to {:+.1f}) points".format(*(100 * part for part in details["difference"]))
+    seeds = ", ".join(map(str, settings["seeds"]))
+    return "\n\n".join([
+        "![Held-out accuracy by time and by sampled tokens, a line for every run](figures/learning.svg)",
+        f"When each accuracy was first reached (seeds {seeds}; all start at {starts}):",
+        markdown_table(head, levels),
+        f"After {settings['steps']} steps:",
+        markdown_table(["", "strict", "stopped", "seconds", "sampled tokens", "GiB"], ends),
+        f"Groupwise less TRL after the last step, all seeds together: {gap}.",
+        f"Measured {numbers['date'][:10]}, revision {versions['commit']}, {machine['cpu']}, {machine['cores']} cores, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, TRL {versions['trl']}.",
+    ])  # fmt: skip
+
+
+EXPERIMENT = Experiment("learning", dict, draw, report, page=ROOT / "docs" / "results.md")
+
+
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    if args.show:
+        found = json.loads(args.show.read_text(encoding="utf-8"))
+        if "difference" not in found["details"]:
+            raise SystemExit(f"{args.show} has the runs of one library alone: there is nothing to compare")
+        publish(EXPERIMENT, found, FIGURES)
+    else:
+        finish(run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import learning
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -19,6 +23,7 @@ from benchmarks.scaling import _growth
 from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
+from experiments.common import read_block, read_numbers
 
 
 def test_work_of_one_sequence_is_what_pytorch_counts(tiny_llama: Callable[..., Any]) -> None:
@@ -124,3 +129,47 @@ def test_the_difference_of_two_accuracies_is_over_all_problems_of_all_seeds() ->
     assert mean == pytest.approx(0.1)
     assert low == pytest.approx(0.1 - math.hypot(0.7 - 0.6333, 0.6653 - 0.6), abs=2e-4)
     assert high == pytest.approx(0.1 + math.hypot(0.7592 - 0.7, 0.6 - 0.5308), abs=2e-4)
+
+
+def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level() -> None:
+    row = {"step": 0, "seconds": 0.0, "sampled_tokens": 0.0, "accuracy": 0.25, "stopped": 0.9}
+    ends = {"groupwise": ((100.0, 0.75), (200.0, 0.75)), "trl": ((600.0, 0.75), (600.0, 0.65))}
+    runs = {
+        side: {
+            str(seed): {
+                "rows": [row, {**row, "seconds": seconds, "sampled_tokens": 5000.0, "accuracy": accuracy}],
+                "peak_memory_gib": 3.0 + seed,
+            }
+            for seed, (seconds, accuracy) in enumerate(pairs)
+        }
+        for side, pairs in ends.items()
+    }
+    args = learning.options().parse_args(["--seeds", "0", "1", "--steps", "6", "--problems", "100"])
+    result = learning._result(args, {side: {int(seed): one for seed, one in seeds.items()} for side, seeds in runs.items()})
+    numbers = json.loads(json.dumps(asdict(result))) | {
+        "versions": {"commit": "abc1234", "torch": "2", "transformers": "5", "trl": "1"},
+        "machine": {"cpu": "a processor", "cores": 2},
+        "date": "2026-11-23T00:00:00",
+    }
+    assert "work" not in numbers["settings"]  # a folder of one machine has no place on a page
+    rows = [line for line in learning.report(numbers).splitlines() if line.startswith("| ")]
+    assert rows[2] == "| 60% | 70, 140 | 420, 525 | 4.88 | 3,500, 3,500 | 3,500, 4,375 | 1.12 |"
+    assert rows[4] == "| 75% | 100, 200 | 600, - | - | 5,000, 5,000 | 5,000, - | - |"
+    assert "| groupwise | 75.0%, 75.0% | 90.0%, 90.0% | 100, 200 | 5,000, 5,000 | 4.0 |" in rows
+    assert "all start at 25.0%, 25.0%" in learning.report(numbers)
+    assert "Groupwise less TRL after the last step, all seeds together: +5.0 (" in learning.report(numbers)
+
+
+def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"step": i, "seconds": 60.0 * i, "sampled_tokens": 1e3 * i, "accuracy": i / 4} for i in range(4)]
+    runs = {side: {str(seed): {"rows": rows} for seed in range(3)} for side in ("groupwise", "trl")}
+    learning.draw({"details": {"runs": runs}}, tmp_path / "found.svg")
+    text = (tmp_path / "found.svg").read_text()
+    assert all(word in text for word in ("groupwise, 3 seeds", "trl, 3 seeds", "minutes of training", "thousand sampled tokens"))
+
+
+def test_the_results_page_shows_what_was_measured_against_trl() -> None:
+    numbers = read_numbers("learning")
+    assert read_block(learning.EXPERIMENT.page, "learning") == learning.report(numbers)
+    assert numbers["details"]["runs"].keys() == {"groupwise", "trl"}
