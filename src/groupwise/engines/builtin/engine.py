@@ -189,21 +189,21 @@ WORTH_SPLITTING = 0.9
 """Share of the prompts' tokens that may be left to compute where their common beginning is computed once: below it that is done."""
 
 
-def split_prompts(prompts: Sequence[Sequence[int]], samples: int) -> int | None:
+def split_prompts(prompts: Sequence[tuple[int, ...]], samples: int) -> int | None:
     """How many tokens all ``prompts`` begin with, if that beginning should be what is shared; None if each prompt should be.
 
     Each of a prompt's ``samples`` rows then computes the rest of it for itself, so it pays where rests are short or samples few.
 
-    >>> split_prompts([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]], 1)
+    >>> split_prompts([(1, 2, 3, 4, 5), (1, 2, 3, 4, 6, 7)], 1)
     4
-    >>> split_prompts([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]], 8) is None
+    >>> split_prompts([(1, 2, 3, 4, 5), (1, 2, 3, 4, 6, 7)], 8) is None
     True
     """
     if not prompts:
         return None
     first, last = min(prompts), max(prompts)  # what these two have in common, all between them have
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    apart = sum(map(len, {tuple(prompt) for prompt in prompts}))
+    apart = sum(map(len, set(prompts)))
     split = common + samples * sum(len(prompt) - common for prompt in prompts)
     return common if common > 0 and split < WORTH_SPLITTING * apart else None
 
