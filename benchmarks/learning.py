@@ -160,6 +160,13 @@ def reached(rows: Sequence[Mapping[str, float]], level: float, unit: str = "seco
     return None
 
 
+def ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float | None:
+    """Median over seeds of theirs divided by ours; None unless both reached the level with every seed, and neither began there."""
+    pairs = list(zip(ours, theirs, strict=True))
+    known = [b / a for a, b in pairs if a and b]
+    return median(known) if len(known) == len(pairs) else None
+
+
 def difference(ours: Sequence[float], theirs: Sequence[float], problems: int) -> tuple[float, float, float]:
     """Mean accuracy of ours less theirs over seeds, each a share of ``problems``, and its 95% interval (Newcombe 1998, method 10)."""
     right, others_right = (round(sum(shares) * problems) for shares in (ours, theirs))
@@ -178,11 +185,10 @@ def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]
         }
         seconds = {side: [t for t in by_unit["seconds"][side] if t is not None] for side in found}
         everywhere = {side: median(t) for side, t in seconds.items() if len(t) == len(args.seeds)}
-        ratio = None
-        if len(everywhere) == 2 and all(seconds["groupwise"]):
-            ratio = median([theirs / ours for ours, theirs in zip(seconds["groupwise"], seconds["trl"], strict=True)])
-            best = f"{level:.0%}", ratio, everywhere["groupwise"], everywhere["trl"]
-        levels.append([f"{level:.0%}", *(everywhere.get(side) for side in found), ratio])
+        faster = ratio(*(by_unit["seconds"][side] for side in SIDES)) if len(everywhere) == 2 else None
+        if faster is not None:
+            best = f"{level:.0%}", faster, everywhere["groupwise"], everywhere["trl"]
+        levels.append([f"{level:.0%}", *(everywhere.get(side) for side in found), faster])
     print_table("Seconds of training to a strict accuracy, medians over seeds", ("level", *found, "ratio"), levels)
     ends = {side: [one["rows"][-1] for one in seeds.values()] for side, seeds in found.items()}
     rows = [
@@ -230,9 +236,8 @@ def report(numbers: Mapping[str, Any]) -> str:
         for unit in ("seconds", "sampled_tokens"):
             ours, theirs = (by_unit[unit][side] for side in SIDES)
             cells += [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
-            pairs = list(zip(ours, theirs, strict=True))
-            known = [b / a for a, b in pairs if a and b]
-            cells.append(f"{median(known):.2f}" if len(known) == len(pairs) else "-")
+            less = ratio(ours, theirs)
+            cells.append("-" if less is None else f"{less:.2f}")
         levels.append(cells)
     names = list(SIDES)
     head = ["strict", *(f"seconds, {name}" for name in names), "ratio", *(f"sampled tokens, {name}" for name in names), "ratio"]

@@ -236,6 +236,8 @@ class Group:
     """``rewards`` without those of steps; ``None`` where there are no steps."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The reward functions' weights, by name."""
+    shaped: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """The scores of completions as wholes that ``rewards`` adds up: after each function's clip and normalising, before its weight."""
 
     @property
     def outcomes(self) -> tuple[float, ...]:

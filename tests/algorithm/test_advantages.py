@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from nested import token_advantages
 
 from groupwise.algorithm import gae, group_advantages
+from groupwise.algorithm.advantages import AdvantageInputs, FunctionScores, StepRewards, gdpo_advantage
 from groupwise.errors import RewardError
 from groupwise.types import Completion, Group, Problem, Prompt
 
@@ -105,6 +107,15 @@ def test_a_reward_that_is_no_number_is_refused(bad: float):
 def test_a_lone_completion_teaches_nothing():
     assert group_advantages([[3.0], []], "leave_one_out") == [[0.0], []]
     assert group_advantages([[3.0]]) == [[0.0]]
+
+
+def test_gdpo_refuses_rewards_of_steps():
+    one, two = torch.tensor([0, 1]), torch.tensor([0.0, 1.0], dtype=torch.float64)
+    steps = {"turns": StepRewards(one, one, two, torch.ones(2, dtype=torch.float64))}
+    inputs = AdvantageInputs(two, torch.tensor([0, 0]), torch.tensor([1, 1]), {"right": FunctionScores(1.0, two)})
+    assert gdpo_advantage(inputs).advantages_N.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-3)
+    with pytest.raises(RewardError, match="compares completions as wholes, but turns rewarded steps: give"):
+        gdpo_advantage(replace(inputs, steps=steps))
 
 
 def test_token_advantages_without_penalties_are_the_group_ones():

@@ -151,7 +151,6 @@ def test_the_controller_is_the_papers():
     assert controller.update(600.0).beta == pytest.approx(0.1 * 1.02)
     assert controller.update(0.0).beta == pytest.approx(0.1 * 0.98)
     assert controller.update(math.nan) == controller
-    assert AdaptiveKL.from_state_dict(controller.update(9.0).state_dict()) == controller.update(9.0)
 
 
 @pytest.mark.parametrize("target", [0.05, 0.4])

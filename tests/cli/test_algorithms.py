@@ -84,6 +84,10 @@ def test_an_unknown_preset_is_refused_with_the_nearest(groupwise):
         ({"preset": "cispo"}, "L_it  = -clip(w, 0, 5) A log pi(o_it), with no gradient through the weight"),
         ({"loss": {"dual_clip": 3}}, "L_it  = -min(w A, clip(w, 0.8, 1.2) A), and at most -3 A where A < 0"),
         ({"kl": {"importance_weighted": True}}, "L_it += 0.04 w k3_it"),
+        ({"kl": {"importance_weighted": True}, "loss": {"type": "gmpo"}}, "L_it += 0.04 w k3_it"),
+        ({"kl": {"importance_weighted": True}, "loss": {"type": "vespo"}}, "L_it += 0.04 u k3_it"),
+        ({"kl": {"importance_weighted": True}, "loss": {"type": "vespo"}}, "u     = pi(o_it) / pi_old(o_it)"),
+        ({"kl": {"importance_weighted": True}, "loss": {"type": "reinforce"}}, "u     = pi(o_it) / pi_old(o_it)"),
         (
             {"preset": "ppo", "advantage": {"gamma": 0.9}},
             "A_it  = sum_(s >= t) 0.855^(s-t) delta_is, whitened: (A - mean) / (std + 0.0001)",

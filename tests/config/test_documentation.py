@@ -106,6 +106,11 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             "rewards.functions[0] is isolated but has no time limit",
         ),
         (["training.steps=0"], "there is no GRPO step in this run"),
+        (
+            ["rollout.refill_rounds=2", "preset=gdpo"],
+            "rollout.refill_rounds=2 replaces groups whose rewards are all the same, but",
+        ),
+        (["rollout.refill_rounds=2", "kl.placement=reward"], "with this algorithm they teach too"),
     ],
 )
 def test_a_setting_without_effect_says_so_once(overrides, said):
@@ -117,6 +122,14 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
 @pytest.mark.parametrize("more", ["rewards.clip=[-1,1]", "preset=dr_grpo", "algorithm.kl.placement=reward"])
 def test_normalising_the_sum_is_not_reported_where_it_acts(more):
     assert not [note for note in notes(load_config(None, ["rewards.normalise=std", more])) if "rewards.normalise" in note]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "dapo", "maxrl"])
+def test_refilling_is_not_reported_where_such_groups_teach_nothing(preset):
+    plain = ["kl=null"] if preset == "rloo" else []
+    assert not [
+        note for note in notes(load_config(None, ["rollout.refill_rounds=2", f"preset={preset}", *plain])) if "refill" in note
+    ]
 
 
 def test_clipping_is_not_reported_where_it_acts():

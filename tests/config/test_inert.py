@@ -53,6 +53,32 @@ def test_a_setting_that_would_do_nothing_is_refused(path):
         assert str(error.value).startswith(f"{path} is {written}, but {reason}")
 
 
+@pytest.mark.parametrize("shaping", [{"clip": (-1, 1)}, {"normalise": "std"}])
+def test_the_sum_of_rewards_is_not_shaped_where_nobody_adds_them_up(shaping):
+    by_function = {"algorithm": {"preset": "gdpo"}}
+    with pytest.raises(
+        ConfigError, match="is gdpo, which never adds the functions' scores up as they are: leave it out, or set it in"
+    ):
+        Config(**by_function, rewards=shaping)
+    Config(**by_function, rewards={"functions": [{"function": "accuracy", **shaping}]})
+
+
+def test_a_loss_of_ones_own_may_have_a_reference_to_offload():
+    own, offloaded = {"loss": {"type": "mine.py:loss"}, "kl": None}, {"offload_reference": True}
+    assert Config(algorithm=own, training=offloaded).training.offload_reference
+    with pytest.raises(ConfigError, match="keeps no copy of the policy as its reference"):
+        Config(algorithm={"kl": None}, training=offloaded)
+    with pytest.raises(ConfigError, match="keeps no copy of the policy as its reference"):
+        Config(algorithm=own, training=offloaded, model={"lora": {}})
+
+
+def test_outer_iterations_are_not_counted_before_the_steps_are():
+    kl = {"kl": {"reference_updates": 150}}
+    assert Config(algorithm=kl, training={"epochs": 10}).algorithm.kl.reference_updates == 150
+    with pytest.raises(ConfigError, match=r"150, more than training\.steps"):
+        Config(algorithm=kl, training={"steps": 100})
+
+
 @pytest.mark.parametrize("path", INERT)
 def test_it_is_taken_where_it_acts_and_where_it_is_its_default(path):
     value, section = INERT[path][0], path.split(".")[0]

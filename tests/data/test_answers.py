@@ -78,6 +78,22 @@ def test_plain_extraction(text: str, expected: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "right", "wrong"),
+    [
+        ("The answer is 3 1/4.", ("13/4", "3.25"), ("1/4", "3")),
+        ("He needs 1 1/2 cups.", ("1.5",), ("0.5",)),
+        ("It costs 100 000.", (), ("0", "000")),
+        ("It costs 12 345 dollars.", (), ("345",)),
+        ("Of the 2020, 345 stay.", ("345",), ()),
+        ("In 2020 345 stayed.", ("345",), ()),
+    ],
+)
+def test_a_number_with_a_space_in_it_is_not_read_by_its_tail(text: str, right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
+    assert all(grade(text, one, "xml").lenient for one in right)
+    assert not any(grade(text, one, "xml").lenient for one in wrong)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("first 3, then 72.", "72"),
@@ -89,6 +105,8 @@ def test_plain_extraction(text: str, expected: str | None) -> None:
         ("10 - 5", "5"),
         ("3*-4", "-4"),
         ("1/2.", "1/2"),
+        ("it takes 3 1/4 hours", "3 1/4"),
+        ("day 3, 1/4 of it", "1/4"),
         (r"\frac{1}{2}", r"\frac{1}{2}"),
         ("1,2,3", "3"),
         ("72</answer>", "72"),

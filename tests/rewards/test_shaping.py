@@ -68,6 +68,7 @@ def test_components_stay_as_the_function_gave_them_and_the_mean_is_taken_off():
     suite = suite_of({"f": by_text}, {"f": {"normalise": "mean_std"}})
     scoring = suite.score_all([(make_prompt(), make_completions("1", "2", "6"))])
     assert scoring.groups[0].components == {"f": (1.0, 2.0, 6.0)}
+    assert scoring.groups[0].shaped == {"f": scoring.groups[0].rewards}
     np.testing.assert_allclose(scoring.groups[0].rewards, (np.array([1, 2, 6]) - 3) / np.std([1, 2, 6], ddof=1), rtol=1e-14)
 
 

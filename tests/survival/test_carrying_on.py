@@ -267,6 +267,16 @@ def test_a_setting_that_came_since_had_its_default(small_config):
     assert drift({"config": written, "data": "f"}, other) == (["rollout.ahead: 0 -> 1"], [])
 
 
+@pytest.mark.parametrize(("warmup", "harmful"), [(0, False), (2, False), (0.5, True)])
+def test_more_steps_change_a_run_whose_warmup_is_a_share_of_it(small_config, warmup, harmful):
+    def of(steps):
+        return small_config(training={"steps": steps}, optimizer={"warmup_steps": warmup})
+
+    longer = SimpleNamespace(config=of(8), problems=SimpleNamespace(fingerprint="f"))
+    found = drift({"config": of(4).model_dump(mode="json"), "data": "f"}, longer)
+    assert found == ((["training.steps: 4 -> 8"], []) if harmful else ([], ["training.steps: 4 -> 8"]))
+
+
 def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):
     data = tmp_path / "mine.jsonl"
     data.write_text(sums.read_text())

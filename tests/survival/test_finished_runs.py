@@ -84,6 +84,19 @@ def test_more_steps_without_a_checkpoint_are_refused(small_config, letters, quie
     assert content(folder) == before
 
 
+def test_epochs_are_counted_before_a_run_is_called_finished(small_config, letters, quiet, tmp_path):
+    def epochs(number):
+        return small_config(training={"epochs": number}, output=CHECKPOINTS)
+
+    first = go(epochs(0.3), letters, quiet, tmp_path / "run")
+    before = content(first.folder)
+    assert go(epochs(0.3), letters, quiet, first.folder, resume=True).summary == json.loads(
+        (first.folder / "summary.json").read_text()
+    )
+    assert content(first.folder) == before
+    assert go(epochs(0.6), letters, quiet, first.folder, resume=True).summary["steps"] > first.summary["steps"]
+
+
 def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_config, letters, quiet, tmp_path, monkeypatch):
     whole = go(small_config(training={"steps": 4}, output=CHECKPOINTS), letters, quiet, tmp_path / "whole").folder
     folder = go(small_config(output=CHECKPOINTS), letters, quiet, tmp_path / "run").folder

@@ -37,6 +37,17 @@ def test_a_reference_that_would_be_renewed_is_refused(small_config):
         small_config(model={"lora": {}}, algorithm={"kl": {"beta": 0.1, "reference_updates": 2}})
 
 
+def test_the_seed_reaches_the_adapter(small_config, letters, quiet, tmp_path):
+    def drawn(name, seed):
+        config = small_config(model={"lora": {"rank": 4, "alpha": 8}}, training={"steps": 0, "seed": seed})
+        folder = train(config, rewards=letters, console=quiet, run_folder=tmp_path / name).folder
+        return load_file(folder / "final_model" / "adapter" / "adapter_model.safetensors")
+
+    one, again, other = drawn("one", 1), drawn("again", 1), drawn("other", 2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+
+
 def test_decay_of_matrices_spares_vectors():
     from groupwise.config.schema import OptimizerConfig
 

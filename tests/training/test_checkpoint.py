@@ -65,6 +65,22 @@ def test_a_run_in_two_parts_is_the_run_in_one_bit_for_bit(small_config, letters,
     assert all(torch.equal(same_step[0][name], same_step[1][name]) for name in same_step[0])
 
 
+def test_another_target_of_the_kl_acts_from_the_checkpoint_on(small_config, letters, quiet, tmp_path):
+    def steered(**kl):
+        return small_config(
+            algorithm={"kl": {"beta": 0.1, **kl}}, training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 3}
+        )
+
+    whole = train(steered(target=0.02, gain=0.2), rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    resumed = train(
+        steered(target=1e9, gain=0.5), rewards=letters, console=quiet, run_folder=tmp_path / "resumed",
+        resume_from=whole / "checkpoints" / "step-1", accept_changes=True,
+    ).folder  # fmt: skip
+    (second, third), old = [row["policy/beta"] for row in metrics_of(resumed)], metrics_of(whole, first=1)
+    assert second == old[0]["policy/beta"] != 0.1
+    assert third == pytest.approx(0.9 * second)  # 1 + gain x clip((kl - target) / target, -0.2, 0.2)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

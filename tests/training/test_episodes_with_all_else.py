@@ -114,7 +114,7 @@ def test_a_truncated_episode_teaches_nothing_where_it_is_masked(played):
 def test_every_preset_learns_from_episodes(played, preset, by):
     """On the tokens that were sampled: what the passes say of these is what the sampler said."""
     if (preset, by) == ("gdpo", "environment_turns"):
-        pytest.skip("gdpo learns nothing from rewards of turns alone")
+        pytest.skip("gdpo refuses rewards of steps")
     folder = played(algorithm={"preset": preset}, rewards={"functions": [{"function": by}]})
     metrics = rows(folder, "metrics")
     assert all(math.isfinite(row["policy/loss"]) for row in metrics)

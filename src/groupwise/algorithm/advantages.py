@@ -39,7 +39,7 @@ class FunctionScores:
 
     weight: float
     scores_N: Tensor
-    """NaN where it does not apply."""
+    """After its clip and normalising; NaN where it does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +364,13 @@ def gdpo_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> Advanta
     and that normalised over the batch.
 
     Normalising the sum lets different combinations of scores collapse into one advantage. A completion to which a function does not apply
-    gets 0 for it.
+    gets 0 for it. Raises RewardError for rewards of steps, which it has no place for.
     """
+    if inputs.steps:
+        raise RewardError(
+            f"advantage gdpo compares completions as wholes, but {', '.join(inputs.steps)} rewarded steps: give each completion one "
+            "number, or set algorithm.advantage.type to group"
+        )
     total_N = torch.zeros_like(inputs.rewards_N)
     for function in inputs.functions.values():
         known = [[r for r in group if not math.isnan(r)] for group in inputs.by_group(function.scores_N)]

@@ -17,7 +17,7 @@ k1 belongs into the reward, where the policy gradient turns it into the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -111,7 +111,3 @@ class AdaptiveKL:
 
     def state_dict(self) -> dict[str, float]:
         return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, float]) -> AdaptiveKL:
-        return cls(**state)

@@ -132,7 +132,7 @@ class EntropyConfig(Section):
 
 class AlgorithmConfig(Section):
     """The objective: advantage x loss x KL, and what corrects and explores. A setting that is not written follows `preset`.
-    Where `advantage` or `loss` is of another type than the preset's, only `loss.aggregation` does. Defaults are GRPO as in
+    Under another type of `advantage` or `loss` than the preset's, only `loss.aggregation` still does. Defaults are GRPO as in
     DeepSeekMath (arXiv 2402.03300).
     """
 
@@ -141,8 +141,8 @@ class AlgorithmConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """mu: optimiser steps on each batch. Above 1 the later ones are off-policy, and clipping begins to act."""
     mask_truncated: bool = False
-    """Leave completions that were cut at the token limit out of the loss (DAPO's overlong filtering). They still count in the
-    mean of their group or batch; a learned value leaves them out altogether."""
+    """Leave completions that did not end by themselves (cut at the token limit, or episodes at `rollout.max_turns`) out of the loss
+    (DAPO's overlong filtering). They still count in the mean of their group or batch; a learned value leaves them out altogether."""
     stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
     """With `rollout.ahead`, what corrects for age. `decoupled`: ratio and clip are against the weights before the batch's first
     update, and each token is weighted as by `algorithm.correction` (arXiv 2110.00641). `behaviour`: they are against the
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference is kept."""
+        """Whether ``kl`` needs a reference; a loss of one's own may need one besides."""
         return self.kl is not None
 
     @property

@@ -93,6 +93,15 @@ def _sampling(config: Config) -> Iterator[str]:
             f"{' and '.join(cut)} cuts tokens out of the sampled distribution, while the loss scores the full one: "
             "the gradient is biased towards what was left in."
         )
+    advantage, kl = config.algorithm.advantage, config.algorithm.kl
+    within = advantage.type == "maxrl" or (
+        isinstance(advantage, GroupAdvantage) and advantage.baseline in ("group_mean", "leave_one_out")
+    )
+    if rollout.refill_rounds and not (within and (kl is None or kl.placement == "loss")):
+        yield (
+            f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but with this algorithm they "
+            "teach too: it compares more than the summed rewards within a group."
+        )
     if "sampled" in config.evaluation.modes and rollout.temperature != config.evaluation.temperature:
         yield (
             f"rollout.temperature={rollout.temperature} differs from evaluation.temperature={config.evaluation.temperature}: "

@@ -6,7 +6,7 @@ In formulas i is a completion, t one of its |o_i| tokens, N the completions of t
 from __future__ import annotations
 
 from groupwise.config.algorithm import AlgorithmConfig, KLConfig
-from groupwise.config.objective import GaeAdvantage, GdpoAdvantage, GroupAdvantage, MaxrlAdvantage, OwnAdvantage
+from groupwise.config.objective import RATIOS, GaeAdvantage, GdpoAdvantage, GroupAdvantage, MaxrlAdvantage, OwnAdvantage
 
 __all__ = ["formula", "in_words"]
 
@@ -52,7 +52,10 @@ def formula(algorithm: AlgorithmConfig) -> list[str]:
     ratio = [] if loss.ratio_formula is None else [f"w     = {loss.ratio_formula}"]
     lines = [*_rewards(algorithm), *_advantages(algorithm), *ratio, f"L_it  = {loss.formula}"]
     if kl is not None and kl.placement == "loss":
-        factor = " w" if kl.importance_weighted else ""
+        # A loss whose ratio can be chosen lends it to the KL; beside any other the KL has the token's.
+        other = kl.importance_weighted and not hasattr(loss, "ratio") and loss.ratio_formula != RATIOS["token"]
+        factor = "" if not kl.importance_weighted else " u" if other else " w"
+        lines += [f"u     = {RATIOS['token']}"] if other else []
         lines += [f"L_it += {kl.beta:g}{factor} {kl.estimator}_it", _estimate(kl, "pi")]
     return [*lines, f"loss  = {_BATCH_SUMS[loss.aggregation]}", *_value(algorithm)]
 

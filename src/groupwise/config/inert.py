@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from groupwise.config.objective import OwnLoss
 from groupwise.config.section import shown
 
 if TYPE_CHECKING:
@@ -60,9 +61,13 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         yield "algorithm", ("correction",), ratio, "set stale_samples to decoupled"
     if config.optimizer.schedule == "constant":
         yield "optimizer", ("final_fraction",), "optimizer.schedule is constant", "set schedule to linear or cosine"
-    if algorithm.kl is None or config.model.lora is not None:
+    own = isinstance(algorithm.loss, OwnLoss)  # which may need a reference without algorithm.kl
+    if (algorithm.kl is None and not own) or config.model.lora is not None:
         none = "this run keeps no copy of the policy as its reference"
         yield "training", ("offload_reference",), none, "train all weights with algorithm.kl"
+    if algorithm.advantage.type == "gdpo":
+        by_function = "algorithm.advantage.type is gdpo, which never adds the functions' scores up as they are"
+        yield "rewards", ("clip", "normalise"), by_function, "set it in an entry of rewards.functions"
     for name, users in (("project", ("wandb", "trackio")), ("offline", ("wandb",))):
         if not set(users) & set(output.trackers):
             services = " or ".join(users)

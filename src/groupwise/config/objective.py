@@ -197,7 +197,7 @@ class ValueConfig(Section):
 
 
 Aggregation = Literal["sequence_mean", "token_mean", "sequence_sum", "fixed"]
-_RATIOS = {
+RATIOS = {
     "token": "pi(o_it) / pi_old(o_it)",
     "sequence": "(pi(o_i) / pi_old(o_i))^(1/|o_i|), one for the whole completion",
     "product": "pi(o_i) / pi_old(o_i), one for the whole completion",
@@ -217,7 +217,7 @@ class LossSection(Section):
 
     level: ClassVar[str] = "-"
     own_ratio: ClassVar[str | None] = None
-    """Of `_RATIOS`, where it is another than its level's."""
+    """Of `RATIOS`, where it is another than its level's."""
 
     @property
     def ratio_level(self) -> str:
@@ -227,7 +227,7 @@ class LossSection(Section):
     @property
     def ratio_formula(self) -> str | None:
         """The ratio w; None where the loss has none."""
-        return _RATIOS.get(self.own_ratio or self.ratio_level)
+        return RATIOS.get(self.own_ratio or self.ratio_level)
 
     @property
     def clip_range(self) -> str:

@@ -73,7 +73,7 @@ class ModelConfig(Section):
     device: str = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`."""
     device_map: Literal["auto"] | None = None
-    """For `eval` and `generate`: lay the layers over all GPUs, the machine's memory and the disk (package accelerate)."""
+    """For `eval`, `generate` and `serve`: lay the layers over all GPUs, the machine's memory and the disk (package accelerate)."""
     max_memory: dict[int | str, str] | None = None
     """The most that `device_map` lays on each device, such as `{0: 20GiB, cpu: 60GiB}`."""
     trust_remote_code: bool = False
@@ -227,8 +227,8 @@ class RolloutConfig(Section):
     rewritten_history: Literal["refuse", "append", "fork"] = "refuse"
     """For chat templates that rewrite earlier turns, such as dropping their thinking. `refuse`: stop at the start. `append`: the policy
     sees its turns as it sampled them. `fork`: it goes on from the history as the template writes it, which counts in
-    `max_completion_tokens`; the parts of the episode are samples of their own, with one advantage. So where an agent's command shortens
-    its history."""
+    `max_completion_tokens`; the parts of the episode are samples of their own, with one advantage. Take it too where an agent's command
+    shortens its history."""
 
     @field_validator("engine")
     @classmethod
@@ -475,7 +475,7 @@ class Config(Section):
                 f"algorithm.kl.reference_updates is {kl.reference_updates}, but with model.lora the reference is the model without its "
                 "adapter, which cannot be renewed: set reference_updates to 1"
             )
-        if kl.reference_updates > max(1, self.training.steps):
+        if self.training.epochs is None and kl.reference_updates > max(1, self.training.steps):
             raise ValueError(
                 f"algorithm.kl.reference_updates is {kl.reference_updates}, more than training.steps ({self.training.steps}): an outer "
                 "iteration needs at least one step"

@@ -48,7 +48,7 @@ XML_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 BRACE = re.compile(r"\\boxed\s*\{|\\[{}\\]|[{}]")
 NUMBER_IN_TEXT = re.compile(
     rf"(?<![A-Za-z0-9_.])(?P<number>(?:(?<![\w)\]}}%])[+-](?=[$0-9.\\]))?(?:\\?\$\s?[+-]?)?"
-    rf"(?:\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}|{UNSIGNED}(?:/[0-9]+(?!\.?[0-9]|/))?))"
+    rf"(?:\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}|(?:[0-9]+ (?=[0-9]+/[0-9]))?{UNSIGNED}(?:/[0-9]+(?!\.?[0-9]|/))?))"
 )
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 CLOSED = re.compile(r"(?:\*\*|__|[$`)\]}\"'”’]|[ ~]?\\[)\]]|[ ~][)\]}])*")
@@ -62,6 +62,8 @@ ENDED = re.compile(
 )
 """What ends a number where no word follows; a sign of arithmetic does not."""
 OPENED = re.compile(r"(?:\*\*|__|[$`\"'“‘ (\[]|(?<!\\)\{|\\(?:boxed|text|mathbf|mathrm|textbf)(?=\s?\{)|\\[(\[,;])$")
+LEADING, THOUSANDS = re.compile(r"(?<![\w.,])[0-9]{1,3}[ \u00a0\u202f]$"), re.compile(r"[0-9]{3}(?![0-9,/])")
+"""Of one number whose thousands are set apart by spaces."""
 TAG = re.compile(r"</?\w[^<>]*>\s*$")
 TAKEN_BACK = re.compile(
     # A sign or an operator, also spaced; a function or an index; a word that negates.
@@ -161,7 +163,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def extract_last_number(text: str) -> str | None:
-    """The last number in running text as it is written there, with its sign: ``"-1,234.50"``, ``"1/2"``, ``"$5"``.
+    """The last number in running text as it is written there, with its sign: ``"-1,234.50"``, ``"1/2"``, ``"3 1/4"``, ``"$5"``.
 
     A hyphen after a digit or a bracket is a minus sign between two numbers, and not the second one's own: ``10-5`` ends in ``5``.
     """
@@ -255,7 +257,7 @@ def _last_number_is(number: str, before: str, behind: str, reference: str) -> bo
     before = before.rpartition("\n")[2]
     if before[-1:] in ("€", "£", "¥", "₹"):
         before, number = before[:-1], before[-1] + number
-    if _taken_back(before):
+    if _taken_back(before) or (THOUSANDS.match(number) and LEADING.search(before)):
         return False
     if "$" in number and behind.startswith("$"):
         number = number.replace("\\$", "").replace("$", "")

@@ -116,8 +116,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_policy(config: ModelConfig, device: str | torch.device | None = None) -> Policy:
+def load_policy(config: ModelConfig, device: str | torch.device | None = None, seed: int = 0) -> Policy:
     """Load weights and tokenizer. ``device`` overrides ``config.device``; on ``meta`` no weights are read, and there are only shapes.
+    ``seed``: a new adapter's weights are drawn from it.
 
     Sampling settings of the checkpoint's generation_config (temperature, top-p, repetition penalty ...) are dropped: what is
     sampled must be the distribution that is scored.
@@ -145,7 +146,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None) -
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
-        model = attach(model, peft_config_of(config.lora))
+        model = attach(model, peft_config_of(config.lora), seed)
     return Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
 
 

@@ -293,18 +293,22 @@ class RewardSuite:
         judges = [reward for reward in self.rewards if reward.weight != 0]
         process = {r.name: _steps(r, completions, components[r.name]) for r in judges if has_steps(components[r.name])}
         whole = [reward for reward in judges if reward.name not in process]
+        shaped = {
+            r.name: tuple(None if s is None else math.fsum(map(r.shaper, numbers_of(s))) for s in components[r.name])
+            for r in whole
+        }
         sums = []
         for i in range(len(completions)):
             if all(components[reward.name][i] is None for reward in judges):
                 names, problem_id = ", ".join(reward.name for reward in judges), prompt.problem.id
                 message = f"no reward function applies to completion {i} of problem {problem_id!r}: {names} returned None for it"
                 return RewardFailure(names, problem_id, "not_a_number", message)
-            sums.append(math.fsum(r.weight * r.shaper(x) for r in whole for x in numbers_of(components[r.name][i])))
+            sums.append(math.fsum(r.weight * (shaped[r.name][i] or 0.0) for r in whole))
         shown = {
             name: tuple(None if s is None else math.fsum(numbers_of(s)) for s in scores) for name, scores in components.items()
         }
         weights = {reward.name: reward.weight for reward in judges}
-        return Group(prompt, tuple(completions), tuple(sums), shown, process, tuple(sums) if process else None, weights)
+        return Group(prompt, tuple(completions), tuple(sums), shown, process, tuple(sums) if process else None, weights, shaped)
 
     def _totalled(self, group: Group) -> Group:
         """The group with ``total`` applied to its outcomes, and the rewards of steps added."""

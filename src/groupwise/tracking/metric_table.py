@@ -41,7 +41,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
     "groups/zero_variance": (
         "share",
-        "Groups whose completions all scored the same: they teach nothing.",
+        "Groups whose completions all scored the same: compared within the group, they teach nothing.",
     ),
     "groups/failed": ("count", "Groups left out because a reward function failed."),
     "groups/sampled": (

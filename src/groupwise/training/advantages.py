@@ -93,10 +93,10 @@ class StepAdvantages:
 
 
 def _functions(flat: Sequence[tuple[Group, int]]) -> dict[str, FunctionScores]:
-    """Functions with a weight that judged whole completions; a group without a function has no scores of it."""
+    """Functions with a weight, and their shaped scores of whole completions; a group in which one gave none has no scores of it."""
     by_name = {}
     for name, weight in {name: weight for group, _ in flat for name, weight in group.weights.items()}.items():
-        judged = [None if name in group.process else group.components.get(name, {i: None})[i] for group, i in flat]
+        judged = [group.shaped[name][i] if name in group.shaped else None for group, i in flat]
         scores = [math.nan if score is None else score for score in judged]
         by_name[name] = FunctionScores(weight, torch.tensor(scores, dtype=torch.float64))
     return by_name

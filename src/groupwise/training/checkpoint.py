@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from groupwise.algorithm import AdaptiveKL
 from groupwise.errors import CheckpointError
 from groupwise.memory import available_memory_bytes, blocks_of_their_own, release_freed_memory
 from groupwise.models.adapters import is_adapted
@@ -180,7 +179,7 @@ def restore_state(checkpoint: Path, learner: Learner, state: Mapping[str, Any]) 
         if learner.critic is not None:
             learner.critic.load_state(load_file(checkpoint / _CRITIC))
         if learner.kl_control is not None and state.get("kl_control"):
-            learner.kl_control = AdaptiveKL.from_state_dict(state["kl_control"])
+            learner.kl_control = replace(learner.kl_control, beta=float(state["kl_control"]["beta"]))
         for name, part in learner.parts.items():
             tensors = checkpoint / f"{_PART}{name}.safetensors"
             part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state.get("parts", {}).get(name, {}))

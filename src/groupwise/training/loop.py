@@ -64,7 +64,7 @@ def train(
     run_folder = None if run_folder is None else Path(run_folder)
     on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
     with open_world(on_cpu, config.training.process_timeout_s) as world:
-        if resume and (finished := world.on_rank0(lambda: finished_run(config, run_folder, console))):
+        if resume and (finished := world.on_rank0(lambda: finished_run(config, run_folder, console, rewards))):
             return RunResult(*finished)
         with closing(
             start(

@@ -197,8 +197,9 @@ def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Eva
 def _steps_only_extend(config: Config) -> bool:
     """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it, and no batch
     behind the former end would have been sampled before it."""
+    moved = 0 < config.optimizer.warmup_steps < 1  # a share of the run
     renewed = config.algorithm.kl is not None and config.algorithm.kl.reference_updates > 1
-    return config.rollout.ahead == 0 and config.optimizer.schedule == "constant" and not renewed
+    return config.rollout.ahead == 0 and config.optimizer.schedule == "constant" and not (renewed or moved)
 
 
 def _settings_before(written: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from groupwise.config.schema import Config, ModelConfig
+from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
@@ -65,7 +65,9 @@ class Beginning:
         return self.checkpoint / MODEL if self.checkpoint else None
 
 
-def finished_run(config: Config, run_folder: Path | None, console: Console) -> tuple[Path, dict[str, Any]] | None:
+def finished_run(
+    config: Config, run_folder: Path | None, console: Console, rewards: Rewards | None = None
+) -> tuple[Path, dict[str, Any]] | None:
     """The folder and the summary of a run that came to its end, and of which no more steps are asked; that is said. Else None.
 
     Raises CheckpointError where more are asked, and it kept no checkpoint to make them from.
@@ -75,7 +77,11 @@ def finished_run(config: Config, run_folder: Path | None, console: Console) -> t
     ending = None if wanted is None else ending_of(folder)
     if ending is None:
         return None
-    if config.training.epochs is None and config.training.steps > ending.asked:
+    if config.training.epochs is not None:  # its steps are counted from the problems
+        prepared = prepare(config, rewards, folder=run_folder)
+        prepared.rewards.close()
+        config = prepared.config
+    if config.training.steps > ending.asked:
         if latest_checkpoint(folder.checkpoints) is None:
             raise cannot_continue(folder, ending.steps, config)
         return None
@@ -228,7 +234,7 @@ def _load_parts(
     """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with.
     ``note``: hears which fast paths are taken."""
     aside = loading_device(config, world)
-    policy = replace(_load(config.model, earlier, aside), adapter_only=config.output.adapter_only)
+    policy = replace(_load(config, earlier, aside), adapter_only=config.output.adapter_only)
     note(check_fast_paths(policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)))
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
@@ -266,11 +272,12 @@ def _say(trackers: Trackers, said: list[str], notes: list[str]) -> None:
             trackers.say(f"Note: {note}", "dim")
 
 
-def _load(config: ModelConfig, earlier: Path | None, device: torch.device | None = None) -> Policy:
+def _load(config: Config, earlier: Path | None, device: torch.device | None = None) -> Policy:
     """The policy as the run begins with it. An ``earlier`` one's adapter goes on the model that it was trained on."""
-    if earlier is None or config.lora is not None:
-        policy = load_policy(config, device)
+    model = config.model
+    if earlier is None or model.lora is not None:
+        policy = load_policy(model, device, config.training.seed)
         if earlier is not None:
             load_adapter(policy.model, earlier / "adapter")
         return policy
-    return replace(load_policy(config.model_copy(update={"name": str(earlier)}), device), name=config.name)
+    return replace(load_policy(model.model_copy(update={"name": str(earlier)}), device), name=model.name)
