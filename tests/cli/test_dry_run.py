@@ -303,6 +303,18 @@ def test_what_cannot_be_divided_among_the_processes_asked_for_is_refused(groupwi
     assert alone.exit_code == 0, "one process divides nothing"
 
 
+@pytest.mark.parametrize("reward", ["environment", "environment_turns"])
+def test_a_reward_of_an_environment_that_is_not_there_is_refused(groupwise, small, reward):
+    said = refusal(groupwise, *small, f"rewards.functions=[correctness, {reward}]")
+    assert f"reward '{reward}' is what an environment gave, but rollout.environment is null: name one" in said
+
+
+def test_epochs_beyond_counting_are_refused(groupwise, small):
+    assert "training.epochs is 1e+308, which is more steps than can be counted" in refusal(
+        groupwise, *small, "training.epochs=1e308"
+    )
+
+
 def test_a_dry_run_for_several_processes_asks_for_deepspeed(groupwise, small, no_weights, monkeypatch):
     monkeypatch.setattr("groupwise.distributed.sharding.find_spec", lambda name: None)
     assert "groupwise[deepspeed]" in refusal(groupwise, *small, "training.sharding=zero2", "--num-processes", "2")

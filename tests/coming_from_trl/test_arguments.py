@@ -1,6 +1,7 @@
 """No argument is passed over in silence: honoured, harmless, or refused with a sentence that says what to do."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,13 @@ def test_settings_of_losses_and_advantages_that_trl_lacks_reach_them():
         ({"advantage_settings": {"epsilon": 0.3}}, "there is no advantage_type that takes them"),
         ({"advantage_type": "maxrl", "scale_rewards": False}, "scale_rewards is 'none', but it does nothing with advantage_type"),
         ({"advantage_type": "gdpo", "multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation is .* does nothing"),
+        ({"generation_kwargs": {"temperature": 0}}, "temperature is 0, but it must be"),
+        ({"generation_kwargs": {"top_p": 3}}, "top_p is 3, but it must be"),
+        ({"reward_weights": 1.0}, "reward_weights=1.0 is no list of finite numbers: give one for each function"),
+        ({"reward_weights": ["a"]}, "is no list of finite numbers"),
+        ({"reward_weights": [math.nan]}, "is no list of finite numbers"),
+        ({"report_to": 5}, "report_to=5 must be a name or a list of names"),
+        ({"metric_for_best_model": 3}, "metric_for_best_model=3 must be a metric's name"),
         ({"advantage_type": "gae"}, "advantage_type='gae' is not honoured.*'maxrl', 'gdpo', or your own, such as 'my_advantage.py:adv"),
         ({"loss_type": "gmpo", "loss_settings": {"epsilon": -1}}, r"settings=\{'epsilon': -1\}: algorithm.loss.epsilon is -1, but must"),
         ({"loss_type": "gmpo", "loss_settings": {"epsilno": 1}}, "algorithm.loss.epsilno is not a setting: did you mean"),

@@ -106,6 +106,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             "rewards.functions[0] is isolated but has no time limit",
         ),
         (["training.steps=0"], "there is no GRPO step in this run"),
+        (["evaluation.modes=[greedy]", "evaluation.samples=4"], "evaluation.samples=4 has no effect here"),
         (
             ["rollout.refill_rounds=2", "preset=gdpo"],
             "rollout.refill_rounds=2 replaces groups whose rewards are all the same, but",

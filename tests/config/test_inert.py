@@ -53,6 +53,28 @@ def test_a_setting_that_would_do_nothing_is_refused(path):
         assert str(error.value).startswith(f"{path} is {written}, but {reason}")
 
 
+def test_a_server_that_nobody_would_ask_is_refused():
+    server = {"vllm": {"url": "http://127.0.0.1:8300"}}
+    with pytest.raises(
+        ConfigError, match=r"rollout\.vllm is set, but rollout\.engine is auto: leave it out, or set engine to vllm"
+    ):
+        Config(rollout=server)
+    assert Config(rollout={**server, "engine": "vllm"}).rollout.vllm.url == "http://127.0.0.1:8300"
+
+
+@pytest.mark.parametrize("intervals", [(0, 0), (4, 0), (0, 4), (4, 4)])
+def test_the_best_is_kept_of_checkpoints_that_are_judged(intervals):
+    saved, judged = intervals
+    settings = {"output": {"keep_best": True, "checkpoint_every": saved}, "evaluation": {"every": judged}}
+    if saved and judged:
+        assert Config(**settings).output.keep_best
+        return
+    with pytest.raises(
+        ConfigError, match=r"^output\.keep_best is true, but no checkpoint is judged .*: leave it out, or set both$"
+    ):
+        Config(**settings)
+
+
 @pytest.mark.parametrize("shaping", [{"clip": (-1, 1)}, {"normalise": "std"}])
 def test_the_sum_of_rewards_is_not_shaped_where_nobody_adds_them_up(shaping):
     by_function = {"algorithm": {"preset": "gdpo"}}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import random
 import socket
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from groupwise.episodes.formats import FORMATS, Asked
+from groupwise.episodes.formats import FORMATS, Asked, Tags
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
 from groupwise.rewards.processes import refusal
@@ -75,6 +77,28 @@ def toolbox() -> Toolbox:
     return Toolbox(
         {f.__name__: describe(f, f.__name__) for f in (search, hangs, raises, returns, waits, calculator)}, timeout_s=LONG_S
     )
+
+
+@pytest.mark.parametrize("literal", ["{1, 2}", "{(1, 2): 3}", "b'a'", "{b'a': 1}", "0x" + "F" * 4000, "['\\ud83d']"])
+def test_literals_that_no_record_can_hold_are_told_and_kept_as_text(toolbox: Toolbox, literal: str) -> None:
+    (asked,) = Tags().read(f"<call>calculator(expression={literal})</call>")
+    call = toolbox.call(asked)
+    assert call.failure in ("invalid", "raised")
+    assert call.result.startswith("error: ")
+    json.dumps(asdict(call), ensure_ascii=False).encode()
+
+
+def test_half_a_character_in_an_error_is_a_question_mark() -> None:
+    def city(name: str) -> str:
+        """Looks up.
+
+        Args:
+            name: Its name.
+        """
+        raise ValueError(f"there is no city {name}")
+
+    call = Toolbox({"city": describe(city, "city")}, LONG_S).call(Asked("city", {"name": "\ud83d"}))
+    assert (call.result, call.arguments) == ("error: ValueError: there is no city ?", {"name": "?"})
 
 
 def test_schemas_are_the_library_s(toolbox: Toolbox) -> None:

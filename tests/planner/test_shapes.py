@@ -65,6 +65,13 @@ def test_a_mixture_of_experts_is_refused_and_not_planned_as_a_small_model(kind):
     assert shape_of_config({**dense, "num_experts": 1}, "m").layers == 2
 
 
+@pytest.mark.parametrize("broken", [[], {"num_attention_heads": 0}, {"num_experts": [1]}, {"hidden_size": None}])
+def test_a_config_that_describes_no_model_gets_one_sentence(broken):
+    whole = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    with pytest.raises(ModelError, match=r"the config of model 'm' .* has no usable"):
+        shape_of_config({**whole, **broken} if isinstance(broken, dict) else broken, "m")
+
+
 @pytest.mark.parametrize("family", ["phi3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])
 def test_other_architectures_have_the_weights_that_transformers_counts(family):
     sizes = {

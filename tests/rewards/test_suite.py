@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -223,6 +224,29 @@ def test_a_function_that_raises(error, timeout_s, asynchronous):
     assert (failure.function, failure.problem_id, failure.kind) == ("broken", "gsm8k:train:0", "raised")
     # The next call works: neither a thread nor the event loop was lost.
     assert isinstance(make_suite({"fine": quick}, timeout_s=timeout_s).score(make_prompt(), make_completions("x")), Group)
+
+
+@pytest.mark.parametrize("timeout_s", [LONG_S, None])
+def test_a_function_that_yields_its_scores_is_held_to_the_same_rules(timeout_s):
+    def one_by_one(completions):
+        for completion in completions:
+            yield float(completion[0]["content"])
+
+    suite = make_suite({"f": one_by_one}, on_error="skip", timeout_s=timeout_s)
+    assert suite.score(make_prompt(), make_completions("1", "2")).rewards == (1.0, 2.0)
+    failure = suite.score(make_prompt(), make_completions("1", "two"))
+    assert failure.kind == "raised"
+    assert "could not convert string to float: 'two'" in failure.message
+
+
+def test_a_generator_that_never_ends_is_late():
+    def counts(completions):
+        while True:
+            yield time.sleep(0.05)
+
+    assert (
+        make_suite({"f": counts}, on_error="skip", timeout_s=0.3).score(make_prompt(), make_completions("x")).kind == "timed_out"
+    )
 
 
 def test_a_coroutine_that_cancels_itself_has_raised():

@@ -67,6 +67,13 @@ def test_other_machines_may_know_it_by_any_name(serving):
         (b"[" * 100_000, {}, 400, "no JSON"),
         (b"\xff", {}, 400, "no JSON"),
         (b"7", {}, 400, "must be a JSON object"),
+        (b'{"messages": [{"role": ["user"], "content": "x"}], "model": "x"}', {}, 400, "cannot be read (TypeError: "),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "model": "x", "temperature": 1%s}' % (b"0" * 400),
+            {},
+            400,
+            "cannot be read",
+        ),
         (b"", {"Content-Length": str(2**30)}, 413, "is more than"),
         (b"", {"Content-Length": "-1"}, 413, "is more than"),
         (b"", {"Content-Length": "many"}, 411, "must say its length"),

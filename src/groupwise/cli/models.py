@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -70,7 +71,7 @@ def generate(
         from groupwise.models.load import resolve_device
 
         with open_world(resolve_device(config.model.device).type == "cpu", config.training.process_timeout_s) as world, short:
-            lines = world.on_rank0(lambda: [line for line in sys.stdin if line.strip()])
+            lines = world.on_rank0(lambda: [line for line in _lines() if line.strip()])
             answer_lines_together(make_speaker(config, longest, temperature, greedy, seed), lines, sys.stdout, world)
         return
     with short:
@@ -80,7 +81,17 @@ def generate(
         elif sys.stdin.isatty():
             converse(speaker, sys.stdout)
         else:
-            answer_lines(speaker, sys.stdin, sys.stdout)
+            answer_lines(speaker, _lines(), sys.stdout)
+
+
+def _lines() -> Iterator[str]:
+    """Of standard input. Raises ConfigError where it is not UTF-8."""
+    from groupwise.errors import ConfigError
+
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text ({error.reason}): save it as UTF-8") from error
 
 
 def serve(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from groupwise.config.inert import chosen
 from groupwise.config.objective import GroupAdvantage
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
-__all__ = ["note_on_processes", "notes", "refuse_undividable", "unsaved_work"]
+__all__ = ["note_on_processes", "notes", "refuse_undividable", "refuse_untrainable", "unsaved_work"]
 
 _LORA_RATE = 1e-5
 """Learning rate below which an adapter hardly learns."""
@@ -153,7 +153,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _evaluation(config: Config) -> Iterator[str]:
     evaluation = config.evaluation
     if "sampled" not in evaluation.modes:  # a note alone: modes are chosen for one evaluation, and a trial sets its temperature
-        for name in chosen(evaluation, "temperature", "seed"):
+        for name in chosen(evaluation, "temperature", "seed", "samples"):
             yield _without_effect(f"evaluation.{name}", getattr(evaluation, name), "evaluation.modes has no sampled mode")
     # A note alone, as for checkpoints: the interval is the recipe's, and the run was cut short for a try.
     if evaluation.every > config.training.steps > 0:
@@ -185,6 +185,20 @@ def _output(config: Config) -> Iterator[str]:
     elif output.checkpoint_every > config.training.steps:
         yield _without_effect(
             "output.checkpoint_every", output.checkpoint_every, f"the run has only {config.training.steps} steps"
+        )
+
+
+def refuse_untrainable(model: ModelConfig) -> None:
+    """Raise ConfigError for weights that cannot be trained: quantised ones without an adapter, and a model in pieces."""
+    if model.device_map is not None:
+        raise ConfigError(
+            f"model.device_map is {model.device_map}, which lays one model over several devices for eval and generate, but training needs "
+            "it whole on each: leave it out, and use model.quantization=4bit with model.lora, or several processes with training.sharding"
+        )
+    if model.quantization != "none" and model.lora is None:
+        raise ConfigError(
+            f"model.quantization is {model.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
+            "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
         )
 
 

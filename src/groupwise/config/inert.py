@@ -53,6 +53,11 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         yield "data", columns, "data.source is arithmetic, whose generator has no such thing", "name another source"
     if not any(entry.isolate for entry in config.rewards.functions):
         yield "rewards", ("processes",), "no reward function has isolate", "set isolate in an entry of rewards.functions"
+    if config.rollout.engine != "vllm":
+        yield "rollout", ("vllm",), f"rollout.engine is {config.rollout.engine}", "set engine to vllm"
+    if output.keep_best and not (output.checkpoint_every and config.evaluation.every):
+        judged = "no checkpoint is judged (output.checkpoint_every, evaluation.every)"
+        yield "output", ("keep_best",), judged, "set both"
     if config.rollout.ahead == 0:
         newest = "rollout.ahead is 0, so every batch is sampled by the newest weights"
         yield "algorithm", ("stale_samples",), newest, "set rollout.ahead"

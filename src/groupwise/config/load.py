@@ -163,7 +163,8 @@ def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "", 
     for path, value in _pairs(overrides):
         _set(merged, path, value)
         section, _, name = path.partition(".")
-        asked |= {f"{section}.{name.split('.')[0]}"} if name else {f"{section}.{one}" for one in value or ()}
+        inside = value if isinstance(value, Mapping) else ()
+        asked |= {f"{section}.{name.split('.')[0]}"} if name else {f"{section}.{one}" for one in inside}
         if section == "algorithm":
             _set(written, path, value)
     _leave_former_types(merged.get("algorithm"), settings.get("algorithm") or {}, written.get("algorithm") or {})

@@ -5,6 +5,7 @@ Defaults are the recipe that was tested. Nothing here imports torch, so a config
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any, Literal
 
@@ -53,6 +54,17 @@ class LoraConfig(Section):
     """Dropout before the adapter, in learning only. It is slower: leave it at 0 for GRPO."""
     target_modules: str | list[str] = "all-linear"
     """`all-linear`, names such as `[q_proj, v_proj]`, or a regular expression over full names."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def check_expression(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError("names no projection: leave it out, or name some")
+        try:
+            re.compile(value if isinstance(value, str) else "")
+        except re.error as error:
+            raise ValueError(f"must be all-linear, names, or a regular expression ({error})") from None
+        return value
 
 
 class ModelConfig(Section):
@@ -317,6 +329,13 @@ class OptimizerConfig(Section):
     decay: Literal["all", "matrices"] = "all"
     """What `weight_decay` acts on: `matrices` spares norms and biases."""
 
+    @field_validator("betas")
+    @classmethod
+    def check_averages(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("must be two numbers of 0 and more and below 1")
+        return value
+
     @field_validator("warmup_steps")
     @classmethod
     def count_whole_steps(cls, value: float) -> float:
@@ -341,7 +360,7 @@ class TrainingConfig(Section):
 
     steps: int = Field(default=100, ge=0)
     """Batches that are sampled and learnt from."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Passes over the training problems, in place of `steps`, which are counted from them."""
     seed: int = 0
     """Seed of all that is random in the run."""

@@ -313,10 +313,21 @@ def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, proble
         answer, *also = dict.fromkeys(extract_reference(text, answer_format) for text in texts)
     except AnswerError as error:
         raise AnswerError(f"{row.name}, column {columns.answer!r}: {error} (or set data.on_bad_answer to drop)") from error
+    asked = [question] if isinstance(question, str) else [str(message["content"]) for message in question]
+    if not all(map(_is_whole, [*asked, answer, *also])):
+        raise DataError(f"{row.name} holds half a character (a surrogate by itself), which is no text: correct the row")
     rest = {name: value for name, value in row.values.items() if name not in (*columns.prompt, columns.answer)}
     if "solution" not in rest and texts[0].strip() != answer:
         rest["solution"] = texts[0]
     return Problem(problem_id, question, answer, rest, tuple(also))
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _answer_texts(value: object) -> list[str]:

@@ -74,8 +74,10 @@ class Tags:
             call = ast.parse(f"f({parts[2]})", mode="eval").body
             assert isinstance(call, ast.Call)
             named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+            positions = tuple(map(ast.literal_eval, call.args))
+            json.dumps([named, positions])  # sets, bytes and numbers of thousands of digits are no arguments
             if len(named) == len(call.keywords):
-                return Asked(name, named, tuple(map(ast.literal_eval, call.args)), parts[2].strip())
+                return Asked(name, named, positions, parts[2].strip())
         except (SyntaxError, ValueError, TypeError, AssertionError, MemoryError, RecursionError):
             pass
         return Asked(name, text=parts[2].strip())

@@ -185,12 +185,17 @@ def _is_a(value: object, wanted: str) -> bool:
 
 
 def _failed(asked: Asked, failure: Any, why: str) -> ToolCall:
-    return ToolCall(asked.name, _plain(asked.arguments), shortened(f"error: {why}"), failure)
+    return ToolCall(asked.name, _plain(asked.arguments), shortened(_whole(f"error: {why}")), failure)
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """As a record can hold them."""
-    return json.loads(json.dumps(dict(arguments), default=repr))  # type: ignore[no-any-return]
+    return json.loads(_whole(json.dumps(dict(arguments), default=repr, ensure_ascii=False)))  # type: ignore[no-any-return]
+
+
+def _whole(text: str) -> str:
+    """With a question mark for half a character, which has no tokens."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def as_text(result: object, name: str) -> str:
@@ -200,7 +205,7 @@ def as_text(result: object, name: str) -> str:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             raise TypeError(f"{name} returned {type(result).__name__}, which is neither text nor JSON") from None
-    return result.encode("utf-8", "replace").decode("utf-8")  # half a character has no tokens
+    return _whole(result)
 
 
 def shortened(text: str, longest: int | None = LONGEST_RESULT) -> str:

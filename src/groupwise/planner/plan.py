@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.combinations import refuse_undividable
+from groupwise.config.combinations import refuse_undividable, refuse_untrainable
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
@@ -204,9 +204,10 @@ def make_plan(
     """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has. On CPUs it is a
     machine's, which its processes share.
 
-    Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot divide the model as the
-    settings ask, whatever is installed.
+    Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot train or divide the model
+    as the settings ask, whatever is installed.
     """
+    refuse_untrainable(config.model)
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
         config,

@@ -186,9 +186,10 @@ def shape_of_config(values: dict[str, Any], name: str) -> ModelShape:
 
     Raises ModelError for one that is not that of a Llama-like decoder, and for mixtures of experts.
     """
+    values = values if isinstance(values, dict) else {}
     text = values.get("text_config") or values
     architecture = str(text.get("model_type") or values.get("model_type"))
-    experts = max((int(text.get(name) or 0) for name in _EXPERTS), default=0)
+    experts = max((found for name in _EXPERTS if isinstance(found := text.get(name), int)), default=0)
     if experts > 1:
         raise ModelError(
             f"the model {name!r} (type {architecture!r}) is a mixture of {experts} experts, whose weights and passes plan does not count: "
@@ -213,7 +214,7 @@ def shape_of_config(values: dict[str, Any], name: str) -> ModelShape:
             uncovered=why_uncovered({**text, "model_type": architecture}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"the config of model {name!r} (type {architecture!r}) has no usable {error}, so that its memory cannot be planned: "
             "plan covers Llama-like decoders; `groupwise bench` tries a run of any other"

@@ -272,7 +272,7 @@ class Background:
 
 
 def call_with_limit(function: RewardFunction, keywords: Mapping[str, object], timeout_s: float | None) -> Any:
-    """``function(**keywords)``, or ``CallRaised`` / ``CallTimedOut``.
+    """``function(**keywords)``, what it yields as a list, or ``CallRaised`` / ``CallTimedOut``.
 
     Without a limit a plain function runs in the caller's thread, where code that needs the main thread (signals) works too.
     """
@@ -280,10 +280,15 @@ def call_with_limit(function: RewardFunction, keywords: Mapping[str, object], ti
         return _call_async(function, keywords, timeout_s)
     if timeout_s is None:
         try:
-            return function(**keywords)
+            return _run(function, keywords)
         except (Exception, SystemExit) as error:
             raise CallRaised(_describe_error(error)) from error
     return _call_in_thread(function, keywords, timeout_s)
+
+
+def _run(function: RewardFunction, keywords: Mapping[str, object]) -> object:
+    result = function(**keywords)
+    return list(result) if isinstance(result, Iterator) else result  # a generator's code runs here, within the limit
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -296,7 +301,7 @@ def _call_in_thread(function: RewardFunction, keywords: Mapping[str, object], ti
 
     def work() -> None:
         try:
-            outcome.set_result(function(**keywords))
+            outcome.set_result(_run(function, keywords))
         except BaseException as error:  # whatever it is, the waiting thread must hear of it
             outcome.set_exception(error)
 

@@ -184,6 +184,15 @@ class RewardSuite:
         """The reward models among the functions (`groupwise.models.reward_model.RewardModel`), by component name."""
         return {reward.name: reward.function for reward in self.rewards if reward.is_model}
 
+    def require_environment(self, named: object) -> None:
+        """Raise ``RewardError`` for our functions of what an environment gave where none is ``named``."""
+        for reward in self.rewards:
+            if named is None and reward.built_in and reward.is_environment:
+                raise RewardError(
+                    f"reward {reward.name!r} is what an environment gave, but rollout.environment is null: name one, or leave the "
+                    "function out"
+                )
+
     def require_columns(self, problem: Problem) -> None:
         """Raise ``RewardError`` where a function needs a column that this problem lacks. Cheap: call it before the run."""
         for reward in self.rewards:

@@ -89,7 +89,10 @@ class Service:
 
     def begin(self, body: object) -> Exchange:
         """Have an answer sampled. Raises Refused."""
-        ask = read_ask(body)
+        try:
+            ask = read_ask(body)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Refused(f"the request cannot be read ({type(error).__name__}: {error!s:.200})") from error
         if ask.model != self.name:
             raise Refused(
                 f"there is no model {ask.model!r:.80} here: ask for {self.name!r}", "model", status=404, code="model_not_found"

@@ -6,6 +6,7 @@ Training starts from it, and ``groupwise train --dry-run`` is it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from groupwise.algorithm import Objective
-from groupwise.config.combinations import note_on_processes, notes
-from groupwise.config.schema import Config, ModelConfig
+from groupwise.config.combinations import note_on_processes, notes, refuse_untrainable
+from groupwise.config.schema import Config
 from groupwise.data.prompts import drop_long_prompts, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
@@ -47,7 +48,7 @@ from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, disk_note
 from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
 
-__all__ = ["LazyPrompts", "Prepared", "check_trainable", "prepare"]
+__all__ = ["LazyPrompts", "Prepared", "prepare"]
 
 Render = Callable[[Problem], Prompt]
 StartTogether = Callable[[Sequence[Problem]], None]
@@ -128,7 +129,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
             the user's cannot be found or does not take its settings, or the processes cannot divide the model as they are asked to.
         TrainingError: the disk has no room for the final model.
     """
-    check_trainable(config.model)
+    refuse_untrainable(config.model)
     check_model(config.model)
     check_engine(config.rollout)
     check_trackers(config)
@@ -138,6 +139,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         config.rewards, answer_style, named_rewards(rewards), max_completion_tokens=config.rollout.max_completion_tokens,
         open_model=RewardModel.from_config,
     )  # fmt: skip
+    suite.require_environment(config.rollout.environment)
     problems = load_problems(config.data)
     for problem in problems.train:
         suite.require_columns(problem)
@@ -204,7 +206,10 @@ def _with_steps(config: Config, problems: int) -> Config:
     """``config`` with the steps that ``training.epochs`` comes to, where that is set."""
     if config.training.epochs is None:
         return config
-    steps = math.ceil(config.training.epochs * problems / config.rollout.prompts_per_step)
+    passes = config.training.epochs * problems / config.rollout.prompts_per_step
+    if passes > sys.maxsize:
+        raise ConfigError(f"training.epochs is {config.training.epochs:g}, which is more steps than can be counted: lower it")
+    steps = math.ceil(passes)
     training = config.training.model_copy(update={"steps": steps, "epochs": None})
     return Config(**{name: getattr(config, name) for name in config.model_fields_set} | {"training": training})
 
@@ -278,17 +283,3 @@ def _length_bound(prompts: LazyPrompts, limit: int) -> Callable[[Problem], bool]
         return isinstance(question, str) and question.isascii() and len(question) + overhead <= limit
 
     return surely_fits
-
-
-def check_trainable(config: ModelConfig) -> None:
-    """Raise ConfigError for weights that cannot be trained: quantised ones without an adapter, and a model in pieces."""
-    if config.device_map is not None:
-        raise ConfigError(
-            f"model.device_map is {config.device_map}, which lays one model over several devices for eval and generate, but training needs "
-            "it whole on each: leave it out, and use model.quantization=4bit with model.lora, or several processes with training.sharding"
-        )
-    if config.quantization != "none" and config.lora is None:
-        raise ConfigError(
-            f"model.quantization is {config.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
-            "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
-        )

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainingArguments
@@ -217,8 +217,25 @@ def _problem_of(name: str, value: Any) -> str | None:
     if name == "generation_kwargs":
         if not (value or {}).get("do_sample", True):
             return "generation_kwargs has do_sample=False, but completions that are all the same teach nothing: leave it out"
-        return _wrong_keys(name, value, ("do_sample", *_OF_GENERATION), "leave it out")
+        wrong = _wrong_keys(name, value, ("do_sample", *_OF_GENERATION), "leave it out")
+        return wrong or next(
+            (p for key, one in (value or {}).items() if key in _OF_GENERATION and (p := _problem_of(key, one))), None
+        )
+    if row.kind == "floats?" and not off and not (isinstance(value, list | tuple) and all(map(_is_number, value))):
+        return f"{name}={value!r} is no list of finite numbers: give one for each function"
+    if row.kind == "names?" and not off and not all(isinstance(one, str) for one in _listed(value)):
+        return f"{name}={value!r} must be a name or a list of names"
+    if name == "metric_for_best_model" and not off and not isinstance(value, str):
+        return f"{name}={value!r} must be a metric's name, such as 'eval_reward'"
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _wrong_number(name: str, value: Any, row: Argument) -> str | None:

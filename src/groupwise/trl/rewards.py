@@ -87,8 +87,39 @@ class _Caller(RewardCaller):
     def _invoke(self, call: Call, keywords: Mapping[str, object]) -> object:
         """The call's result, with None for NaN, which TRL takes for the same."""
         result = super()._invoke(call, keywords)
-        listed = result.tolist() if isinstance(result, torch.Tensor) else result
+        listed = result.tolist() if hasattr(result, "tolist") else result
         return [None if _is_nan(score) else score for score in listed] if isinstance(listed, list | tuple) else listed
+
+
+def check_functions(
+    functions: RewardFunction | Sequence[RewardFunction] | None, args: GRPOConfig, tokenizers: Any, environments: bool
+) -> tuple[list[Any], list[Any], list[float]]:
+    """A script's functions with a tokenizer and a weight for each. ``environments``: whether there may be others beside them.
+
+    Raises RewardArgumentError where there is none, or the numbers do not match.
+    """
+    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
+    if functions is None and environments:
+        listed = []
+    if None in listed or not (listed or environments):
+        raise RewardArgumentError(
+            "reward_funcs is empty, but there must be something to learn from: pass a function or a model's name, or an "
+            "environment_factory whose environments have get_reward"
+        )
+    given = (
+        list(tokenizers)
+        if isinstance(tokenizers, list | tuple)
+        else [tokenizers] * (1 if tokenizers is not None else len(listed))
+    )
+    if len(given) != len(listed):
+        raise RewardArgumentError(
+            f"there are {len(listed)} reward_funcs but {len(given)} reward_processing_classes, and the numbers must match: pass one "
+            "for each, or None"
+        )
+    weights = [1.0] * len(listed) if args.reward_weights is None else [float(w) for w in args.reward_weights]
+    if len(weights) != len(listed):
+        raise RewardArgumentError(f"reward_weights has {len(weights)} entries for {len(listed)} reward_funcs: give one for each")
+    return listed, given, weights
 
 
 class RewardFunctions:
@@ -99,27 +130,7 @@ class RewardFunctions:
         episodes: ScriptEpisodes | None = None,
     ) -> None:  # fmt: skip
         of_environments = [] if episodes is None else list(episodes.rewards.values())
-        listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if functions is None and of_environments:
-            listed = []
-        if None in listed or not (listed or of_environments):
-            raise RewardArgumentError(
-                "reward_funcs is empty, but there must be something to learn from: pass a function or a model's name, or an "
-                "environment_factory whose environments have get_reward"
-            )
-        given = (
-            tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * (1 if tokenizers is not None else len(listed))
-        )
-        if len(given) != len(listed):
-            raise RewardArgumentError(
-                f"there are {len(listed)} reward_funcs but {len(given)} reward_processing_classes, and the numbers must match: pass one "
-                "for each, or None"
-            )
-        self.weights = [1.0] * len(listed) if args.reward_weights is None else [float(w) for w in args.reward_weights]
-        if len(self.weights) != len(listed):
-            raise RewardArgumentError(
-                f"reward_weights has {len(self.weights)} entries for {len(listed)} reward_funcs: give one for each"
-            )
+        listed, given, self.weights = check_functions(functions, args, tokenizers, bool(of_environments))
         self.functions: list[Callable[..., object]] = [
             Judge(f, t, args, device) if isinstance(f, str | PreTrainedModel) else f for f, t in zip(listed, given, strict=True)
         ]

@@ -47,7 +47,7 @@ from groupwise.trl.parts import (
     seed_everything,
     to_config,
 )
-from groupwise.trl.rewards import RewardFunction, RewardFunctions
+from groupwise.trl.rewards import RewardFunction, RewardFunctions, check_functions
 from groupwise.trl.steps import (
     EntropyControl,
     Part,
@@ -140,6 +140,7 @@ class GRPOTrainer(Outputs):
                 "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
                 "the script in one process; or leave it out, and make it an environment_factory"
             )
+        check_functions(reward_funcs, args, reward_processing_classes, environment_factory is not None)
         self._make()
         self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device, self.episodes)
         self.reward_func_names = self.rewards.names

@@ -254,8 +254,9 @@ def test_nobody_and_somebody_else_are_told_apart(tiny_llama):
         thread.join()
     with pytest.raises(ConfigError, match=r"nobody answers .*python -m groupwise.engines.vllm a/b"):
         check_vllm(RolloutConfig(engine="vllm", vllm={"url": url}), config, "a/b")
-    with pytest.raises(ConfigError, match="must be an address such as"):
-        Client("localhost:8300")
+    for wrong in ("localhost:8300", "http://localhost:99999", "http://localhost:abc", "http://[::1"):
+        with pytest.raises(ConfigError, match="must be an address such as"):
+            Client(wrong)
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,16 @@ class Client:
 
         Raises ConfigError for what is no HTTP address, and for what is no secret.
         """
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 80
+        except ValueError:  # no such port, or half an IPv6 address
+            parts, host = None, None
+        if parts is None or host is None or parts.scheme != "http":
             raise ConfigError(f"rollout.vllm.url is {url!r}, but it must be an address such as http://127.0.0.1:8300")
         self.where, self.patience_s = url, patience_s
-        self._host, self._port = parts.hostname, parts.port or 80
-        self.on_this_machine = parts.hostname in ("localhost", "127.0.0.1", "::1")
+        self._host, self._port = host, port
+        self.on_this_machine = host in ("localhost", "127.0.0.1", "::1")
         self._shared = None if shared is None else shared.expanduser().resolve()
         self._files: list[Path] = []
         self._secret = secret or find_secret()
