@@ -235,6 +235,12 @@ def test_conversations(tmp_path: Path) -> None:
         ({"question": 5, "answer": "5"}, {}, "column 'question' holds a int"),
         ({"question": "q", "answer": "5"}, {"answer_format": "boxed"}, "line 1, column 'answer': no .boxed.* in '5'"),
         ({"question": "q", "answer": "5"}, {"holdout": 1}, "data.holdout is 1, but .* has only 1 different questions"),
+        ({"question": "q", "answer": "5"}, {"eval_split": "test"}, "data.eval_split is 'test', but .* is one file"),
+        (
+            {"question": "q", "answer": "5"},
+            {"subset": "main", "eval_source": "x.jsonl"},
+            "data.subset is 'main', but .* is one file",
+        ),
         ({"question": "a\ud800b", "answer": "5"}, {}, "line 1 holds half a character"),
         ({"question": "q", "answer": "\ud800"}, {}, "line 1 holds half a character"),
         ({"question": "q", "answer": ""}, {"on_bad_answer": "drop"}, "all 1 rows of .* were dropped"),

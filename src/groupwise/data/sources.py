@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
+from groupwise.config.inert import chosen
 from groupwise.config.schema import DataConfig
 from groupwise.data.answers import AnswerFormat, AnswerStyle, extract_reference
 from groupwise.data.arithmetic import generate
@@ -110,6 +111,7 @@ def load_problems(data: DataConfig) -> ProblemSet:
     extracted), each naming the file and row.
     """
     dropped: Counter[str] = Counter()
+    _refuse_splits_of_a_file(data)
     if data.source == "arithmetic":
         train = generate(data.arithmetic, data.limit or data.arithmetic.problems, data.split_seed, "train")
     else:
@@ -139,11 +141,23 @@ def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
     """
     if data.eval_source is None and data.eval_split is None:
         return load_problems(data).held_out
+    _refuse_splits_of_a_file(data)
     dropped: Counter[str] = Counter()
     held_out = _named_held_out(data, dropped) or []
     for reason, count in dropped.items():
         log.warning("%d rows of %s were dropped: %s", count, data.eval_source or data.source, reason)
     return tuple(sorted(held_out, key=lambda p: _rank(p, data.split_seed)))
+
+
+def _refuse_splits_of_a_file(data: DataConfig) -> None:
+    elsewhere = data.eval_source is not None or data.eval_split == data.split  # of another source, or refused when it is read
+    names = ["split", "subset"] if elsewhere else ["split", "subset", "eval_split"]
+    written = chosen(data, *names)
+    if written and Path(data.source).expanduser().is_file():
+        raise DataError(
+            f"data.{written[0]} is {getattr(data, written[0])!r}, but {data.source!r} is one file, which has no such thing: leave it out; "
+            "held-out problems come from data.eval_source, or are data.holdout of the file's"
+        )
 
 
 def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> list[Problem]:
