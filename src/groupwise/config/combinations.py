@@ -94,10 +94,10 @@ def _sampling(config: Config) -> Iterator[str]:
             "the gradient is biased towards what was left in."
         )
     advantage, kl = config.algorithm.advantage, config.algorithm.kl
-    within = advantage.type == "maxrl" or (
-        isinstance(advantage, GroupAdvantage) and advantage.baseline in ("group_mean", "leave_one_out")
+    across = advantage.type in ("gae", "gdpo") or (
+        isinstance(advantage, GroupAdvantage) and advantage.baseline in ("batch_mean", "none")
     )
-    if rollout.refill_rounds and not (within and (kl is None or kl.placement == "loss")):
+    if rollout.refill_rounds and (across or (kl is not None and kl.placement != "loss")):
         yield (
             f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but with this algorithm they "
             "teach too: it compares more than the summed rewards within a group."
