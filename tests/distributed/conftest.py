@@ -80,9 +80,9 @@ def train_in(in_threads, monkeypatch, letters, tmp_path):
 
     loading, load_policy = threading.Lock(), start_module.load_policy
 
-    def load_one_at_a_time(config, device=None):  # transformers' loading is not for threads
+    def load_one_at_a_time(*which):  # transformers' loading is not for threads
         with loading:
-            return load_policy(config, device)
+            return load_policy(*which)
 
     monkeypatch.setattr(loop, "open_world", world_of_this_thread)
     monkeypatch.setattr(start_module, "load_policy", load_one_at_a_time)

@@ -121,7 +121,8 @@ def test_only_an_engine_that_reads_the_trainer_s_weights_has_them_gathered(
     """Where they are divided, whole ones would fill every GPU, for nothing."""
     entered = []
     monkeypatch.setattr(Replicas, "whole", lambda self: entered.append(1) or nullcontext())
-    config = small_config(rollout={"engine": engine, "vllm": {"url": server.url}}, training={"steps": 2}, data={"holdout": 2})
+    asked = {"vllm": {"url": server.url}} if engine == "vllm" else {}
+    config = small_config(rollout={"engine": engine, **asked}, training={"steps": 2}, data={"holdout": 2})
     train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert bool(entered) == (engine == "builtin")
 
