@@ -50,6 +50,12 @@ def test_lines_of_standard_input_are_answered_each_by_itself(groupwise, tiny_mod
     assert both == groupwise(*words, input="one\n").stdout + groupwise(*words, input="two\n").stdout
 
 
+def test_standard_input_that_is_not_utf_8_is_one_sentence(groupwise, tiny_model):
+    result = groupwise("generate", tiny_model, "--max-tokens", "4", input=b"caf\xe9\n")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8 text" in result.stderr
+
+
 def test_a_question_longer_than_the_context_is_one_sentence(groupwise, tiny_model):
     result = groupwise("generate", tiny_model, "why " * 300)
     assert result.exit_code == 2

@@ -438,6 +438,24 @@ def test_what_cannot_be_is_refused_in_one_sentence(folder, data, arguments, tiny
             GRPOTrainer(**whole)
 
 
+@pytest.mark.parametrize(
+    ("given", "weights", "words"),
+    [
+        ({"reward_funcs": None}, {}, "reward_funcs is empty"),
+        (
+            {"reward_funcs": [length] * 2, "reward_processing_classes": [None]},
+            {},
+            "2 reward_funcs but 1 reward_processing_classes",
+        ),
+        ({"reward_funcs": [length] * 2}, {"reward_weights": [1.0]}, "reward_weights has 1 entries for 2 reward_funcs"),
+    ],
+)
+def test_functions_are_counted_before_a_model_is_loaded(given, weights, words, folder, data, arguments, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_make", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(GroupwiseError, match=words):
+        GRPOTrainer(str(folder), args=GRPOConfig(**arguments, **weights), train_dataset=data, **given)
+
+
 def scripted_rollout(prompts, trainer):
     """Two turns of the policy with something given between them, and a column of its own."""
     tokenizer = trainer.processing_class

@@ -42,6 +42,13 @@ def test_what_no_installation_could_run_is_not_planned(overrides, said):
     assert "fits" in plan(*words), "one process divides nothing"
 
 
+@pytest.mark.parametrize("setting", ["model.quantization=4bit", "model.device_map=auto"])
+def test_what_cannot_be_trained_is_not_planned(setting):
+    refused = CliRunner().invoke(app, ["plan", "quickstart", "--hardware", "rtx-4090", setting])
+    assert refused.exit_code == 2, refused.output
+    assert f"{setting.partition('=')[0]} is {setting.partition('=')[2]}" in refused.stderr
+
+
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
 @pytest.mark.parametrize(
     ("changed", "said"),

@@ -8,11 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.algorithm import Objective
+from groupwise.config.schema import Config, RewardFunctionConfig, RewardsConfig
 from groupwise.errors import ConfigError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite
 from groupwise.rewards.scores import RunningStatistics, Shaper
+from groupwise.training.advantages import StepAdvantages
 
 from .conftest import make_completions, make_prompt
 
@@ -70,6 +72,17 @@ def test_components_stay_as_the_function_gave_them_and_the_mean_is_taken_off():
     assert scoring.groups[0].components == {"f": (1.0, 2.0, 6.0)}
     assert scoring.groups[0].shaped == {"f": scoring.groups[0].rewards}
     np.testing.assert_allclose(scoring.groups[0].rewards, (np.array([1, 2, 6]) - 3) / np.std([1, 2, 6], ddof=1), rtol=1e-14)
+
+
+def test_gdpo_compares_what_is_left_after_a_clip():
+    config = Config.model_validate({"algorithm": {"preset": "gdpo"}})
+    batch = [(make_prompt(), make_completions("0", "1", "9"))]
+    found = {}
+    for name, settings in (("plain", {}), ("clipped", {"f": {"clip": (0.0, 1.0)}})):
+        scoring = suite_of({"f": by_text}, settings).score_all(batch)
+        [found[name]] = StepAdvantages.of(scoring.groups, Objective.from_config(config.algorithm)).by_group
+    assert found["plain"][1] < 0 < found["plain"][2]
+    np.testing.assert_allclose(found["clipped"], np.array([-2, 1, 1]) / np.sqrt(3), atol=2e-3)
 
 
 def test_clip_comes_after_normalising_and_before_the_weight_and_is_counted():

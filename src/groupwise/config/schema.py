@@ -360,7 +360,7 @@ class TrainingConfig(Section):
 
     steps: int = Field(default=100, ge=0)
     """Batches that are sampled and learnt from."""
-    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    epochs: float | None = Field(default=None, gt=0)
     """Passes over the training problems, in place of `steps`, which are counted from them."""
     seed: int = 0
     """Seed of all that is random in the run."""

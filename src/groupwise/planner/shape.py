@@ -181,7 +181,7 @@ def _from_hub(config: ModelConfig) -> Path:
         ) from error
 
 
-def shape_of_config(values: dict[str, Any], name: str) -> ModelShape:
+def shape_of_config(values: Any, name: str) -> ModelShape:
     """The shape that a config.json describes; one level down for models that wrap a text model.
 
     Raises ModelError for one that is not that of a Llama-like decoder, and for mixtures of experts.

@@ -91,7 +91,7 @@ class Service:
         """Have an answer sampled. Raises Refused."""
         try:
             ask = read_ask(body)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a type that nobody looked for
             raise Refused(f"the request cannot be read ({type(error).__name__}: {error!s:.200})") from error
         if ask.model != self.name:
             raise Refused(
