@@ -82,9 +82,10 @@ def report(numbers: Mapping[str, Any]) -> str:
                 for name, row in rows.items()
             ],
         )  # fmt: skip
-        parts.append(f"{model}, {first['n']} problems, greedy:\n\n{table}")
+        measured = " ".join(dict.fromkeys(map(describe, rows.values())))
+        parts.append(f"{model}, {first['n']} problems, greedy:\n\n{table}\n\n{measured}")
     return "![Format, strict and lenient accuracy by wording](../docs/figures/prompts.svg)\n\n" + "\n\n".join(
-        [*parts, "Wordings are in `experiments/prompts.py`. " + describe(numbers)]
+        [*parts, "Wordings are in `experiments/prompts.py`."]
     )
 
 
@@ -105,9 +106,10 @@ def measure(
     """Judge every one of ``wordings`` that ``before`` does not have for this model; ``keep`` is called with all numbers after each."""
     numbers: dict[str, Any] = {"models": {}, **(before or {})}
     rows = numbers["models"].setdefault(name or Path(model).name, {})
+    begun = environment()
     for wording in wordings:
         if wording not in rows:
-            rows[wording] = judge(model, data, wording, settings)
+            rows[wording] = {**judge(model, data, wording, settings), "environment": begun}
             keep(numbers)
     return numbers
 
@@ -132,10 +134,9 @@ def main() -> None:
     if chosen.redraw:
         publish(EXPERIMENT, before or {}, chosen.out)
         return
-    begun = environment()
     measure(
         chosen.model, chosen.data, chosen.settings, chosen.name, before,
-        lambda numbers: publish(EXPERIMENT, numbers | {"environment": begun}, chosen.out), chosen.wordings,
+        lambda numbers: publish(EXPERIMENT, numbers, chosen.out), chosen.wordings,
     )  # fmt: skip
 
 
