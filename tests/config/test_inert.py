@@ -22,6 +22,10 @@ INERT = {
     "output.project": ("mine", "output.trackers does not name wandb or trackio: leave it out, or add it there"),
     "output.offline": (True, "output.trackers does not name wandb"),
     "output.adapter_only": (True, "model.lora is null, so there is no adapter"),
+    "model.max_memory": (
+        {0: "20GiB"},
+        "model.device_map is null, so the model lies on one device: leave it out, or set device_map",
+    ),
 }
 ACTS = {
     "data.prompt_column": {"data": {"source": "gsm8k"}},
@@ -32,6 +36,7 @@ ACTS = {
     "output.project": {"output": {"trackers": ["trackio"]}},
     "output.offline": {"output": {"trackers": ["jsonl", "wandb"]}},
     "output.adapter_only": {"model": {"lora": {}}},
+    "model.max_memory": {"model": {"device_map": "auto"}},
 }
 """What makes each act."""
 

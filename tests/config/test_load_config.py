@@ -68,7 +68,7 @@ def test_no_source_means_the_defaults():
 
 
 def test_a_device_is_a_number_again_after_writing():
-    config = build_config({"model": {"max_memory": {0: "20GiB", "cpu": "60GiB"}}})
+    config = build_config({"model": {"device_map": "auto", "max_memory": {0: "20GiB", "cpu": "60GiB"}}})
     assert build_config(yaml.safe_load(dump_config(config))).model.max_memory == {0: "20GiB", "cpu": "60GiB"}
 
 

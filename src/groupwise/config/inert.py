@@ -79,3 +79,5 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
             yield "output", (name,), f"output.trackers does not name {services}", "add it there"
     if config.model.lora is None:
         yield "output", ("adapter_only",), "model.lora is null, so there is no adapter", "set model.lora"
+    if config.model.device_map is None:
+        yield "model", ("max_memory",), "model.device_map is null, so the model lies on one device", "set device_map"
