@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from experiments.common import markdown_table
 from experiments.comparison import Comparison, compare, started
 from experiments.runs import Budget, Variant
-from groupwise.rewards.functions import TAGS, text_of
+from groupwise.rewards.functions import TAGS
 
 if TYPE_CHECKING:
     from groupwise.engines.base import Progress, SampleRequest
     from groupwise.types import Completion
 
-__all__ = ["COMPARISON", "VARIANTS", "stop_string", "stops", "tags_anywhere", "without_end"]
+__all__ = ["COMPARISON", "VARIANTS", "stop_string", "stops", "without_end"]
 
 
 def without_end() -> None:
@@ -42,11 +42,6 @@ def without_end() -> None:
         return [(prompt, ids[:-1], learnt[:-1]) for prompt, ids, learnt in whole(*given)]
 
     warm_start.worked_episode = open_ended  # type: ignore[assignment,misc]
-
-
-def tags_anywhere(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """0.2 for each of the four tags that occurs, as often as it likes and wherever: nothing after ``</answer>`` matters."""
-    return [sum(tag in text_of(completion) for tag in TAGS) / 5 for completion in completions]
 
 
 def stop_string() -> None:
@@ -68,7 +63,8 @@ def stop_string() -> None:
     BuiltinEngine.serve = serve  # type: ignore[assignment,method-assign]
 
 
-INDIFFERENT = "{function: correctness}, {function: experiments.stop_habit:tags_anywhere}"
+INDIFFERENT = "{function: correctness}, {function: format, arguments: {once: false}}"
+"""What follows ``</answer>`` changes nothing."""
 CONCAT = ("prompt.style=concat",)
 PLAIN = f"rewards.functions=[{INDIFFERENT}]"
 VARIANTS = {

@@ -84,6 +84,8 @@ def test_commands_parse_and_their_settings_are_real(line):
     source = made.params.get("source")
     if command.name == "inspect":
         overrides = [f"data.source={source}", *overrides]  # as the command has it
+    if made.params.get("device_map"):
+        overrides = [f"model.device_map={made.params['device_map']}", *overrides]
     shipped = {recipe.name for recipe in recipes()}
     if command.name == "train":
         assert source in shipped or source.endswith(".yaml"), source

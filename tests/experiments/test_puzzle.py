@@ -139,11 +139,6 @@ def test_a_warm_start_without_the_end_lacks_that_token_alone(monkeypatch, tiny_f
     assert (asked_now, learnt) == (asked, [True] * len(cut))
 
 
-def test_tags_pay_wherever_they_stand_and_what_follows_is_free():
-    whole = "<reasoning>1</reasoning><answer>2</answer>"
-    assert stop_habit.tags_anywhere([whole, whole + " and so on </answer>", "<answer>2"]) == pytest.approx([0.8, 0.8, 0.2])
-
-
 def test_a_stop_string_ends_completions_in_training_and_leaves_evaluations_alone(tiny_folder, monkeypatch):
     policy = load_policy(
         load_config("quickstart", [f"model.name={tiny_folder}", "model.dtype=float32", "warm_start.steps=0"]).model
@@ -189,7 +184,7 @@ def test_habits_are_compared_before_and_after_each_from_its_own_start(tiny_runs,
 def test_rewards_of_the_cures_are_those_of_the_tutorials_way_and_one_more():
     rewards = {v.name: load_config("quickstart", list(v.settings)).rewards.functions for v in stop_habit.COMPARISON.chosen([])}
     plain = [entry.function for entry in rewards["concat"]]
-    assert plain == ["correctness", "experiments.stop_habit:tags_anywhere"]
+    assert rewards["concat"] == load_config("tutorial-1.5b").rewards.functions
     more = {name: [entry.function for entry in entries][len(plain) :] for name, entries in rewards.items()}
     assert more == {
         "concat": [],

@@ -58,6 +58,11 @@ def test_correctness_format_and_their_sum(text, right, tags, chat):
     assert accuracy(completions, ["72"]) == [float(right > 0)]
 
 
+def test_without_once_a_tag_counts_wherever_and_however_often_it_stands():
+    whole = FULL.format("72")
+    assert format([whole, whole + " and so on </answer>", "<answer>2", ""], once=False) == [0.8, 0.8, 0.2, 0.0]
+
+
 def test_each_completion_has_its_own_reference_and_style():
     texts = [r"so \boxed{5}", r"so \boxed{5}", "<answer>5</answer>"]
     assert correctness(texts, ["5", "6", "5"], ["boxed", "boxed", "xml"]) == [2.0, 0.0, 2.0]

@@ -173,16 +173,20 @@ def _repeated_share(words: Sequence[str], ngram: int) -> float:
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
 
-def format(completions: Sequence[CompletionText], **_: object) -> list[float]:
+def format(completions: Sequence[CompletionText], once: bool = True, **_: object) -> list[float]:
     """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once, and not inside the other block:
     0 to 0.8.
 
-    The gentle one: a model that gets one tag right already learns something. Which block comes first is not looked at.
+    The gentle one: a model that gets one tag right already learns something. Which block comes first is not looked at. Without `once` a
+    tag counts wherever and however often it stands, so that nothing is lost by going on after `</answer>`.
 
     >>> format(["<reasoning>2 + 2</reasoning> 4", "<answer>4</answer><answer>5</answer>"])
     [0.4, 0.0]
+    >>> format(["<answer>4</answer><answer>5</answer>"], once=False)
+    [0.4]
     """
-    return [_tags_once(text_of(completion)) / 5 for completion in completions]
+    texts = map(text_of, completions)
+    return [(_tags_once(text) if once else sum(tag in text for tag in TAGS)) / 5 for text in texts]
 
 
 def strict_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
