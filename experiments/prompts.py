@@ -2,7 +2,7 @@
 
     python -m experiments.prompts                                # the embedded model on the generator's problems
     python -m experiments.prompts --model FOLDER --data gsm8k:train ...   # another model, on GSM8K
-    python -m experiments.prompts ... --wordings tutorial --name "1.5B, concat" prompt.style=concat   # without a chat template
+    python -m experiments.prompts ... --name "1.5B, concat" --wordings tutorial -- prompt.style=concat   # without a chat template
     python -m experiments.prompts --redraw
 
 Every wording is judged on the same problems with greedy samples. Wordings are chosen on training problems, so that a test split stays
