@@ -112,9 +112,11 @@ def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewa
 def evaluate(
     model: Place, data: str | None = None, overrides: Overrides = (), *, console: Console | None = None
 ) -> list[Evaluation]:
-    """Judge a model (its folder, a run's, a `RunResult`, or a name) on held-out problems; an `Evaluation` for each mode.
+    """Judge a model (its folder, a run's, a `RunResult`, or a name) on held-out problems; an `Evaluation` for each of
+    ``evaluation.modes`` (``sampled``, ``greedy``).
 
     ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained.
+    Raises ConfigError, DataError or ModelError for settings, data or a model that cannot be used.
     """
     from groupwise.chat import refuse_named_code, settings_for_model
     from groupwise.evaluation import evaluate_model
@@ -146,7 +148,8 @@ def generate(
     """A model's answer to ``prompt``, or to each of several: a text, or a list of them.
 
     ``model``: its folder, a run's, a `RunResult`, or a name. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the
-    one it was trained with. ``max_tokens``: by default what it was trained with, else 512.
+    one it was trained with. ``max_tokens``: by default what it was trained with, else 512. Raises ConfigError or ModelError, also for a
+    prompt that is longer than the model's context.
     """
     from groupwise.chat import answer_of, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model
@@ -168,7 +171,8 @@ def plan(
 ) -> Plan:
     """Whether a run fits and how long a step takes; ``fits``, ``peak``, ``suggestions`` and ``to_json()`` say it. No weights are loaded.
 
-    ``hardware``: a device of the table, such as ``a100-80gb``; ``gpu_memory``: such as ``24GiB``; by default this machine's.
+    ``hardware``: a device of the table, such as ``a100-80gb``; ``gpu_memory``: such as ``24GiB``; by default this machine's. Raises
+    ConfigError for what cannot be trained or is not in the table, ModelError where the model's config.json cannot be had or planned.
     """
     from groupwise.planner import plan_run
 
@@ -177,7 +181,7 @@ def plan(
 
 def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *, completions: bool = True) -> ReportFile:
     """Write one HTML page about a run or several; ``path`` of what is returned says where. ``completions=False`` leaves out what models
-    and data sets wrote."""
+    and data sets wrote. Raises ConfigError for a folder that is no run's, and where `out` is no report."""
     from groupwise.report import write_report as write
 
     listed = [runs] if isinstance(runs, str | os.PathLike) else runs

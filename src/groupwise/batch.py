@@ -2,8 +2,8 @@
 
 Axes: N completions, T the tokens that the policy sampled in them, S all their tokens, those that a tool or an environment gave included;
 flattened and ragged: there is no padding. Names end with the axis. What a loss, a mean or a count is about is T: a given token is context,
-as the prompt is. Columns of T lie on the device that computes. A micro-batch is a range of completions, and its `view` shares the batch's
-memory: cutting the batch again moves no number.
+as the prompt is. Columns of T lie on the device that computes, but for ``place_T``. A micro-batch is a range of completions, and its `view`
+shares the batch's memory: cutting the batch again moves no number.
 
 An episode whose history was rewritten (``rollout.rewritten_history: fork``) is one completion of several samples, its segments: each
 has its own prompt in the passes, and all have the completion's row in N. So a group, a mean, a ratio of whole completions and a weight
@@ -70,17 +70,17 @@ class Batch:
     """Weight of each token in the policy's loss, see ``algorithm.aggregate``."""
     advantages_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
-    """Log-probabilities under the reference."""
+    """Log-probabilities under the reference, in nats."""
     policy_T: Tensor | None = None
-    """The policy's own before the first update, where something needs them and the sampler's are others."""
+    """The policy's own log-probabilities before the first update, in nats, where something needs them and the sampler's are others."""
     old_logprobs_T: Tensor | None = None
-    """Those that the ratio is measured from; None while the ratio is 1 by definition."""
+    """Log-probabilities that the ratio is measured from, in nats; None while the ratio is 1 by definition."""
     correction_T: Tensor | None = None
     """Importance weights for the sampler's mismatch, from the first update on."""
     mask_T: Tensor | None = None
     """1 for tokens that take part in the policy's loss, else 0; None for all."""
     entropy_T: Tensor | None = None
-    """Entropies of the whole distributions before the first update, where tokens are chosen by them."""
+    """Entropies of the whole distributions, in nats, before the first update, where tokens are chosen by them."""
     entropy_weights_T: Tensor | None = None
     """Weights in the entropy bonus; None for those of the loss."""
     values_T: Tensor | None = None

@@ -318,7 +318,7 @@ def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: R
     return torch.tensor([baselines[n] for n in steps.sequence_S.tolist()], dtype=torch.float64)
 
 
-# Advantages by name; keywords are the fields of their settings sections (``config.algorithm``).
+# Advantages by name; keywords are the fields of their settings sections (``config.objective``).
 
 
 def group_advantage(
@@ -345,6 +345,9 @@ def maxrl_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> Advant
 
     A group that succeeds in a share p of its completions weighs as 1 / p, which makes the expected gradient approach that of the
     log-likelihood of success. A group without any success gets 0; the paper's formula needs no ``epsilon``, which keeps it from 0 / 0.
+    Rewards of steps, which the paper does not have, are normalised by the group's standard deviation, as in ``group_advantage``.
+
+    Raises RewardError for negative rewards.
     """
     groups = inputs.by_group(inputs.rewards_N)
     check_finite(groups)

@@ -1,4 +1,4 @@
-"""The leash to the reference: estimates of KL(policy || reference) from the sampled token alone, and a controller of its weight.
+"""The penalty for leaving the reference: estimates of KL(policy || reference) from the sampled token alone, and a controller of its weight.
 
 Write d = log ref(token) - log policy(token). Estimators per token (J. Schulman, "Approximating KL divergence", 2020):
 
@@ -67,7 +67,7 @@ def kl_per_token(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: st
 def kl_penalty(logprobs_T: Tensor, reference_logprobs_T: Tensor, *, beta: float, estimator: str = "k1") -> Tensor:
     """``penalty_T``: beta x KL of each sampled token, to be taken off as that token's reward; no gradient.
 
-    ``logprobs_T`` are those of the policy that sampled. Feeds ``advantages.token_advantages`` and ``advantages.gae``.
+    ``logprobs_T`` are those of the policy that sampled. Feeds ``advantages.token_advantages`` and ``advantages.gae_advantage``.
     """
     return beta * kl_per_token(logprobs_T, reference_logprobs_T, estimator)
 

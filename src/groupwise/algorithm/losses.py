@@ -19,7 +19,7 @@ from groupwise.metrics import Metric
 
 __all__ = [
     "LOSSES", "MAX_LOG_RATIO", "Loss", "LossInputs", "LossOutputs", "cispo", "cispo_loss", "clip", "clip_loss", "dppo_loss",
-    "dual_clip", "gmpo_loss", "product_ratio", "reinforce", "reinforce_loss", "sapo", "sapo_loss", "sequence_importance",
+    "dual_clipped", "gmpo_loss", "product_ratio", "reinforce", "reinforce_loss", "sapo", "sapo_loss", "sequence_importance",
     "sequence_ratio", "token_ratio", "topr_loss", "vespo", "vespo_loss",
 ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def sequence_importance(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: 
 
 @torch.no_grad()
 def product_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, sequence_T: Tensor, completions: int) -> Tensor:
-    """pi(completion) / pi_old(completion), given to each of its tokens, without a gradient: the weight in VESPO.
+    """pi(completion) / pi_old(completion), given to each of its tokens, without a gradient: the weight in VESPO and TOPR.
 
     Between 1e-8 and exp(20); each token's log-ratio is cut at 20 either way first, as in the authors' code.
     """
@@ -138,7 +138,7 @@ def clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> tupl
     return -torch.minimum(free_T, held_T), held_T < free_T
 
 
-def dual_clip(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, c: float) -> tuple[Tensor, Tensor]:
+def dual_clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, c: float) -> tuple[Tensor, Tensor]:
     """The clipped loss with a second bound: for A < 0, -max(min(r A, clip(r) A), c A), c > 1 (Ye et al. 2020, arXiv 1912.09729, eq. 5).
 
     Without it the loss of a bad token grows without limit as the token becomes likelier. INTELLECT-2's min(r, delta) (arXiv 2505.07291,
@@ -188,24 +188,20 @@ def _by_sign(good_T: Tensor, positive: float, negative: float, like: Tensor) -> 
     return torch.where(good_T, like.new_tensor(positive), like.new_tensor(negative))
 
 
-# Losses by name; keywords are the fields of their settings sections (``config.algorithm``).
+# Losses by name; keywords are the fields of their settings sections (``config.objective``).
 
 
 def clip_loss(
     inputs: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None, ratio: str = "token",
     dual_clip: float | None = None,
 ) -> LossOutputs:  # fmt: skip
-    """``clip``, or ``dual_clip`` where that is set: PPO, GRPO, DAPO; with ``ratio="sequence"`` GSPO."""
+    """``clip``, or ``dual_clipped`` where ``dual_clip`` is set: PPO, GRPO, DAPO; with ``ratio="sequence"`` GSPO."""
     ratio_T, high = _ratio(inputs, ratio), epsilon if epsilon_high is None else epsilon_high
     if dual_clip is None:
         loss_T, clipped_T = clip(ratio_T, inputs.advantages_T, epsilon, high)
     else:
-        loss_T, clipped_T = _dual_clip(ratio_T, inputs.advantages_T, epsilon, high, dual_clip)
+        loss_T, clipped_T = dual_clipped(ratio_T, inputs.advantages_T, epsilon, high, dual_clip)
     return LossOutputs(loss_T, clipped_T, ratio_T)
-
-
-_dual_clip = dual_clip
-"""The name is also a setting's."""
 
 
 def cispo_loss(

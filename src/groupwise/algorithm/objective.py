@@ -15,7 +15,7 @@ from torch import Tensor
 from groupwise.algorithm.advantages import Advantage, AdvantageInputs, AdvantageOutputs, group_advantage
 from groupwise.algorithm.aggregate import BatchCounts, at_least_fp32, segment_mean, token_weights
 from groupwise.algorithm.correction import off_policy_mask
-from groupwise.algorithm.kl import k3, kl_per_token
+from groupwise.algorithm.kl import kl_per_token
 from groupwise.algorithm.losses import Loss, LossInputs, LossOutputs, clip_loss, sequence_importance, token_ratio
 from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.config.schema import AlgorithmConfig
@@ -35,7 +35,7 @@ class KL:
     estimator: str = "k3"
     placement: Literal["loss", "reward", "token_reward"] = "loss"
     importance: str | None = None
-    """In the loss: the level of the ratio that it is multiplied by, "token" or "sequence"; None: by none."""
+    """In the loss: the level of the ratio that it is multiplied by, "token", "sequence" or "whole_sequence"; None: by none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Objective:
     @property
     def kl_in_reward(self) -> bool:
         """The trainer takes the KL of each completion off its reward before the advantages."""
-        return self.beta > 0 and not self.kl_in_loss and self.kl is not None and self.kl.placement == "reward"
+        return self.beta > 0 and self.kl is not None and self.kl.placement == "reward"
 
     @property
     def kl_in_token_reward(self) -> bool:
@@ -169,7 +169,13 @@ def policy_loss(
     ``reference_logprobs_T`` is needed only where the KL is in the loss and ``beta`` (by default the objective's) is above 0; given
     anyway, it is logged. ``factor_T`` multiplies the loss of the tokens, not the KL: ``correction.sampler_correction``, or a mask of
     tokens. ``completions`` is N, by default counted from the others. Half-precision logprobs are computed in fp32. The gradient flows
-    into ``logprobs_T``, and into ``entropy_T`` where the loss reads it. Raises ``ValueError`` for a missing reference, ``TrainingError``
+    into ``logprobs_T``, and into ``entropy_T`` where the loss reads it.
+
+    The metrics: ``loss`` and its two parts ``loss_policy`` and ``loss_kl``, ``ratio`` and ``ratio_deviation_max``, ``clip_low`` and
+    ``clip_high`` (shares of tokens clipped at ratios below 1 and from 1 on; ``clip_low_min`` and ``clip_high_max`` of completions), ``kl``
+    (k3, nats a token) with a reference, ``kl_corrected`` where the KL is weighted, and the loss's own as ``loss/NAME``.
+
+    Raises ``ValueError`` for a missing reference, ``TrainingError``
     for a loss that does not return one number per token.
     """
     beta = objective.beta if beta is None else beta
@@ -202,7 +208,7 @@ def policy_loss(
             kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_logprobs_T, sequence_T, completions)
             more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
-    metrics = _metrics(loss, policy, logprobs_T, old_logprobs_T, reference_logprobs_T, ratio_T, clipped_T)
+    metrics = _metrics(loss, policy, logprobs_T, reference_logprobs_T, ratio_T, clipped_T)
     return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
 
 
@@ -263,20 +269,16 @@ def _metrics(
     loss: Tensor,
     policy: Tensor,
     logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
     reference_logprobs_T: Tensor | None,
     ratio_T: Tensor,
     clipped_T: Tensor,
 ) -> dict[str, Metric]:
-    """Everything is stacked and read back at once, so that a GPU is waited for once here. k3 is used for both KLs: for old ->
-    new it is E_old[r - 1 - log r], an estimate of KL(old || new)."""
+    """Everything is stacked and read back at once, so that a GPU is waited for once here."""
     tokens = logprobs_T.numel()
     sums = {
-        "logprob": logprobs_T.sum(),
         "ratio": ratio_T.sum(),
         "clip_low": (clipped_T & (ratio_T < 1)).sum(),
         "clip_high": (clipped_T & (ratio_T >= 1)).sum(),
-        "kl_old": k3(old_logprobs_T, logprobs_T).sum(),
     }
     if reference_logprobs_T is not None:
         sums["kl"] = kl_per_token(logprobs_T, reference_logprobs_T, "k3").sum()

@@ -43,8 +43,8 @@ class KLConfig(Section):
     placement: Literal["loss", "reward", "token_reward"] = "loss"
     """Where `beta` x KL acts: added to the loss, taken off a completion's reward, or taken off each token's own."""
     importance_weighted: bool = False
-    """With `placement: loss`: multiply the KL by the ratio (arXiv 2512.02556). With `k3` its gradient is then that of KL(policy
-    || reference), also off-policy."""
+    """With `placement: loss`: multiply the KL by the ratio (arXiv 2512.02556). With `k3` and the ratio of tokens its gradient is
+    then that of KL(policy || reference), also off-policy."""
     target: float | None = Field(default=None, gt=0)
     """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593); 0.05 to 0.1 is usual. Null keeps it fixed."""
     gain: float = Field(default=0.1, gt=0)

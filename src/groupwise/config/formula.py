@@ -1,4 +1,4 @@
-"""An objective in words and in letters: what `groupwise algorithms` and the pages in docs/algorithms show of a preset's settings.
+"""An objective in words and in letters: what `groupwise algorithms` and the pages in docs/reference/algorithms show of a preset's settings.
 
 In formulas i is a completion, t one of its |o_i| tokens, N the completions of the batch, pi the policy.
 """

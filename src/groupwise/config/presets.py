@@ -213,7 +213,7 @@ PRESETS: Mapping[str, Preset] = {
     "gdpo": Preset(
         title="GDPO",
         paper="2601.05242",
-        summary="Normalises each reward function by itself before they are added, so that none drowns in another's variance.",
+        summary="Normalises each reward function by itself before they are added, so that one of small variance counts too.",
         values={
             "advantage": {"type": "gdpo", "epsilon": 1e-4},
             "loss": {"type": "clip", "epsilon": 0.2, "aggregation": "token_mean"},
@@ -224,8 +224,8 @@ PRESETS: Mapping[str, Preset] = {
         title="TOPR",
         paper="2503.14286",
         summary=(
-            "Good completions are learnt as they are, bad ones weighted by how likely they still are: stale samples cannot drive the "
-            "policy astray."
+            "Good completions are learnt as they are, bad ones weighted by how likely they still are: stale samples change the policy "
+            "little."
         ),
         values={
             "advantage": {"type": "group", "baseline": "group_mean", "scale": "none"},

@@ -67,7 +67,7 @@ def length(
 ) -> list[float]:
     """How near a completion's length is to `target`: 0 on the spot, falling linearly to -1 for an empty one or twice the target.
 
-    `-min(1, |length - target| / target)`: longer ones stay at -1, so that one endless completion does not drown the differences
+    `-min(1, |length - target| / target)`: longer ones stay at -1, so that one endless completion does not hide the differences
     within its group. `bounded: false` is the plain distance, `-|length - target|`, which has no lower end. With `penalise_longer: false`
     whatever reaches the target scores 0: `min(length / target, 1) - 1`. Words stand between blanks; tokens include the stop token.
 
@@ -177,7 +177,7 @@ def format(completions: Sequence[CompletionText], once: bool = True, **_: object
     """0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that stands exactly once, and not inside the other block:
     0 to 0.8.
 
-    The gentle one: a model that gets one tag right already learns something. Which block comes first is not looked at. Without `once` a
+    Partial credit: a model that gets one tag right already learns something. Which block comes first is not looked at. Without `once` a
     tag counts wherever and however often it stands, so that nothing is lost by going on after `</answer>`.
 
     >>> format(["<reasoning>2 + 2</reasoning> 4", "<answer>4</answer><answer>5</answer>"])
@@ -205,7 +205,8 @@ def xml_count(
     """`tag_score` for each of the four tags that stands exactly once, on a line of its own, less `trailing_penalty` for every
     character after `</answer>`; never below 0. With the defaults 0 to 0.5.
 
-    Partial credit on the way to `strict_xml`'s form with line breaks. The floor keeps a long epilogue from being worse than no answer.
+    Partial credit on the way to `strict_xml`'s form with line breaks. With the floor, long text after the answer is not worse than no
+    answer.
 
     >>> xml_count(["<reasoning>\\n4\\n</reasoning>\\n<answer>\\n4\\n</answer>\\n", "<answer>\\n4\\n</answer>\\nBye."])
     [0.5, 0.246]

@@ -147,7 +147,7 @@ class ConsoleTracker:
         advantages: Sequence[Sequence[float]] | None = None,
         token_advantages: TokenAdvantages | None = None,
     ) -> None:
-        """Completions go to the run's folder; on the terminal they would drown the numbers."""
+        """Completions go to the run's folder; on the terminal they would hide the numbers."""
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Print one line of figures, then ``show`` examples for the first mode of the stage."""

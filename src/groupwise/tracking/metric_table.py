@@ -66,10 +66,10 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "episodes/max_turns": ("share", "Completions that called a tool in their last turn (rollout.max_turns)."),
     "episodes/context_full": ("share", "Completions that had no room for what a tool returned."),
-    "policy/loss": ("nats", "The objective's value: no measure of progress."),
+    "policy/loss": ("1", "The objective's value: no measure of progress."),
     "policy/kl": ("nats", "Mean k3 estimate of the KL from the reference, per token."),
-    "policy/ratio": ("ratio", "Mean ratio between the policy and the one that sampled; 1 on-policy."),
-    "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| between the policy and the one that sampled."),
+    "policy/ratio": ("ratio", "Mean ratio between the policy and itself before the batch's first update; 1 in that update."),
+    "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| of a token (with a ratio of completions, of a completion)."),
     "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy; above about 0.3 steps are too large."),
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens; falling to 0 means collapse."),
     "policy/sampler_mismatch": (
