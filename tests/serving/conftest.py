@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from groupwise.config.schema import PromptConfig
 from groupwise.engines.base import Engine
@@ -62,7 +63,11 @@ def serving(byte_tokenizer):
     def start(say, *, key=None, context_length=2000, system=None, max_tokens=200, call_format="auto", host="127.0.0.1"):
         engine = Script(byte_tokenizer, say if callable(say) else lambda _: say)
         policy = SimpleNamespace(
-            tokenizer=byte_tokenizer, end_token_ids=(byte_tokenizer.eos_token_id,), context_length=context_length, name="tiny"
+            tokenizer=byte_tokenizer,
+            end_token_ids=(byte_tokenizer.eos_token_id,),
+            context_length=context_length,
+            name="tiny",
+            device=torch.device("cpu"),
         )
         service = Service(policy, engine, PromptConfig(), system, name="tiny", max_tokens=max_tokens, call_format=call_format)
         server = Server(service, host, key=key)

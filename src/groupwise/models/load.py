@@ -124,6 +124,8 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
     sampled must be the distribution that is scored.
     """
     target = torch.device(device) if device is not None else resolve_device(config.device)
+    if target.type == "cuda" and target.index is not None:
+        torch.cuda.set_device(target)  # Triton, graphs and figures of memory take the current device
     config = with_dtype(config)
     check_model(config)
     hf_config, tokenizer = load_model_config(config), load_tokenizer(config)

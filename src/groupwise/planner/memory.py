@@ -21,6 +21,7 @@ from groupwise.limits import (
 )
 from groupwise.models.families import FAMILIES
 from groupwise.planner.setup import MicroBatchSize, Setup
+from groupwise.planner.shape import ModelShape
 from groupwise.planner.state import (
     Item,
     Phase,
@@ -284,7 +285,24 @@ def host_bytes(setup: Setup) -> int:
     kept = {"master weights", "moments", "gradients"} if setup.offloaded else set()
     near = setup.changed(optimizer__offload=False, training__offload_reference=False)
     parts = next(phase for phase in phases(near) if phase.name == "optimiser step").items
-    return sum(i.bytes for i in parts if i.name in kept | ({"reference"} if setup.parked else set()))
+    found = {i.name: i.bytes for i in parts if i.name in kept | ({"reference"} if setup.parked else set())}
+    if setup.device == "cuda" and not setup.adapted:
+        for name, size in (("master weights", 4), ("reference", setup.weight_bytes)):
+            found[name] = int(found.get(name, 0) * _pinned_share(setup.shape, size))
+    return sum(found.values())
+
+
+def _pinned_share(shape: ModelShape, size: int) -> float:
+    """By how much more than its weights' bytes a pinned copy of a model takes, ``size`` bytes a number: PyTorch (2.13) rounds each pinned
+    block up to a power of two."""
+    layer = [
+        shape.width * shape.qkv,
+        shape.attended * shape.width,
+        2 * shape.width * shape.feed_forward,
+        shape.feed_forward * shape.width,
+    ]
+    tensors = [*layer * shape.layers, *[shape.head] * (1 if shape.tied else 2)]
+    return sum(1 << (size * n - 1).bit_length() for n in tensors) / (size * sum(tensors))
 
 
 def _phase(name: str, items: list[Item]) -> Phase:
@@ -348,7 +366,7 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     items = [
         *gathered_for_sampling(setup),
         Item("KV cache", groups * setup.prompt * per_position + own + growing, "2 L K E s (groups x prompt + rows x completion)"),
-        Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
+        _logits(setup, rows),
         Item("prefill", prefill_bytes(setup, min(PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
     merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
@@ -359,6 +377,13 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     return [*items, merged]
 
 
+def _logits(setup: Setup, rows: int) -> Item:
+    """Of the next tokens. With top-p they are sorted, by values and places, and summed up."""
+    if setup.config.rollout.top_p == 1:
+        return Item("logits", rows * setup.shape.vocabulary * (setup.weight_bytes + 4), "rows V (s + 4)")
+    return Item("logits", rows * setup.shape.vocabulary * (setup.weight_bytes + 32), "rows V (s + 32), sorted for top-p")
+
+
 def _by_module(setup: Setup, rows: int) -> list[Item]:
     """The model's own module and the library's cache: a prompt for each sequence, and one layer's keys and values twice while they grow."""
     shape, s = setup.shape, setup.weight_bytes
@@ -367,7 +392,7 @@ def _by_module(setup: Setup, rows: int) -> list[Item]:
     return [
         *gathered_for_sampling(setup),
         Item("KV cache", cache + cache // shape.layers, "2 (L + 1) K E s rows (prompt + completion)"),
-        Item("logits", rows * shape.vocabulary * (s + 4), "rows V (s + 4)"),
+        _logits(setup, rows),
         Item("prefill", prefill_bytes(setup, rows * setup.prompt), "one layer over the prompts of all rows"),
         Item("one matrix dequantised", dense, "(s + 4) F D"),
     ]

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
 from groupwise.importing import in_one_line
 from groupwise.types import Problem, Prompt
@@ -107,8 +109,9 @@ class Choice:
 class Sampler:
     """Samples choices from construction until ``close``."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, end_token_ids: Sequence[int]) -> None:
-        self.engine, self.tokenizer, self.end_token_ids = engine, tokenizer, frozenset(end_token_ids)
+    def __init__(self, engine: Engine, tokenizer: Any, end_token_ids: Sequence[int], device: torch.device | None = None) -> None:
+        """``device``: the engine's; None for the CPU."""
+        self.engine, self.tokenizer, self.end_token_ids, self._device = engine, tokenizer, frozenset(end_token_ids), device
         self._open: list[Choice] = []
         """Not finished; whoever was sampled last stands behind those that wait."""
         self._changed = threading.Condition()
@@ -139,6 +142,8 @@ class Sampler:
             self._fail(choice, "the server ends")
 
     def _run(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while True:
             with self._changed:
                 self._open = [choice for choice in self._open if choice.wanted and choice.finish_reason is None]

@@ -81,7 +81,7 @@ class Service:
         # The sampling thread has the policy's own tokenizer, and those who ask share this one: it is for one thread at a time.
         self._tokenizer, self._lock = copy.deepcopy(policy.tokenizer), threading.Lock()
         self._calls = Calls.of(self._tokenizer, policy.end_token_ids, prompt, call_format)
-        self.engine, self.sampler = engine, Sampler(engine, policy.tokenizer, policy.end_token_ids)
+        self.engine, self.sampler = engine, Sampler(engine, policy.tokenizer, policy.end_token_ids, policy.device)
 
     @property
     def is_alive(self) -> bool:

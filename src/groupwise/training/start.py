@@ -18,7 +18,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
-from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths
+from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths, take
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
@@ -235,7 +235,10 @@ def _load_parts(
     ``note``: hears which fast paths are taken."""
     aside = loading_device(config, world)
     policy = replace(_load(config, earlier, aside), adapter_only=config.output.adapter_only)
-    note(check_fast_paths(policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)))
+    shape, dtype, device = policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)
+    choices = world.on_rank0(lambda: check_fast_paths(shape, dtype, device))  # by clock too: processes would find different ones
+    take(choices)
+    note(choices)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)

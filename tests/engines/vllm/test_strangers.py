@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import json
@@ -11,14 +12,17 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from groupwise import listening
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
 from groupwise.engines.vllm import server as serving
+from groupwise.engines.vllm import service as service_module
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import SECRET, BeginAgain, NotTrusted, find_secret
+from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError
 from tests.engines.vllm.model_backend import ModelBackend
@@ -242,6 +246,38 @@ class TestSecret:
         rollout = RolloutConfig(engine="vllm", vllm={"url": server.url})
         with pytest.raises(ConfigError, match=rf"was started with another secret: put the same into {SECRET} on both sides"):
             check_vllm(rollout, tiny_llama().config, "a/b")
+
+
+def test_weights_for_which_memory_has_no_room_wait_on_the_disk(tmp_path, tiny_llama, monkeypatch):
+    """As in a container, whose /dev/shm has 64 MB."""
+    memory, disk, told = tmp_path / "shm", tmp_path / "disk", []
+    memory.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(service_module, "_MEMORY", memory)
+    monkeypatch.setattr(service_module.tempfile, "gettempdir", lambda: str(disk))
+    real = service_module._new_file
+
+    def small(folder, prefix, data):
+        if folder.parent == memory and any(folder.iterdir()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, prefix, data)
+
+    monkeypatch.setattr(service_module, "_new_file", small)
+    model, sent = tiny_llama(seed=1), tiny_llama(seed=2)
+    service = Service(ModelBackend(model), tell=told.append)
+    service.hold("run", "a run")
+    buckets = list(packed_buckets(named_weights(sent), 2**14))  # with their SHA-256
+    assert len(buckets) > 2
+    for version in (1, 2):
+        service.begin(f"run:{version}")
+        for index, (bucket, checksum) in enumerate(buckets):
+            service.bucket(f"run:{version}", index, bucket, checksum)
+        where = [len(list(place.rglob("*.safetensors"))) for place in (memory, disk)]
+        assert where == ([1, len(buckets) - 1] if version == 1 else [0, len(buckets)])
+        service.commit(f"run:{version}", version, [checksum for _, checksum in buckets])
+        assert not [*memory.iterdir(), *disk.iterdir()]
+    assert told[1:] == [f"{memory} has no room for the weights: further parts wait in {disk}"]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), sent.parameters(), strict=True))
 
 
 def test_a_hangup_ends_the_server_and_its_spool_with_it(tmp_path, tiny_llama, monkeypatch):

@@ -233,6 +233,9 @@ def test_who_is_reached_by_a_wire(found, local, reason, monkeypatch):
     link = SimpleNamespace(on_this_machine=local)
     assert why_no_wire(link, found, torch.device("cuda")) == reason
     assert why_no_wire(link, found, CPU) == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if all(found.get("devices") or [""]):
+        assert "divided weights" in why_no_wire(link, found, CPU), "a run on GPUs is told why"
 
 
 def test_why_files_are_sent_to_gpus_is_said_once(serve, engine_over, tiny_llama, shifted, monkeypatch, caplog):

@@ -178,10 +178,15 @@ def check_fast_paths(config: Any, dtype: torch.dtype, device: torch.device, *, a
     if kept is None:
         kept = _check(config, dtype, device, key)
     _known[key] = kept
-    by_name = {path.name: path for path in fast_paths()}
-    for choice in kept:
-        by_name[choice.path].switch(choice.taken)
+    take(kept)
     return kept
+
+
+def take(choices: Sequence[Choice]) -> None:
+    """Set ``choices`` for this process, such as those of a run's first one."""
+    by_name = {path.name: path for path in fast_paths()}
+    for choice in choices:
+        by_name[choice.path].switch(choice.taken)
 
 
 _known: dict[str, list[Choice]] = {}

@@ -266,8 +266,10 @@ def why_no_wire(link: Link, found: dict[str, Any], device: torch.device) -> str 
     """None where weights are broadcast from ``device`` to the workers of the server that said ``found``; else why they are not, which is
     nothing to be said ("") without GPUs on both sides."""
     workers = found.get("devices") or [""]
-    if device.type != "cuda" or not all(workers):
+    if not all(workers):
         return ""
+    if device.type != "cuda":
+        return "they are gathered in the machine's memory (divided weights)" if torch.cuda.is_available() else ""
     if not link.on_this_machine:
         return "it is on another machine"
     if device_id(device) in workers or len(set(workers)) < len(workers):

@@ -4,6 +4,7 @@ sampler share a process. Needs nothing of vLLM: what computes is a ``Backend``.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -60,9 +61,14 @@ class _Update:
     """Weights on their way."""
 
     id: str
-    folder: Path
+    folders: list[Path]
+    """Where parts are written: the last of them."""
     arrived: dict[int, tuple[Path, str]] = field(default_factory=dict)
     """The parts: files, and their SHA-256."""
+
+    def remove(self) -> None:
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
@@ -73,6 +79,20 @@ class _Lease:
     who: str
     since: str
     connections: int = 0
+
+
+_MEMORY = Path("/dev/shm")
+
+
+def _new_file(folder: Path, prefix: str, data: bytes | bytearray) -> Path:
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=".safetensors", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return Path(name)
 
 
 class Service:
@@ -89,12 +109,12 @@ class Service:
         where: str = "this process",
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """``spool``: where arriving tensors wait until all are there; by default in memory where the system has /dev/shm.
+        """``spool``: where arriving tensors wait until all are there; by default in memory where the system has /dev/shm, as long as it
+        has room (containers often give it 64 MB), else on the disk.
         ``shared``: a folder that the trainer writes them to. ``tell`` is told who comes and goes."""
         self.backend, self.where, self.tell = backend, where, tell
         self.shared = None if shared is None else shared.expanduser().resolve()
-        memory = Path("/dev/shm")
-        self._spool = spool or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
+        self._spool = spool or (_MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir()))
         self.weights: str | None = None
         self.version, self.digest = 0, ""
         self.base: str | None = None
@@ -148,7 +168,7 @@ class Service:
                 return self.digest
             if self._update is None or self._update.id != weights:  # else two processes of one run, which send the same
                 self._drop()
-                self._update = _Update(weights, Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool)))
+                self._update = _Update(weights, [Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool))])
             return None
 
     def bucket(self, weights: str, index: int, data: bytes | bytearray, sha256: str) -> None:
@@ -159,13 +179,27 @@ class Service:
         if hashlib.sha256(data).hexdigest() != sha256:
             raise BeginAgain(f"part {index} of the weights {weights} arrived damaged: its checksum is another")
         try:
-            handle, name = tempfile.mkstemp(prefix=f"{index:05}-", suffix=".safetensors", dir=update.folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
+            path = self._written(update, f"{index:05}-", data)
         except FileNotFoundError:  # the folder went: the update was given up meanwhile
             self._of(weights)
             raise
-        self._arrived(update, index, Path(name), sha256)
+        self._arrived(update, index, path, sha256)
+
+    def _written(self, update: _Update, prefix: str, data: bytes | bytearray) -> Path:
+        """A new file with ``data`` in the update's folder: one on the disk where memory has no room for it."""
+        try:
+            return _new_file(update.folders[-1], prefix, data)
+        except OSError as error:
+            disk = Path(tempfile.gettempdir())
+            if error.errno != errno.ENOSPC or update.folders[0].parent != _MEMORY:
+                raise
+        with self._lock:
+            if self._spool == _MEMORY:  # the first part to find no room
+                self.tell(f"{_MEMORY} has no room for the weights: further parts wait in {disk}")
+                self._spool = disk
+            if len(update.folders) == 1:  # what arrived stays where it is
+                update.folders.append(Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=disk)))
+        return _new_file(update.folders[-1], prefix, data)
 
     def bucket_in_file(self, weights: str, index: int, name: str, sha256: str) -> None:
         """The same, out of the shared folder."""
@@ -252,7 +286,7 @@ class Service:
                 self._lock.wait_for(lambda: not self._sampling)
             yield update
         finally:
-            shutil.rmtree(update.folder, ignore_errors=True)
+            update.remove()
             with self._lock:
                 self._loading = False
                 self._lock.notify_all()
@@ -301,7 +335,7 @@ class Service:
 
     def _drop(self) -> None:
         if self._update is not None:
-            shutil.rmtree(self._update.folder, ignore_errors=True)
+            self._update.remove()
             self._update = None
 
     def close(self) -> None:
