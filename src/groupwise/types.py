@@ -222,8 +222,9 @@ class StepScores:
 class Group:
     """One prompt with its G completions and their scores: the unit of GRPO. It is never split before advantages are computed.
 
-    ``rewards[i]`` is the weighted sum over ``shaped`` for completion ``i``, itself shaped as ``rewards.total`` says, plus the rewards of
-    its steps. ``components[name][i]`` is one function's own score as it gave it, ``None`` where it says that it does not apply.
+    ``rewards[i]`` is the weighted sum over ``shaped`` for completion ``i``, normalised and clipped where ``rewards.normalise`` and
+    ``rewards.clip`` say so, plus the rewards of its steps. ``components[name][i]`` is one function's own score as it gave it, ``None``
+    where it says that it does not apply.
     """
 
     prompt: Prompt

@@ -68,7 +68,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "episodes/context_full": ("share", "Completions that had no room for what a tool returned."),
     "policy/loss": ("1", "The objective's value: no measure of progress."),
     "policy/kl": ("nats", "Mean k3 estimate of the KL from the reference, per token."),
-    "policy/ratio": ("ratio", "Mean ratio between the policy and itself before the batch's first update; 1 in that update."),
+    "policy/ratio": (
+        "ratio",
+        "Mean ratio of the policy to itself before the batch's first update (stale_samples=behaviour: to the sampler).",
+    ),
     "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| of a token (with a ratio of completions, of a completion)."),
     "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy; above about 0.3 steps are too large."),
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens; falling to 0 means collapse."),
@@ -115,7 +118,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "optimizer/loss_scale": ("1", "Factor of the loss before the backward pass; only with model.dtype float16."),
     "updates/loss_<k>": (
-        "nats",
+        "1",
         "`policy/loss` of update k; these only with updates_per_batch above 1.",
     ),
     "updates/ratio_<k>": ("ratio", "`policy/ratio` of update k."),
