@@ -15,7 +15,7 @@ from experiments.common import FIGURES, ROOT, Experiment, describe, markdown_tab
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
-__all__ = ["UP_TO_15", "Comparison", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
+__all__ = ["UP_TO_15", "Comparison", "beside", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
 
 UP_TO_15 = ("data.arithmetic.largest_number=15", "data.arithmetic.problems=20000")
 """The problems of comparisons on the quickstart's task: those of the recipe are soon all solved, by good settings and bad ones."""
@@ -80,8 +80,37 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
             chosen, options.seeds, budget, options.work, jobs=jobs, settings=settings, recipe=comparison.recipe,
             before=comparison.before,
         ) | {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal}  # fmt: skip
+        if options.beside:
+            numbers = beside(read_numbers(comparison.name, options.out), numbers)
     publish(comparison.experiment, numbers, options.out)
     return numbers
+
+
+def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` with the runs that ``kept`` has of the same variants and of other seeds.
+
+    Raises SystemExit where budget, settings or recipe differ: such runs are not to be compared.
+    """
+    same = ("budget", "settings", "recipe", "equal")
+    if differ := [key for key in same if kept.get(key) != found.get(key)]:
+        key = differ[0]
+        raise SystemExit(f"--beside: the runs that are there had {key} {kept.get(key)}, these have {found.get(key)}")
+    variants = {**kept["variants"], **found["variants"]}
+    seeds = sorted({*kept["seeds"], *found["seeds"]})
+    runs = {}
+    for name, settings in variants.items():
+        old = kept["runs"].get(name, {}) if kept["variants"].get(name) == settings else {}
+        each = {**old, **found["runs"].get(name, {})}
+        if each:
+            runs[name] = {str(seed): each[str(seed)] for seed in seeds if str(seed) in each}
+    return {
+        **found,
+        **{key: {**kept[key], **found[key]} for key in ("starts", "start_of")},
+        "seeds": seeds,
+        "runs": runs,
+        "variants": variants,
+        "missing": [f"{name}-{seed}" for seed in seeds for name in variants if str(seed) not in runs.get(name, {})],
+    }
 
 
 def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Budget]:
@@ -103,6 +132,7 @@ def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[arg
     options.add_argument("--jobs", type=int, default=comparison.jobs, help="runs at a time; the cores are divided among them")
     options.add_argument("--work", type=Path, default=ROOT / "runs" / comparison.work, help="finished runs are kept here")
     options.add_argument("--out", type=Path, default=FIGURES, help="folder of the JSON file and the figure")
+    options.add_argument("--beside", action="store_true", help="keep the runs of other seeds and variants that the JSON file has")
     options.add_argument("--finished", action="store_true", help="start no run: show those that are finished")
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)

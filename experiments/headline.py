@@ -4,6 +4,7 @@
     groupwise eval MODEL runs/seed-0 runs/seed-1 --data gsm8k:test evaluation.problems=null 'evaluation.modes=[greedy]' \\
         --out judged.jsonl --resume
     python -m experiments.headline runs/seed-0 runs/seed-1 --judged judged.jsonl
+    python -m experiments.headline runs/seed-2 --judged judged-2.jsonl --beside  # where the folders of the others are gone
     python -m experiments.headline --redraw
 
 It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training.
@@ -21,7 +22,7 @@ from groupwise.evaluation import paired_comparison, rescore
 from groupwise.evaluation.figures import figures
 from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
 
-__all__ = ["EXPERIMENT", "draw", "measure", "report"]
+__all__ = ["EXPERIMENT", "beside", "draw", "measure", "report"]
 
 WATTS = 30
 """Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W."""
@@ -31,6 +32,16 @@ VERDICTS = ("strict", "lenient")
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
     """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
     return {"runs": [one_run(read_run(run)) for run in runs], "judged": [] if judged is None else whole_split(judged)}
+
+
+def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` with what ``kept`` has of other seeds and, judged on the whole split, of other models."""
+    seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
+    runs = [*found["runs"], *(run for run in kept["runs"] if run["seed"] not in seeds)]
+    first, *rest = found["judged"] or kept["judged"] or [None]
+    others = [row for row in kept["judged"][1:] if row["model"] not in models] if found["judged"] else []
+    judged = [] if first is None else [first, *sorted([*others, *rest], key=lambda row: str(row["model"]))]
+    return {**found, "runs": sorted(runs, key=lambda run: int(run["seed"])), "judged": judged}
 
 
 def one_run(run: RunRecord) -> dict[str, Any]:
@@ -193,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(prog="python -m experiments.headline")
     options.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, of one recipe with several seeds")
     options.add_argument("--judged", type=Path, help="records of groupwise eval --out: the model before, then the runs")
+    options.add_argument("--beside", action="store_true", help="keep the other seeds that the JSON file has")
     options.add_argument("--out", type=Path, default=FIGURES)
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)
@@ -203,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.redraw
         else measure(chosen.runs, chosen.judged) | {"environment": environment()}
     )
+    if chosen.beside and not chosen.redraw:
+        numbers = beside(read_numbers("headline", chosen.out), numbers)
     publish(EXPERIMENT, numbers, chosen.out)
 
 

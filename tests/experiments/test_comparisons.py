@@ -8,7 +8,7 @@ import groupwise
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, PAGE, read_block, read_numbers
-from experiments.comparison import compare, difference, draw, held_out, newcombe_interval, pooled, report
+from experiments.comparison import beside, compare, difference, draw, held_out, newcombe_interval, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
 from experiments.learning_curves import COMPARISON as CURVES
@@ -98,6 +98,27 @@ def test_a_difference_is_of_the_seeds_that_both_have():
     assert interval == newcombe_interval(70, 200, 70, 200)
     assert by_seed == pytest.approx([0.1, -0.1])
     assert difference(numbers, "grpo", "missing") is None
+
+
+def test_runs_of_other_seeds_and_variants_are_kept_beside_new_ones():
+    same = {"recipe": "quickstart", "equal": "steps", "start_of": {}}
+    kept, found = {**made_up([30, 40]), **same}, {**made_up([0, 0, 50]), **same}
+    kept |= {"seeds": [0, 1], "variants": {"grpo": [], "old": ["a=1"], "changed": ["b=1"]}, "missing": ["old-1"]}
+    kept["runs"] |= {"old": {"0": kept["runs"]["grpo"]["0"]}, "changed": kept["runs"]["grpo"]}
+    found |= {"seeds": [2], "variants": {"grpo": [], "changed": ["b=2"]}, "missing": []}
+    two = found["runs"]["grpo"]["2"]
+    found["runs"] = {"grpo": {"2": two}, "changed": {"2": two}}
+    both = beside(kept, found)
+    assert both["seeds"] == [0, 1, 2]
+    assert {name: list(runs) for name, runs in both["runs"].items()} == {"grpo": ["0", "1", "2"], "old": ["0"], "changed": ["2"]}
+    assert both["runs"]["grpo"]["2"] == two
+    assert both["runs"]["grpo"]["1"] == kept["runs"]["grpo"]["1"]
+    assert both["missing"] == ["changed-0", "old-1", "changed-1", "old-2"]
+    assert set(both["starts"]) == {"0", "1", "2"}
+    again = {**found, "runs": {"grpo": {"1": two}}, "seeds": [1]}
+    assert beside(kept, again)["runs"]["grpo"]["1"] == two, "a seed that runs again takes the old one's place"
+    with pytest.raises(SystemExit, match="the runs that are there had settings"):
+        beside(kept, {**found, "settings": ["c=1"]})
 
 
 def test_runs_of_equal_steps_are_drawn_by_steps_however_many_batches_make_an_update():

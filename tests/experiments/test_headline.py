@@ -1,6 +1,7 @@
 """The headline's table and figure from runs' folders and the records of an evaluation."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -96,6 +97,23 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
     drawn = (tmp_path / "headline.svg").read_bytes()
     headline.main(["--redraw", "--out", str(tmp_path)])
     assert (tmp_path / "headline.svg").read_bytes() == drawn
+
+
+def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
+    records, out = tmp_path / "judged.jsonl", ["--out", str(tmp_path)]
+    write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
+    headline.main([str(run), "--judged", str(records), *out])
+    other, config = tmp_path / "seed-1", (run / "config.yaml").read_text()
+    shutil.copytree(run, other)
+    (other / "config.yaml").write_text(config.replace("seed: 3", "seed: 1"))
+    write_records(records, [("models/before", [judged(Knows(3, 6))]), ("runs/seed-1", [judged(Knows(14))])])
+    headline.main([str(other), "--judged", str(records), "--beside", *out])
+    numbers = read_numbers("headline", tmp_path)
+    assert [one["seed"] for one in numbers["runs"]] == [1, 3]
+    assert [(row["model"], row["strict"][0]) for row in numbers["judged"]] == [("before", 0.15), ("seed-1", 0.7), ("seed-3", 0.6)]
+    assert [row["against_first"]["strict"]["fixed"] for row in numbers["judged"][1:]] == [11, 10], "each against its own evaluation"
+    headline.main([str(other), "--beside", *out])
+    assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 
 
 def test_a_run_is_needed(capsys):

@@ -47,6 +47,7 @@ def test_every_variant_samples_a_batch_for_each_step_and_differs_from_the_first_
         "2x12": {("rollout", "completions_per_prompt"): 12},
         "7x8": {("rollout", "prompts_per_step"): 7},
         "2x8-cut": {("rollout", "max_completion_tokens"): 60},
+        "2x8-cut-44": {("rollout", "max_completion_tokens"): 44},
         "2x8-mu-3": {("algorithm", "updates_per_batch"): 3},
     }
     names = {name for _, *pair, _ in puzzle.FACTORS for name in pair}
@@ -86,6 +87,7 @@ def test_the_limits_cut_what_the_docstring_says(embedded_model_folder):
     assert min(lengths) >= 29
     assert max(lengths) <= 69
     assert sum(n > 60 for n in lengths) / len(lengths) == pytest.approx(0.25, abs=0.01)
+    assert min(by_additions[3]) > 44
 
 
 def of(variants):
