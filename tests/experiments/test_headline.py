@@ -111,7 +111,9 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     numbers = read_numbers("headline", tmp_path)
     assert [one["seed"] for one in numbers["runs"]] == [1, 3]
     assert [(row["model"], row["strict"][0]) for row in numbers["judged"]] == [("before", 0.15), ("seed-1", 0.7), ("seed-3", 0.6)]
-    assert [row["against_first"]["strict"]["fixed"] for row in numbers["judged"][1:]] == [11, 10], "each against its own evaluation"
+    assert [row["against_first"]["strict"]["fixed"] for row in numbers["judged"][1:]] == [11, 10], (
+        "each against its own evaluation"
+    )
     headline.main([str(other), "--beside", *out])
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 
