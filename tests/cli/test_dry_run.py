@@ -366,3 +366,31 @@ def test_an_error_shows_no_secret_and_obeys_no_text(groupwise, small, tmp_path):
 
 def test_help_in_an_error_stays_readable(groupwise):
     assert "written key=value, such as training.steps=10" in groupwise("train", "quickstart", "x").stderr
+
+
+def test_a_dry_run_says_what_resuming_would_do(groupwise, small, tmp_path):
+    folder = tmp_path / "run"
+    words = ("train", "quickstart", *small, "output.checkpoint_every=1", "--run-folder", folder)
+    look = (*words, "--dry-run", "--resume")
+    before = groupwise(*look)
+    assert before.exit_code == 0, before.output
+    assert f"There is no run in {folder} yet: it would begin with the first step." in before.stdout
+    assert not folder.exists()
+
+    assert groupwise(*words).exit_code == 0
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert f"{folder} finished after step 2: there is nothing to resume." in groupwise(*look).stdout
+    longer = json.loads(groupwise(*look, "training.steps=3", "--json").stdout)
+    assert longer["resume"][-1] == f"It would resume from {folder / 'checkpoints' / 'step-2'}."
+    assert any("training.steps: 2 -> 3" in sentence for sentence in longer["resume"])
+
+    changed = groupwise(*look, "training.steps=3", "rollout.temperature=0.5")
+    assert changed.exit_code == 2
+    assert "rollout.temperature: 1.0 -> 0.5" in changed.stderr
+    accepted = groupwise(*look, "training.steps=3", "rollout.temperature=0.5", "--accept-changes")
+    assert "It would resume from" in accepted.stdout
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}, "it looks and writes nothing"
+
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (checkpoint / "state.json").write_text("{}", encoding="utf-8")
+    assert "every checkpoint in" in groupwise(*look, "training.steps=3").stderr

@@ -76,7 +76,11 @@ def train(
     config = load_config(source, overrides or ())
     fetch_model(config.model)
     if dry_run:
-        _dry_run(config, as_json, num_processes, everything, check, run_folder, resume)
+        from groupwise.cli.show import console
+
+        if resume and run_folder is None:
+            run_folder = _newest(config, find_source(source).stem, console(stderr=as_json))
+        _dry_run(config, as_json, num_processes, everything, check, run_folder, resume, accept_changes)
         return
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
@@ -121,26 +125,33 @@ def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
 
 
 def _dry_run(
-    config: Config, as_json: bool, num_processes: int, everything: bool, check: bool, run_folder: Path | None, resume: bool
-) -> None:
-    from groupwise.cli.show import print_json
+    config: Config, as_json: bool, num_processes: int, everything: bool, check: bool, run_folder: Path | None, resume: bool,
+    accept_changes: bool,
+) -> None:  # fmt: skip
+    from groupwise.cli.show import console, print_json, print_notes
     from groupwise.distributed import world_size
     from groupwise.doctor import diagnose_prepared, refuse
+    from groupwise.models.devices import with_dtype
     from groupwise.tracking.run_folder import check_named
+    from groupwise.training.resume import would_resume
     from groupwise.training.setup import prepare
 
     folder = run_folder or (Path(config.output.folder) if config.output.folder else None)
     if folder is not None and not resume:
         check_named(folder.expanduser())
+    if resume:  # what the run's own settings are compared with
+        config = config.model_copy(update={"model": with_dtype(config.model)})
     prepared = prepare(config, processes=max(num_processes, world_size()), folder=folder)
     findings = diagnose_prepared(prepared) if check else []
     prepared.rewards.close()
+    resumed = would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else []
     if as_json:
-        print_json(_facts(prepared) | {"findings": [finding.to_json() for finding in findings]})
+        print_json(_facts(prepared) | {"findings": [finding.to_json() for finding in findings], "resume": resumed})
     else:
         _print_prepared(prepared, findings, everything)
     refuse(findings, config)
     if not as_json:
+        print_notes(resumed, console())
         _print_verdict(prepared, findings if check else None)
 
 

@@ -104,6 +104,14 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def check_is_run(self) -> None:
+        """Raises ConfigError where no run was begun in the folder."""
+        if not self.config.is_file():
+            raise ConfigError(
+                f"{str(self.path)!r} is no run's folder (it has no config.yaml), and a run never writes over anything else: name a "
+                "run's folder, or an empty one"
+            )
+
     @classmethod
     def reopen(cls, path: Path) -> RunFolder | None:
         """The folder of a run that began before, locked; None where there is none yet.
@@ -114,11 +122,7 @@ class RunFolder:
         if not path.is_dir() or is_unused(path):
             return None
         folder = cls(path)
-        if not folder.config.is_file():
-            raise ConfigError(
-                f"{str(path)!r} is no run's folder (it has no config.yaml), and a run never writes over anything else: name a run's "
-                "folder, or an empty one"
-            )
+        folder.check_is_run()
         if not os.access(path, os.W_OK):
             raise folder.lost(path, PermissionError(13, "Permission denied"))
         folder.lock()

@@ -14,9 +14,9 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
-from groupwise.tracking.run_folder import base_name
+from groupwise.tracking.run_folder import base_name, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
-from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, set_damaged_aside
+from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, read_state, set_damaged_aside
 from groupwise.training.setup import Prepared
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "folder_of",
     "newest_run",
     "unfinished_note",
+    "would_resume",
 ]
 
 _HARMLESS = (
@@ -136,15 +137,45 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
     folder = RunFolder.reopen(path)
     if folder is None:
         return None, None
-    newest = newest_sound_checkpoint(folder.checkpoints, say)
-    if newest is None and any(folder.checkpoints.glob("step-*")):
+    try:
+        newest = _newest_of(folder, say)
+    except CheckpointError:
         folder.release()
-        raise CheckpointError(
-            f"every checkpoint in {folder.checkpoints} is damaged, and none is left to resume from: start again in another folder"
-        )
+        raise
     if newest is not None:
         set_damaged_aside(folder.checkpoints, newest)
     return folder, newest
+
+
+def _newest_of(folder: RunFolder, say: Callable[[str], None]) -> Path | None:
+    newest = newest_sound_checkpoint(folder.checkpoints, say)
+    if newest is None and any(folder.checkpoints.glob("step-*")):
+        raise CheckpointError(
+            f"every checkpoint in {folder.checkpoints} is damaged, and none is left to resume from: start again in another folder"
+        )
+    return newest
+
+
+def would_resume(path: Path, prepared: Prepared, accept: bool) -> list[str]:
+    """What resuming the run in ``path`` would do, a sentence each; nothing is locked or written.
+
+    Raises:
+        CheckpointError: as the resumed run would: settings have changed (unless ``accept``), or every checkpoint is damaged.
+        ConfigError: the folder has something else in it.
+    """
+    said: list[str] = []
+    folder = RunFolder(path)
+    if not path.is_dir() or is_unused(path):
+        return [f"There is no run in {path} yet: it would begin with the first step."]
+    folder.check_is_run()
+    ending = ending_of(folder)
+    if ending is not None and prepared.config.training.steps <= ending.asked:
+        return [f"{path} finished after step {ending.steps}: there is nothing to resume."]
+    newest = _newest_of(folder, said.append)
+    if newest is None:
+        return [*said, f"{path} holds no checkpoint yet: the run would start from the beginning."]
+    check_drift(read_state(newest), prepared, said.append, accept)
+    return [*said, f"It would resume from {newest}."]
 
 
 def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:
