@@ -71,8 +71,8 @@ class Story:
     write: Callable[[int, float, int, int, str], Written] | None = None
     reward: Callable[[int, float, str, bool], dict[str, float | None]] | None = None
     version: Callable[[int], int] = lambda step: step - 1
-    evaluations: Sequence[tuple[str, float]] = (("base", 0.0), ("warm_start", 0.3), ("final", 0.85))
-    """Stage and share of right answers among ``held_out`` problems."""
+    evaluations: Sequence[tuple[str, float] | tuple[str, float, float]] = (("base", 0.0), ("warm_start", 0.3), ("final", 0.85))
+    """Stage and share of right answers among ``held_out`` problems; then the share that is right anywhere, where it is larger."""
     held_out: int = 40
     finished: bool = True
     prompts: Callable[[int, int], str] = lambda step, group: f"<user> {step} + {group} = ?"
@@ -131,9 +131,9 @@ def write_run(folder: Path, story: Story | None = None) -> Path:
         tracker.step(step, {name: value for name, value in logged.items() if name not in story.without})
         groups = [make_group(story, step, progress, number) for number in range(GROUPS)]
         tracker.completions(step, groups, group_advantages([list(group.rewards) for group in groups]))
-    for stage, share in story.evaluations:
+    for stage, *shares in story.evaluations:
         for mode in ("sampled", "greedy"):
-            tracker.evaluation(make_evaluation(story, stage, mode, share))
+            tracker.evaluation(make_evaluation(story, stage, mode, shares[0], shares[-1]))
     tracker.close()
     if story.finished:
         run_folder.write_summary({"seconds": 60.0})
@@ -181,12 +181,12 @@ def make_scores(story: Story, step: int, progress: float, text: str, answer: str
     return {"correctness": 2.0 if right else 0.0, "format": 0.2 * tags - slips}
 
 
-def make_evaluation(story: Story, stage: str, mode: str, share: float) -> Any:
+def make_evaluation(story: Story, stage: str, mode: str, strict: float, lenient: float) -> Any:
     records = []
     for i in range(story.held_out):
-        right = i < round(share * story.held_out)
+        right, anywhere = i < round(strict * story.held_out), i < round(lenient * story.held_out)
         text = answered("-1" if right else "77")
-        judged = {"strict": right, "lenient": right, "format": True, "extracted": "-1" if right else "77", "response": text}
+        judged = {"strict": right, "lenient": anywhere, "format": True, "extracted": "-1" if right else "77", "response": text}
         asked = {"problem": f"mini:held_out:{i}", "question": f"{i} - {i + 1} = ?", "prompt": story.held_out_prompts(i)}
         records.append({**asked, "expected": "-1", **judged, "finish_reason": "stop", "tokens": 30, **story.extra})
     return Judged(stage, mode, tuple(records))

@@ -140,6 +140,7 @@ DISEASES = {
         evaluations=[("base", 0.5), ("step-20", 0.6), ("step-40", 0.4), ("final", 0.1)],
     ),
     "format-without-answer": Story(accuracy=lambda p: 0.05, metrics=lambda step, p: {"accuracy/format": 0.1 + 0.9 * p}),
+    "answers-lost": Story(evaluations=[("base", 0.1, 0.45), ("step-20", 0.2)]),
     "goes-on": Story(
         metrics=lambda step, p: {"completions/truncated": 0.6, "completions/stop_rate": 0.4},
         write=lambda step, p, group, sample, answer: Written(f"{answered(answer)}\nand so {sample}", "length" if sample else "stop", 48),
@@ -251,6 +252,21 @@ HEALTHY = {
 def test_healthy_runs_have_no_findings_but_what_is_normal(name, of_the_healthy, tmp_path):
     found = findings_of(tmp_path / "run", HEALTHY[name]) if HEALTHY[name] != Story() else of_the_healthy
     assert [f for f in found.values() if f.severity != "normal"] == []
+
+
+def test_answers_that_are_lost_and_those_that_come_back(tmp_path):
+    """As a real run of 1.5B did: 10.0% and 45.0% before, 28.0% and 28.5% after 8 steps, 64.0% and 64.0% in the end."""
+    base, low, high = ("base", 0.1, 0.45), ("step-8", 0.28, 0.285), ("final", 0.64)
+    story = Story(held_out=200, evaluations=[base, low])
+    found = findings_of(tmp_path / "low", story)["answers-lost"]
+    assert (
+        "right anywhere in the answer fell from 45.0% to 28.5%, and right in the form asked for went from 10.0%" in found.summary
+    )
+    assert found.steps == (1, 8)
+    back = findings_of(tmp_path / "back", replace(story, evaluations=[base, low, high]))
+    few = findings_of(tmp_path / "few", replace(story, held_out=10))
+    unknown = findings_of(tmp_path / "unknown", replace(story, evaluations=[("warm_start", 0.1, 0.45), low]))
+    assert not any("answers-lost" in one for one in (back, few, unknown))
 
 
 def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):

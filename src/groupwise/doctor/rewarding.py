@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from groupwise.doctor.findings import (
     Evidence,
@@ -28,6 +29,7 @@ __all__ = [
     "failing",
     "hacking",
     "judged_in_part",
+    "lost_answers",
     "no_variance",
     "saturated",
 ]
@@ -194,9 +196,13 @@ def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
 
 
 def evaluation_examples(run: RunRecord) -> tuple[Example, ...]:
-    lost = [record for record in run.evaluations[-1].records if record["lenient"] and not record["strict"]]
+    return judged_examples([record for record in run.evaluations[-1].records if record["lenient"] and not record["strict"]])
+
+
+def judged_examples(records: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]:
     return tuple(
-        Example(f"problem {r['problem']}", r["response"], f"found {r['extracted']}, expected {r['expected']}") for r in lost[:3]
+        Example(f"problem {r['problem']}", r["response"], f"found {r['extracted']}, expected {r['expected']}")
+        for r in records[:3]
     )
 
 
@@ -260,6 +266,31 @@ def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
         broken, fixed = pairs.count((True, False)), pairs.count((False, True))
         if broken > fixed and mcnemar_p_value(broken, fixed) < 0.05:
             return f"held-out accuracy ({mode}, {best.stage} to {last.stage})", best.share("strict"), last.share("strict")
+    return None
+
+
+def lost_answers(run: RunRecord) -> Evidence | None:
+    """Fewer held-out answers have the right number anywhere in them than before training, problem by problem."""
+    from groupwise.evaluation.figures import first_samples, mcnemar_p_value
+
+    for mode in dict.fromkeys(e.mode for e in run.evaluations):
+        stages = [e for e in run.evaluations if e.mode == mode and e.stage != "eval"]
+        if len(stages) < 2 or stages[0].stage != "base":
+            continue
+        first, last = stages[0], stages[-1]
+        pairs = first_samples(first.records, last.records, "lenient")
+        broken, fixed = pairs.count((True, False)), pairs.count((False, True))
+        if broken > fixed and mcnemar_p_value(broken, fixed) < 0.01:
+            before, after = ({key: e.share(key) for key in ("strict", "lenient")} for e in (first, last))
+            right = {record["problem"] for record in first.records if record["lenient"]}
+            lost = [record for record in last.records if record["problem"] in right and not record["lenient"]]
+            return Evidence(
+                f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before['lenient']:.1%} to "
+                f"{after['lenient']:.1%}, and right in the form asked for went from {before['strict']:.1%} to {after['strict']:.1%}",
+                (1, last.step or run.last_step),
+                {"lenient_before": before["lenient"], "lenient_after": after["lenient"]},
+                judged_examples(lost),
+            )
     return None
 
 

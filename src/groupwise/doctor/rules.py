@@ -191,6 +191,14 @@ RULES: tuple[Rule, ...] = (
         "Read what is paid: tags that are only recited should earn nothing.",
     ),
     Rule(
+        "answers-lost", "run", "Fewer answers are right than before training", "warning", rewarding.lost_answers,
+        "A format reward is earned sooner than a right answer, so the first updates teach the form alone, mostly by shorter reasoning. "
+        "Lost answers may come back once right ones are paid often enough. Otherwise the steps are too large, or the reward pays for "
+        "something else.",
+        "Wait for another evaluation. Where they do not come back: a lower optimizer.learning_rate, more optimizer.warmup_steps, a lower "
+        "weight for the format, or a system prompt with which the untrained model is in the form more often.",
+    ),
+    Rule(
         "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,
         "The policy has found one text that scores well enough, and no longer looks at the question.",
         "Go back to an earlier checkpoint; lower optimizer.learning_rate; see whether the reward pays for something without a right "
