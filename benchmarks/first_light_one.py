@@ -32,7 +32,7 @@ from benchmarks.shapes import SHAPES, random_groups, random_policy, random_promp
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import engine as builtin
-from groupwise.engines.builtin.decode import kernels_fit
+from groupwise.engines.builtin.decode import decoding_kernels_fit
 from groupwise.engines.builtin.engine import BuiltinEngine, Runner
 from groupwise.engines.builtin.fast_paths import check_fast_paths
 from groupwise.engines.wrappers import SamplingThread
@@ -519,7 +519,7 @@ def profile(place: Place) -> Found:
     groups = _groups(shape, place.pick(4, 1), place.pick(256, 9), place.pick(512, 9), 0)
     packed = scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
     learning = _profiled(place, lambda: scorer.logprobs(packed).sum().backward())
-    each, once_for_all = DECODE_LAUNCHES if kernels_fit(place.device) else DECODE_OPERATIONS
+    each, once_for_all = DECODE_LAUNCHES if decoding_kernels_fit(place.device) else DECODE_OPERATIONS
     planned = each * SHAPES[shape].num_hidden_layers + once_for_all
     numbers = {"decode_step": step, "micro_batch": learning, "planned_kernels": planned}
     seen = (

@@ -11,6 +11,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -97,6 +98,23 @@ def test_unused_columns_are_kept_back_where_that_is_asked_for(tiny_folder, promp
         return [float(len(c)) for c in completions]
 
     GRPOTrainer(str(tiny_folder), reward, settings(remove_unused_columns=True, max_steps=1), prompts).train()
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, list])
+def test_a_score_of_nan_is_none_as_in_trl(tiny_folder, prompts, settings, kind):
+    """TRL leaves such a score out of the sum and of the group's mean; elsewhere in groupwise it is an error of the reward function."""
+
+    def reward(completions, **kwargs):
+        return kind([math.nan, *(float(i) for i in range(1, len(completions)))])
+
+    trainer = GRPOTrainer(str(tiny_folder), reward, settings(max_steps=1), prompts)
+    trainer.train()
+    _, generation = trainer._generation
+    assert math.isnan(generation.rewards[0])
+    assert list(generation.rewards[1:4]) == [1.0, 2.0, 3.0]
+    assert generation.advantages[0] == 0
+    assert all(math.isfinite(a) for a in generation.advantages)
+    assert trainer.state.log_history[0]["rewards/reward/mean"] == pytest.approx(4.0)
 
 
 def test_async_rewards_run_side_by_side_and_none_is_left_out(tiny_folder, prompts, settings):

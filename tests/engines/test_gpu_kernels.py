@@ -259,4 +259,4 @@ def test_kernels_that_cannot_be_built_are_left_out(by_kernels, monkeypatch):
     choice = chosen(monkeypatch)
     assert "it failed (RuntimeError: Failed to find C compiler)" in choice.notice
     assert not decode.ALLOWED["kernels"]
-    assert not decode.kernels_fit(CPU)
+    assert not decode.decoding_kernels_fit(CPU)

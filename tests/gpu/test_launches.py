@@ -92,7 +92,7 @@ class StandIns:
 def test_by_kernels_it_launches_as_many_as_the_plan_counts_and_asks_nothing(decode_step, monkeypatch):
     """Four products remain in a layer."""
     kernels, found = StandIns(), []
-    monkeypatch.setattr(decode, "kernels_fit", lambda device: True)
+    monkeypatch.setattr(decode, "decoding_kernels_fit", lambda device: True)
     monkeypatch.setattr(decode, "_gpu_kernels", lambda: kernels)
     for layers in (1, 2):
         step = decode_step(num_hidden_layers=layers)

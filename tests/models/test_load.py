@@ -138,6 +138,16 @@ def test_a_file_is_not_a_folder(qwen_folder: Path) -> None:
         check_model(model_config(qwen_folder / "config.json"))
 
 
+def test_a_revision_of_what_has_none_is_refused(qwen_folder: Path) -> None:
+    """Else a run would name a commit that its weights are not of. TRL's scripts say "main" of every model."""
+    for name, what in ((EMBEDDED_NAME, "built in"), (str(qwen_folder), "a folder")):
+        with pytest.raises(
+            ModelError, match=rf"model\.revision is 'v2', but model '.*' is {what}, which has no revisions: remove it"
+        ):
+            check_model(ModelConfig(name=name, revision="v2"))
+        check_model(model_config(name).model_copy(update={"revision": "main"}))
+
+
 @pytest.mark.parametrize("settings", [{"device": "cuda:99"}, {"device": "nonsense"}])
 def test_a_device_that_is_not_there_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=r"model\.device is"):

@@ -1,7 +1,7 @@
 """Advantages: how much better a completion did than expected. Computed once a step, on whole groups, before anything is cut.
 
 An advantage is a function ``AdvantageInputs -> AdvantageOutputs`` with its settings as keywords. Axes: P problems, N completions
-(flattened over groups), T tokens (flattened over completions, ragged), S steps of process supervision.
+(flattened over groups), T tokens (flattened over completions, ragged), K steps of process supervision.
 
 The standard deviation is the sample one (ddof = 1), as ``torch.std`` computes it, and with it TRL and the from-scratch tutorials.
 DeepSeekMath does not say which it means; the population form would make advantages sqrt(G / (G - 1)) times larger.
@@ -46,11 +46,11 @@ class FunctionScores:
 class StepRewards:
     """What one reward function gave to steps of completions, in the order of completions."""
 
-    sequence_S: Tensor
+    sequence_K: Tensor
     """The completion of each step."""
-    end_S: Tensor
+    end_K: Tensor
     """Index of its last token among all T."""
-    rewards_S: Tensor
+    rewards_K: Tensor
     weight_N: Tensor
     """The function's weight at each completion; 0 where it gave none to the group."""
 
@@ -274,22 +274,22 @@ def process_advantages(
     ``discount``: what each step counts for the one before it, 1 in the paper. At 0 a step is judged by its own reward alone.
     """
     groups = int(group_N[-1]) + 1 if len(group_N) else 0
-    group_S = group_N[steps.sequence_S]
-    pools = [steps.rewards_S[group_S == g].tolist() for g in range(groups)]
+    group_K = group_N[steps.sequence_K]
+    pools = [steps.rewards_K[group_K == g].tolist() for g in range(groups)]
     check_finite(pools)
     everything = [r for pool in pools for r in pool]
-    centred_S = steps.rewards_S - _step_baselines(baseline, steps, group_S, pools, everything)
-    divisors = torch.tensor(SCALES[scale](pools, everything, centred_S.tolist(), epsilon), dtype=torch.float64)
+    centred_K = steps.rewards_K - _step_baselines(baseline, steps, group_K, pools, everything)
+    divisors = torch.tensor(SCALES[scale](pools, everything, centred_K.tolist(), epsilon), dtype=torch.float64)
     at_T = torch.zeros(int(lengths_N.sum()), dtype=torch.float64)
-    at_T.index_add_(0, steps.end_S, _discounted(centred_S / divisors[group_S], steps, discount))
+    at_T.index_add_(0, steps.end_K, _discounted(centred_K / divisors[group_K], steps, discount))
     return to_go(at_T, lengths_N)
 
 
-def _discounted(normalised_S: Tensor, steps: StepRewards, discount: float) -> Tensor:
+def _discounted(normalised_K: Tensor, steps: StepRewards, discount: float) -> Tensor:
     """What stands at each step's end so that the plain sum from there on is the discounted one, A(s) = r(s) + discount A(s + 1)."""
     if discount == 1:
-        return normalised_S
-    rewards, sequences, ends = normalised_S.tolist(), steps.sequence_S.tolist(), steps.end_S.tolist()
+        return normalised_K
+    rewards, sequences, ends = normalised_K.tolist(), steps.sequence_K.tolist(), steps.end_K.tolist()
     placed, later, last = [0.0] * len(rewards), 0.0, None
     for s in sorted(range(len(rewards)), key=lambda s: (ends[s], s), reverse=True):
         if sequences[s] != last:
@@ -299,23 +299,23 @@ def _discounted(normalised_S: Tensor, steps: StepRewards, discount: float) -> Te
     return torch.tensor(placed, dtype=torch.float64)
 
 
-def _step_baselines(baseline: str, steps: StepRewards, group_S: Tensor, pools: Rewards, everything: Sequence[float]) -> Tensor:
-    """What each step is compared with, ``[S]``."""
+def _step_baselines(baseline: str, steps: StepRewards, group_K: Tensor, pools: Rewards, everything: Sequence[float]) -> Tensor:
+    """What each step is compared with, ``[K]``."""
     if baseline == "group_mean":
-        return torch.tensor([mean(pool) for pool in pools], dtype=torch.float64)[group_S]
+        return torch.tensor([mean(pool) for pool in pools], dtype=torch.float64)[group_K]
     if baseline == "batch_mean":
-        return torch.full_like(steps.rewards_S, mean(everything))
+        return torch.full_like(steps.rewards_K, mean(everything))
     if baseline == "none":
-        return torch.zeros_like(steps.rewards_S)
+        return torch.zeros_like(steps.rewards_K)
     baselines = {}
-    for n in set(steps.sequence_S.tolist()):
-        own = steps.sequence_S == n
-        same = group_S == group_S[own][0]
-        others = steps.rewards_S[same & ~own].tolist()
+    for n in set(steps.sequence_K.tolist()):
+        own = steps.sequence_K == n
+        same = group_K == group_K[own][0]
+        others = steps.rewards_K[same & ~own].tolist()
         baselines[n] = mean(
-            others or steps.rewards_S[same].tolist()
+            others or steps.rewards_K[same].tolist()
         )  # without others there is nothing to compare with but its own
-    return torch.tensor([baselines[n] for n in steps.sequence_S.tolist()], dtype=torch.float64)
+    return torch.tensor([baselines[n] for n in steps.sequence_K.tolist()], dtype=torch.float64)
 
 
 # Advantages by name; keywords are the fields of their settings sections (``config.objective``).
@@ -394,7 +394,7 @@ def gae_advantage(
     if inputs.penalties_T is not None:
         rewards_T -= inputs.penalties_T
     for steps in inputs.steps.values():
-        rewards_T.index_add_(0, steps.end_S, steps.weight_N[steps.sequence_S] * steps.rewards_S)
+        rewards_T.index_add_(0, steps.end_K, steps.weight_N[steps.sequence_K] * steps.rewards_K)
     assert inputs.values_T is not None, "this advantage needs values"
     part_N = torch.ones(len(inputs.lengths_N), dtype=torch.bool) if inputs.taking_part_N is None else inputs.taking_part_N
     part_T = part_N[inputs.sequence_T]

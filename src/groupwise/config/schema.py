@@ -73,7 +73,7 @@ class ModelConfig(Section):
     name: str = "smollm2-135m-instruct"
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
+    """Branch, tag or commit on the Hub. Folders and the built-in model have none."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Numbers of the weights that sample and compute. `auto` is bfloat16, but float32 on a CPU without instructions for it.
     float16, with a scaled loss, is for GPUs without bfloat16."""

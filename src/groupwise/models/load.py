@@ -88,6 +88,12 @@ def check_model(config: ModelConfig) -> None:
     _check_attention(config)
     quantisation_settings(config)
     check_device_map(config)
+    local = "built in" if config.name == EMBEDDED_NAME else "a folder" if is_folder_name(config.name) else ""
+    if local and config.revision not in (None, "main"):  # "main" is what TRL's scripts say of every model
+        raise ModelError(
+            f"model.revision is {config.revision!r}, but model {config.name!r} is {local}, which has no revisions: remove it, or name a "
+            "model of the Hub"
+        )
     if config.name == EMBEDDED_NAME:
         return
     if is_folder_name(config.name):

@@ -37,7 +37,7 @@ from groupwise.models.native import calls as native
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
-    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "in_bucket", "kernels_fit",
+    "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "decoding_kernels_fit", "in_bucket",
     "plain_product", "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
@@ -121,7 +121,7 @@ ALLOWED = {"fp32": True, "rearranged": True, "kernels": True}
 _KERNELS_ON = frozenset({"cuda"})
 
 
-def kernels_fit(device: torch.device) -> bool:
+def decoding_kernels_fit(device: torch.device) -> bool:
     """Whether there are GPU kernels for models on ``device``."""
     return ALLOWED["kernels"] and device.type in _KERNELS_ON and find_spec("triton") is not None
 
@@ -315,7 +315,7 @@ class DecodeStep:
 
 def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None = None) -> Tensor:
     """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``given``: is computed beside it."""
-    by = _by_operations if step.lanes and not kernels_fit(decoder.device) else _by_kernels
+    by = _by_operations if step.lanes and not decoding_kernels_fit(decoder.device) else _by_kernels
     return by(decoder, weights, cache, step, given)
 
 

@@ -138,7 +138,9 @@ def fast_paths() -> tuple[FastPath, ...]:
         FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),
         FastPath("logits in fp32", lambda d: logprobs._gives_fp32(d.device, d.dtype), _allow_fp32_logits, ("passes",)),
         FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
-        FastPath("kernels for decoding", lambda d: decoding.kernels_fit(d.device), _allow_kernels, ("a step of long rows",)),
+        FastPath(
+            "kernels for decoding", lambda d: decoding.decoding_kernels_fit(d.device), _allow_kernels, ("a step of long rows",)
+        ),
     )
 
 
