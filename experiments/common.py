@@ -24,6 +24,8 @@ __all__ = [
     "PAGE",
     "ROOT",
     "Experiment",
+    "describe",
+    "earlier",
     "environment",
     "main",
     "markdown_table",
@@ -97,10 +99,23 @@ def environment() -> dict[str, Any]:
 
 
 def describe(numbers: Mapping[str, Any]) -> str:
-    """One line for under a table: when and on what the numbers were measured. The JSON file has the rest."""
-    found = numbers["environment"]
+    """One line for under a table: when and on what the numbers were measured. The JSON file has the rest.
+
+    ``earlier`` are the environments of runs that were measured before and are kept beside the others.
+    """
+    measured = "; some of it ".join(_place(found) for found in (numbers["environment"], *numbers.get("earlier", ())))
+    return f"Measured {measured}."
+
+
+def _place(found: Mapping[str, Any]) -> str:
     revision = (found["code"] or {}).get("revision", "unknown")[:7]
-    return f"Measured {found['date']}, revision {revision}, {found['processor']}, torch {found['torch']}."
+    return f"{found['date']}, revision {revision}, {found['processor']}, torch {found['torch']}"
+
+
+def earlier(kept: Mapping[str, Any], found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Environments of the runs that ``kept`` has, without that of ``found``."""
+    each = [kept["environment"], *kept.get("earlier", ())]
+    return [one for i, one in enumerate(each) if one != found["environment"] and one not in each[:i]]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.common import FIGURES, ROOT, Experiment, describe, markdown_table, publish, read_numbers
+from experiments.common import FIGURES, ROOT, Experiment, describe, earlier, markdown_table, publish, read_numbers
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
@@ -106,6 +106,7 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **found,
         **{key: {**kept[key], **found[key]} for key in ("starts", "start_of")},
+        "earlier": earlier(kept, found),
         "seeds": seeds,
         "runs": runs,
         "variants": variants,

@@ -57,6 +57,7 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "of": asked["training"]["steps"],
         "batch": [rollout["prompts_per_step"], rollout["completions_per_prompt"], rollout["max_completion_tokens"]],
         "revision": str(code.get("revision", "unknown"))[:7],
+        "date": str(run.environment.get("started", "unknown"))[:10],
         "seconds": (run.summary or {}).get("seconds"),
         "step_seconds": sum(value for _, value in run.series("time/step_s")),
         "sampled_tokens": round(tokens),
@@ -135,7 +136,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     found = numbers["environment"]
     parts.append(
         f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {found['processor']}, "
-        f"{found['cores']} cores, torch {found['torch']}, transformers {found['transformers']}, {found['date']}."
+        f"{found['cores']} cores, torch {found['torch']}, transformers {found['transformers']}."
     )
     return "\n\n".join(parts)
 
@@ -151,9 +152,20 @@ def _costs(runs: Sequence[Mapping[str, Any]]) -> str:
         peak = "-" if run["peak_gib"] is None else f"{run['peak_gib']:.1f} GiB"
         rows.append([
             str(run["seed"]), steps, f"{prompts} x {completions} x {limit}", f"{run['sampled_tokens']:,}", hours, whole, peak,
-            f"{WATTS * seconds / 3.6e6:.2f} kWh", run["revision"],
+            f"{WATTS * seconds / 3.6e6:.2f} kWh", run["revision"], run["date"],
         ])  # fmt: skip
-    header = ["seed", "steps", "batch", "tokens sampled", "hours of steps", "hours in all", "peak", "energy", "revision"]
+    header = [
+        "seed",
+        "steps",
+        "batch",
+        "tokens sampled",
+        "hours of steps",
+        "hours in all",
+        "peak",
+        "energy",
+        "revision",
+        "started",
+    ]
     return markdown_table(header, rows)
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("matplotlib")
 import groupwise
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
-from experiments.common import FIGURES, PAGE, read_block, read_numbers
+from experiments.common import FIGURES, PAGE, describe, read_block, read_numbers
 from experiments.comparison import beside, compare, difference, draw, held_out, newcombe_interval, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
@@ -115,6 +115,16 @@ def test_runs_of_other_seeds_and_variants_are_kept_beside_new_ones():
     assert both["runs"]["grpo"]["1"] == kept["runs"]["grpo"]["1"]
     assert both["missing"] == ["changed-0", "old-1", "changed-1", "old-2"]
     assert set(both["starts"]) == {"0", "1", "2"}
+    place = {"code": {"revision": "1234567890"}, "processor": "P", "torch": "2.13.0"}
+    first, second, third = ({"environment": {"date": f"2026-11-0{day}", **place}} for day in (1, 2, 3))
+    later = beside({**kept, **first}, {**found, **second})
+    last = beside(later, {**found, **third, "seeds": [3], "runs": {"grpo": {"3": two}}})
+    assert [one["date"] for one in last["earlier"]] == ["2026-11-02", "2026-11-01"]
+    assert (
+        describe(last)
+        == "Measured " + "; some of it ".join(f"2026-11-0{n}, revision 1234567, P, torch 2.13.0" for n in (3, 2, 1)) + "."
+    )
+    assert beside(last, {**found, **third})["earlier"] == last["earlier"], "one place is told once"
     again = {**found, "runs": {"grpo": {"1": two}}, "seeds": [1]}
     assert beside(kept, again)["runs"]["grpo"]["1"] == two, "a seed that runs again takes the old one's place"
     with pytest.raises(SystemExit, match="the runs that are there had settings"):

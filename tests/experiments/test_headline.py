@@ -48,7 +48,9 @@ def run(tmp_path):
     config["training"] |= {"seed": 3, "steps": 4}
     config["rollout"] |= {"prompts_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 320}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "environment.json").write_text(json.dumps({"code": {"revision": "abcdef1234567"}}))
+    (folder / "environment.json").write_text(
+        json.dumps({"code": {"revision": "abcdef1234567"}, "started": "2026-11-23T23:06:00+0000"})
+    )
     rows = [
         {
             "step": i,
@@ -72,7 +74,14 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
     headline.main([str(run), "--judged", str(records), "--out", str(tmp_path)])
     numbers = read_numbers("headline", tmp_path)
     (one,) = numbers["runs"]
-    assert (one["seed"], one["steps"], one["of"], one["batch"], one["revision"]) == (3, 2, 4, [2, 8, 320], "abcdef1")
+    assert (one["seed"], one["steps"], one["of"], one["batch"], one["revision"], one["date"]) == (
+        3,
+        2,
+        4,
+        [2, 8, 320],
+        "abcdef1",
+        "2026-11-23",
+    )
     assert one["sampled_tokens"] == 16 * (10 + 20)
     assert (one["step_seconds"], one["seconds"], one["peak_gib"]) == (120, None, 11)
     assert [(row["step"], row["strict"][0], row["lenient"][0]) for row in one["evaluations"]] == [
