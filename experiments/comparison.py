@@ -15,7 +15,7 @@ from experiments.common import FIGURES, ROOT, Experiment, describe, earlier, mar
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
-__all__ = ["UP_TO_15", "Comparison", "beside", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
+__all__ = ["UP_TO_15", "Comparison", "beside", "between_seeds", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
 
 UP_TO_15 = ("data.arithmetic.largest_number=15", "data.arithmetic.problems=20000")
 """The problems of comparisons on the quickstart's task: those of the recipe are soon all solved, by good settings and bad ones."""
@@ -200,6 +200,20 @@ def difference(numbers: Mapping[str, Any], one: str, other: str) -> tuple[float,
     last = [(mine[s]["evaluations"][-1], theirs[s]["evaluations"][-1]) for s in seeds]
     by_seed = [a["strict_accuracy"] - b["strict_accuracy"] for a, b in last]
     return counts[0] / counts[1] - counts[2] / counts[3], newcombe_interval(*counts), by_seed
+
+
+def between_seeds(numbers: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Standard deviation of the last held-out accuracy between runs that differ in their seed alone, pooled over the variants, and its
+    degrees of freedom. None where no variant has two seeds. It holds what chance does to a run, which ``difference``'s interval leaves
+    out, and the choice of answers."""
+    each = [rows for name in numbers["runs"] if len(rows := last_by_seed(numbers, name)) > 1]
+    degrees = sum(len(rows) - 1 for rows in each)
+    squares = math.fsum((len(rows) - 1) * statistics.variance(rows) for rows in each)
+    return (math.sqrt(squares / degrees), degrees) if degrees else None
+
+
+def last_by_seed(numbers: Mapping[str, Any], variant: str) -> list[float]:
+    return [run["evaluations"][-1]["strict_accuracy"] for run in numbers["runs"][variant].values()]
 
 
 def training_accuracy(numbers: Mapping[str, Any], variant: str) -> list[list[float]]:

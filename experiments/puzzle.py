@@ -20,11 +20,12 @@ four additions. All are judged at 128 tokens, as the write-ups judged both alike
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments.common import markdown_table
-from experiments.comparison import Comparison, compare, difference, newcombe_interval
+from experiments.comparison import Comparison, between_seeds, compare, difference, newcombe_interval
 from experiments.runs import Budget, Variant
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import Split, generate
@@ -105,6 +106,15 @@ def explained(numbers: Mapping[str, Any]) -> str:
         left = (
             f"Unexplained, if points carried over: {_points(GAP - points)} of 43.3 [{_points(GAP - high)}, {_points(GAP - low)}]. By "
             f"chance alone the gap between 14 and 27 of 30 is anything from {_points(least)} to {_points(most)} points."
+        )
+    chance = between_seeds(numbers)
+    if chance:
+        deviation, degrees = chance
+        fewest = min(len(runs) for runs in numbers["runs"].values())
+        left += (
+            f" The intervals leave out what chance does to a run: runs that differ in their seed alone have a standard deviation of "
+            f"{100 * deviation:.1f} points ({degrees} degrees of freedom), so a difference of two means of {fewest} seeds has a standard "
+            f"error of {100 * deviation * math.sqrt(2 / fewest):.1f}."
         )
     return (
         f"{table}\n\nDifferences of the last held-out accuracies with 95% intervals (Newcombe 1998, method 10, all seeds' answers). "

@@ -112,7 +112,10 @@ def test_a_factors_row_has_its_difference_and_its_share_of_the_gap():
     ]
     assert "an update each batch in place of each six" not in rows, "there is no such run"
     assert "Unexplained, if points carried over: +18.3 of 43.3" in text
+    assert "a standard deviation of 8.3 points (8 degrees of freedom)" in text, "variances 100, 100, 75 and 0 of three runs each"
+    assert text.endswith("two means of 3 seeds has a standard error of 6.8.")
     assert "not known without" in puzzle.explained(of({"2x8": [30], "7x12": [50]}))
+    assert "standard deviation" not in puzzle.explained(of({"2x8": [30], "7x12": [50]}))
 
 
 def test_the_large_pair_is_an_adapter_on_gsm8k_without_a_warm_start():
