@@ -13,7 +13,8 @@ It trains nothing: it reads the runs' folders and the records of ``groupwise eva
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,44 @@ def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
 
 
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` with what ``kept`` has of other seeds and, judged on the whole split, of other models."""
+    """``found`` with what ``kept`` has of other seeds and, judged on the whole split, of their models.
+
+    What ``kept`` judged of a seed that ran again is dropped: it was another model. Raises SystemExit where the runs differ in more than
+    their seed, or where the whole split was judged of another model before, or on other problems.
+    """
+    for key in ("of", "batch"):
+        _check_same(f"training.{'steps' if key == 'of' else key}", (run[key] for run in (*kept["runs"], *found["runs"])))
+    if kept["judged"] and found["judged"]:
+        firsts = [numbers["judged"][0] for numbers in (kept, found)]
+        for key in ("model", "n"):
+            _check_same(f"{key} before training", (row[key] for row in firsts))
+        _check_same("data before training", map(_data, firsts))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
+    again = {run["seed"] for run in kept["runs"] if run["seed"] in seeds and run not in found["runs"]}
     runs = [*found["runs"], *(run for run in kept["runs"] if run["seed"] not in seeds)]
-    first, *rest = found["judged"] or kept["judged"] or [None]
-    others = [row for row in kept["judged"][1:] if row["model"] not in models] if found["judged"] else []
-    judged = [] if first is None else [first, *sorted([*others, *rest], key=lambda row: str(row["model"]))]
-    return {**found, "runs": sorted(runs, key=lambda run: int(run["seed"])), "judged": judged}
+    first = next((numbers["judged"][0] for numbers in (found, kept) if numbers["judged"]), None)
+    others = [row for row in kept["judged"][1:] if row["model"] not in models and _number(row["model"]) not in again]
+    judged = [] if first is None else [first, *sorted([*others, *found["judged"][1:]], key=lambda row: _number(row["model"]))]
+    return {
+        **found,
+        "runs": sorted(runs, key=lambda run: int(run["seed"])),
+        "judged": judged,
+    }
+
+
+def _data(row: Mapping[str, Any]) -> str:
+    """The data's name, without where its copy lay."""
+    return str(row["data"]).partition(" (")[0]
+
+
+def _check_same(what: str, values: Iterable[object]) -> None:
+    if len(different := list(dict.fromkeys(map(str, values)))) > 1:
+        raise SystemExit(f"--beside: {what} is {different[-1]} here and was {different[0]}: such runs do not stand in one table")
+
+
+def _number(model: str) -> int:
+    """The seed in the name of a run's folder, such as ``seed-10``; -1 where there is none."""
+    return int(found[-1]) if (found := re.findall(r"\d+", str(model))) else -1
 
 
 def one_run(run: RunRecord) -> dict[str, Any]:
@@ -192,7 +224,7 @@ def _split_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "strict, points gained",
         "lenient, points gained",
     ]
-    title = f"All {rows[0]['n']:,} problems of {rows[0]['data']}, greedy; 95% intervals, McNemar's exact test:"
+    title = f"All {rows[0]['n']:,} problems of {_data(rows[0])}, greedy; 95% intervals, McNemar's exact test:"
     return f"{title}\n\n{markdown_table(header, shown)}"
 
 

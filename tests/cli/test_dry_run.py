@@ -11,6 +11,7 @@ import yaml
 
 from groupwise.config import build_config, load_config
 from groupwise.errors import DataError
+from groupwise.tracking import RunFolder
 from groupwise.training.setup import prepare
 
 
@@ -391,6 +392,37 @@ def test_a_dry_run_says_what_resuming_would_do(groupwise, small, tmp_path):
     assert "It would resume from" in accepted.stdout
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}, "it looks and writes nothing"
 
+    finished = groupwise(*look, "optimizer.learning_rate=5")
+    assert finished.exit_code == 0, "nothing is left that a setting could spoil"
+    assert "Everything checks out" not in finished.stdout
+    assert "It would run" not in finished.stdout
+
     for checkpoint in (folder / "checkpoints").iterdir():
         (checkpoint / "state.json").write_text("{}", encoding="utf-8")
     assert "every checkpoint in" in groupwise(*look, "training.steps=3").stderr
+
+
+def test_a_dry_run_of_resuming_says_what_the_run_itself_would(groupwise, small, tmp_path):
+    """Without checkpoints: more steps, a final model that is not judged, a run that goes on, and a file."""
+    folder, file = tmp_path / "run", tmp_path / "file"
+    words = ("train", "quickstart", *small, "output.checkpoint_every=0")
+    look = (*words, "--run-folder", folder, "--dry-run", "--resume")
+    assert groupwise(*words, "--run-folder", folder).exit_code == 0
+    real, dry = (groupwise(*one, "training.steps=3") for one in ((*words, "--run-folder", folder, "--resume"), look))
+    assert (real.exit_code, dry.exit_code) == (2, 2)
+    assert real.stderr == dry.stderr
+    assert "kept no checkpoint" in dry.stderr
+
+    run = RunFolder(folder)
+    state = {"step": 2, "steps_asked": 2, "config": yaml.safe_load(run.config.read_text()), "evaluations": []}
+    run.trained.write_text(json.dumps(state), encoding="utf-8")
+    run.summary.rename(tmp_path / "summary.json")
+    judges = groupwise(*look)
+    assert f"{folder} made its 2 steps: only its final model would be judged." in judges.stdout, judges.output
+    assert groupwise(*look, "rollout.temperature=0.5").exit_code == 2
+
+    run.lock()
+    assert "another run is going on" in groupwise(*look).stderr
+    run.release()
+    file.write_text("mine", encoding="utf-8")
+    assert "is a file" in groupwise(*words, "--run-folder", file, "--dry-run", "--resume").stderr

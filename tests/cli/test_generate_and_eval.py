@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from groupwise.chat import Speaker, answer_lines, refuse_named_code, settings_for_model
-from groupwise.cli.models import converse
-from groupwise.config import dump_config, load_config
+from groupwise.cli.models import _settings, converse
+from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
-from groupwise.config.schema import PromptConfig
+from groupwise.config.schema import ModelConfig, PromptConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
+from groupwise.models.load import with_base
+from groupwise.training.start import _load
 from groupwise.types import Completion
 
 
@@ -286,6 +288,25 @@ def test_a_base_that_an_adapter_s_run_trusted_is_not_trusted_by_merge(groupwise,
     assert "--trust-remote-code" in result.stderr
     groupwise("merge", tmp_path / "run", tmp_path / "merged", "--trust-remote-code")
     assert (tmp_path / "ran").exists()
+
+
+def test_a_revision_stays_with_the_model_that_it_was_set_for(tiny_model, tmp_path):
+    """A run that pinned one of the Hub's goes on from its own folders, and a base of another place has none."""
+    pinned = {"name": "Org/Model", "revision": "v2", "dtype": "float32", "device": "cpu"}
+    adapter = tmp_path / "run" / "final_model" / "adapter"
+    adapter.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": pinned | {"lora": {"rank": 4}}}))
+    for base, revision in ((None, "v2"), ("Org/Model", "v2"), (str(tiny_model), None), ("Org/Other", None)):
+        assert _settings(adapter, base).model.revision == revision, base
+
+    policy = _load(build_config({"model": pinned}), Path(tiny_model))
+    assert (policy.name, policy.model.config.model_type) == ("Org/Model", "qwen2"), "its checkpoint is a folder"
+
+    for base, revision in ((str(tiny_model), None), ("Org/Model", "v2")):
+        (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        (adapter / "adapter_model.safetensors").write_bytes(b"")
+        found, its = with_base(ModelConfig(name=str(adapter), revision="v2"))
+        assert (found.name, found.revision, its is not None) == (base, revision, True)
 
 
 def test_settings_that_trust_code_are_refused_by_train_before_anything_is_read(groupwise, planted, tmp_path):

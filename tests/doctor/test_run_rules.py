@@ -265,7 +265,11 @@ def test_answers_that_are_lost_and_those_that_come_back(tmp_path):
     assert found.steps == (1, 8)
     back = findings_of(tmp_path / "back", replace(story, evaluations=[base, low, high]))
     few = findings_of(tmp_path / "few", replace(story, held_out=10))
-    unknown = findings_of(tmp_path / "unknown", replace(story, evaluations=[("warm_start", 0.1, 0.45), low]))
+    warm = replace(story, evaluations=[("base", 0.1, 0.7), ("warm_start", 0.1, 0.45), low])
+    found = findings_of(tmp_path / "warm", warm)["answers-lost"]
+    assert "warm_start to step-8" in found.summary, "what a warm start loses is not GRPO's"
+    assert found.numbers["lenient_before"] == pytest.approx(0.45)
+    unknown = findings_of(tmp_path / "unknown", replace(story, evaluations=[("step-2", 0.1, 0.45), low]))
     assert not any("answers-lost" in one for one in (back, few, unknown))
 
 

@@ -123,8 +123,37 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     assert [row["against_first"]["strict"]["fixed"] for row in numbers["judged"][1:]] == [11, 10], (
         "each against its own evaluation"
     )
+    write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/again/seed-3", [judged(Knows(1))])])
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("60.0", "61.0"))
+    fresh = headline.measure([run], records)
+    again = headline.beside(numbers, fresh)
+    assert [(row["model"], row["strict"][0]) for row in again["judged"]][1:] == [("seed-1", 0.7), ("seed-3", 0.05)]
+    ten = {**fresh["judged"][1], "model": "seed-10"}
+    later = headline.beside(numbers, {**fresh, "judged": [fresh["judged"][0], ten]})
+    assert [row["model"] for row in later["judged"]] == ["before", "seed-1", "seed-10"], "what was judged of the old run 3 goes with it"
     headline.main([str(other), "--beside", *out])
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
+
+
+def test_what_is_no_further_seed_does_not_stand_beside(run, tmp_path):
+    records = tmp_path / "judged.jsonl"
+    write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
+    kept = headline.measure([run], records)
+    longer = {**kept["runs"][0], "seed": 4, "of": 100}
+    wider = {**kept["runs"][0], "seed": 4, "batch": [4, 8, 320]}
+    for other, why in ((longer, "training.steps is 100 here and was 4"), (wider, "batch is")):
+        with pytest.raises(SystemExit, match=why):
+            headline.beside(kept, {**kept, "runs": [other]})
+    for change, why in (
+        ({"model": "seed-4"}, "model before training is seed-4 here and was before"),
+        ({"n": 7}, "n before training"),
+        ({"data": "math500"}, "data before training is math500"),
+    ):
+        first = {**kept["judged"][0], **change}
+        with pytest.raises(SystemExit, match=why):
+            headline.beside(kept, {**kept, "judged": [first, *kept["judged"][1:]]})
+    copy = {**kept["judged"][0], "data": f"{kept['judged'][0]['data']} (the copy data/gsm8k)"}
+    assert headline.beside(kept, {**kept, "judged": [copy]})["judged"][0]["data"] == copy["data"]
 
 
 def test_a_run_is_needed(capsys):

@@ -228,7 +228,9 @@ def _settings(folder: Path, base: str | None) -> Config:
     run = next((parent / "config.yaml" for parent in folder.parents if (parent / "config.yaml").is_file()), None)
     named = [f"model.name={base}"] if base else []
     if run is not None:
-        return load_run_config(run, ["model.lora=null", *named])
+        config = load_run_config(run, ["model.lora=null"])
+        same = not base or base == config.model.name
+        return config if same else load_run_config(run, ["model.lora=null", "model.revision=null", *named])
     try:
         base_name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError) as error:

@@ -144,15 +144,18 @@ def _dry_run(
     prepared = prepare(config, processes=max(num_processes, world_size()), folder=folder)
     findings = diagnose_prepared(prepared) if check else []
     prepared.rewards.close()
-    resumed = would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else []
+    resumed, steps_left = would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else ([], True)
+    begun = resume and folder is not None and folder.expanduser().is_dir()
     if as_json:
         print_json(_facts(prepared) | {"findings": [finding.to_json() for finding in findings], "resume": resumed})
     else:
         _print_prepared(prepared, findings, everything)
-    refuse(findings, config)
+    if not begun:  # what goes on is not refused for what it began with
+        refuse(findings, config)
     if not as_json:
         print_notes(resumed, console())
-        _print_verdict(prepared, findings if check else None)
+        if steps_left:
+            _print_verdict(prepared, findings if check else None)
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:

@@ -270,25 +270,31 @@ def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
 
 
 def lost_answers(run: RunRecord) -> Evidence | None:
-    """Fewer held-out answers have the right number anywhere in them than before training, problem by problem."""
+    """Fewer held-out answers have the right number anywhere in them than before GRPO, by the first sample of each problem."""
     from groupwise.evaluation.figures import first_samples, mcnemar_p_value
 
     for mode in dict.fromkeys(e.mode for e in run.evaluations):
         stages = [e for e in run.evaluations if e.mode == mode and e.stage != "eval"]
-        if len(stages) < 2 or stages[0].stage != "base":
+        untrained = [e for e in stages if e.stage in ("base", "warm_start")]
+        if not untrained or stages[-1] is untrained[-1]:
             continue
-        first, last = stages[0], stages[-1]
+        first, last = untrained[-1], stages[-1]
+        if any(record.get("success") is not None for record in last.records):  # an environment judges, and not the last answer
+            continue
         pairs = first_samples(first.records, last.records, "lenient")
         broken, fixed = pairs.count((True, False)), pairs.count((False, True))
         if broken > fixed and mcnemar_p_value(broken, fixed) < 0.01:
-            before, after = ({key: e.share(key) for key in ("strict", "lenient")} for e in (first, last))
-            right = {record["problem"] for record in first.records if record["lenient"]}
-            lost = [record for record in last.records if record["problem"] in right and not record["lenient"]]
+            before, after = (sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1))
+            strict = first_samples(first.records, last.records)
+            form_before, form_after = (sum(pair[i] for pair in strict) / len(strict) for i in (0, 1))
+            by_problem = ({r["problem"]: r for r in reversed(e.records)} for e in (first, last))  # the first samples, which were paired
+            was, now = by_problem
+            lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and not r["lenient"]]
             return Evidence(
-                f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before['lenient']:.1%} to "
-                f"{after['lenient']:.1%}, and right in the form asked for went from {before['strict']:.1%} to {after['strict']:.1%}",
+                f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before:.1%} to "
+                f"{after:.1%}, and right in the form asked for went from {form_before:.1%} to {form_after:.1%}",
                 (1, last.step or run.last_step),
-                {"lenient_before": before["lenient"], "lenient_after": after["lenient"]},
+                {"lenient_before": before, "lenient_after": after},
                 judged_examples(lost),
             )
     return None

@@ -166,7 +166,8 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     base = base_of(adapter)
     if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
         base = EMBEDDED_NAME
-    return config.model_copy(update={"name": base, "lora": None}), adapter
+    revision = None if base == EMBEDDED_NAME or is_folder_name(base) else config.revision
+    return config.model_copy(update={"name": base, "revision": revision, "lora": None}), adapter
 
 
 def end_token_ids(tokenizer: Any, hf_config: PreTrainedConfig, generation_config: Any = None) -> tuple[int, ...]:

@@ -83,11 +83,14 @@ class RunFolder:
                 return
             except BlockingIOError:
                 if last:
-                    raise ConfigError(
-                        f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name "
-                        "another with --run-folder PATH (the setting is output.folder)"
-                    ) from None
+                    raise self.in_use() from None
                 time.sleep(0.02)
+
+    def in_use(self) -> ConfigError:
+        return ConfigError(
+            f"another run is going on in {str(self.path)!r}, and a folder holds one run: wait for it or stop it, or name another with "
+            "--run-folder PATH (the setting is output.folder)"
+        )
 
     def is_in_use(self) -> bool:
         """Whether a run is going on in it, here or in another process; False where that cannot be known."""

@@ -14,19 +14,21 @@ from groupwise.config.schema import Config
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.tracking import RunFolder
-from groupwise.tracking.run_folder import base_name, ending_of, is_unused
+from groupwise.tracking.run_folder import base_name, check_named, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, read_state, set_damaged_aside
 from groupwise.training.setup import Prepared
 
 __all__ = [
     "about_run",
+    "cannot_continue",
     "check_drift",
     "continue_in",
     "drift",
     "earlier_evaluations",
     "folder_of",
     "newest_run",
+    "trained_in",
     "unfinished_note",
     "would_resume",
 ]
@@ -156,26 +158,63 @@ def _newest_of(folder: RunFolder, say: Callable[[str], None]) -> Path | None:
     return newest
 
 
-def would_resume(path: Path, prepared: Prepared, accept: bool) -> list[str]:
-    """What resuming the run in ``path`` would do, a sentence each; nothing is locked or written.
+def cannot_continue(folder: RunFolder, steps: int, config: Config) -> CheckpointError:
+    return CheckpointError(
+        f"the run in {str(folder.path)!r} made its {steps} steps and kept no checkpoint (output.checkpoint_every), so it cannot be "
+        f"continued to step {config.training.steps}: begin a run of its own with model.name={folder.final_model}, or leave "
+        "training.steps as it was"
+    )
+
+
+def trained_in(folder: RunFolder, checkpoint: Path | None, config: Config) -> dict[str, Any] | None:
+    """What the run noted when its final model was whole, where it was ended before that had been judged.
+
+    Raises CheckpointError where ``config`` asks for more steps, and there is no checkpoint to make them from.
+    """
+    try:
+        state: dict[str, Any] = json.loads(folder.trained.read_bytes())
+        step, asked = int(state["step"]), int(state["steps_asked"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if ending_of(folder) is not None or not folder.final_model.is_dir():
+        return None
+    if config.training.steps <= asked:
+        return state
+    if checkpoint is None:
+        raise cannot_continue(folder, step, config)
+    return None
+
+
+def would_resume(path: Path, prepared: Prepared, accept: bool) -> tuple[list[str], bool]:
+    """What resuming the run in ``path`` would do, a sentence each, and whether any step would be made; nothing is locked or written.
 
     Raises:
-        CheckpointError: as the resumed run would: settings have changed (unless ``accept``), or every checkpoint is damaged.
-        ConfigError: the folder has something else in it.
+        CheckpointError: as the resumed run would: settings have changed (unless ``accept``), every checkpoint is damaged, or there is
+            none to make more steps from.
+        ConfigError: the run is still going on, or ``path`` is a file or has something else in it.
     """
     said: list[str] = []
-    folder = RunFolder(path)
+    config, folder = prepared.config, RunFolder(path)
     if not path.is_dir() or is_unused(path):
-        return [f"There is no run in {path} yet: it would begin with the first step."]
+        check_named(path)
+        return [f"There is no run in {path} yet: it would begin with the first step."], True
     folder.check_is_run()
+    if folder.is_in_use():
+        raise folder.in_use()
     ending = ending_of(folder)
-    if ending is not None and prepared.config.training.steps <= ending.asked:
-        return [f"{path} finished after step {ending.steps}: there is nothing to resume."]
+    if ending is not None and config.training.steps <= ending.asked:
+        return [f"{path} finished after step {ending.steps}: there is nothing to resume."], False
     newest = _newest_of(folder, said.append)
+    trained = trained_in(folder, newest, config)
+    if trained is not None:
+        check_drift(trained, prepared, said.append, accept)
+        return [*said, f"{path} made its {trained['step']} steps: only its final model would be judged."], False
+    if newest is None and ending is not None:
+        raise cannot_continue(folder, ending.steps, config)
     if newest is None:
-        return [*said, f"{path} holds no checkpoint yet: the run would start from the beginning."]
+        return [*said, f"{path} holds no checkpoint yet: the run would start from the beginning."], True
     check_drift(read_state(newest), prepared, said.append, accept)
-    return [*said, f"It would resume from {newest}."]
+    return [*said, f"It would resume from {newest}."], True
 
 
 def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -33,7 +32,15 @@ from groupwise.tracking import ConsoleTracker, RunFolder, Trackers, make_tracker
 from groupwise.tracking.run_folder import cut_back, ending_of, set_ending_aside
 from groupwise.training.checkpoint import MODEL
 from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint, read_state
-from groupwise.training.resume import check_drift, continue_in, earlier_evaluations, folder_of, unfinished_note
+from groupwise.training.resume import (
+    cannot_continue,
+    check_drift,
+    continue_in,
+    earlier_evaluations,
+    folder_of,
+    trained_in,
+    unfinished_note,
+)
 from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.sharding import Sharding, loading_device, make_sharding
@@ -89,14 +96,6 @@ def finished_run(
     return folder.path, ending.summary
 
 
-def cannot_continue(folder: RunFolder, steps: int, config: Config) -> CheckpointError:
-    return CheckpointError(
-        f"the run in {str(folder.path)!r} made its {steps} steps and kept no checkpoint (output.checkpoint_every), so it cannot be "
-        f"continued to step {config.training.steps}: begin a run of its own with model.name={folder.final_model}, or leave "
-        "training.steps as it was"
-    )
-
-
 @dataclass
 class RunFolderResolver:
     """Makes a run's folder or finds it again, with what there is in it to resume from; for the first process alone."""
@@ -121,7 +120,7 @@ class RunFolderResolver:
         reopened = folder is not None
         folder = folder or RunFolder.create(self.config, self.run_folder, self.recipe)
         try:
-            trained = self.trained_in(folder, checkpoint) if reopened else None
+            trained = trained_in(folder, checkpoint, self.config) if reopened else None
             state = trained or (read_state(checkpoint) if checkpoint else {})
             check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not reopened)
             if reopened:
@@ -136,21 +135,6 @@ class RunFolderResolver:
         return Beginning(
             folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
         )
-
-    def trained_in(self, folder: RunFolder, checkpoint: Path | None) -> dict[str, Any] | None:
-        """What the run noted when its final model was whole, where it was ended before that had been judged."""
-        try:
-            state: dict[str, Any] = json.loads(folder.trained.read_bytes())
-            step, asked = int(state["step"]), int(state["steps_asked"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        if ending_of(folder) is not None or not folder.final_model.is_dir():
-            return None
-        if self.config.training.steps <= asked:
-            return state
-        if checkpoint is None:
-            raise cannot_continue(folder, step, self.config)
-        return None
 
     def reopen(self, folder: RunFolder, state: dict[str, Any]) -> None:
         ending = ending_of(folder)
@@ -283,4 +267,5 @@ def _load(config: Config, earlier: Path | None, device: torch.device | None = No
         if earlier is not None:
             load_adapter(policy.model, earlier / "adapter")
         return policy
-    return replace(load_policy(model.model_copy(update={"name": str(earlier)}), device), name=model.name)
+    moved = model.model_copy(update={"name": str(earlier), "revision": None})  # a revision belongs to the model it was set for
+    return replace(load_policy(moved, device), name=model.name)

@@ -174,8 +174,8 @@ class GRPOTrainer(Outputs):
 
         def load(config: ModelConfig) -> Policy:
             divided = check_division(args, config, peft_config, self.world.size)
-            name = config.name if checkpoint is None or peft_config is not None else str(checkpoint)
-            policy = load_policy(config.model_copy(update={"name": name}), loading_device(divided, self.world))
+            saved = {} if checkpoint is None or peft_config is not None else {"name": str(checkpoint), "revision": None}
+            policy = load_policy(config.model_copy(update=saved), loading_device(divided, self.world))
             return replace(policy, name=config.name)
 
         self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
