@@ -103,8 +103,8 @@ def describe(numbers: Mapping[str, Any]) -> str:
 
     ``earlier`` are the environments of runs that were measured before and are kept beside the others.
     """
-    measured = "; some of it ".join(_place(found) for found in (numbers["environment"], *numbers.get("earlier", ())))
-    return f"Measured {measured}."
+    places = dict.fromkeys(_place(found) for found in (numbers["environment"], *numbers.get("earlier", ())))
+    return f"Measured {'; some of it '.join(places)}."
 
 
 def _place(found: Mapping[str, Any]) -> str:

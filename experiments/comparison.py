@@ -15,7 +15,17 @@ from experiments.common import FIGURES, ROOT, Experiment, describe, earlier, mar
 from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
-__all__ = ["UP_TO_15", "Comparison", "beside", "between_seeds", "compare", "difference", "held_out", "newcombe_interval", "pooled"]
+__all__ = [
+    "UP_TO_15",
+    "Comparison",
+    "beside",
+    "between_seeds",
+    "compare",
+    "difference",
+    "held_out",
+    "newcombe_interval",
+    "pooled",
+]
 
 UP_TO_15 = ("data.arithmetic.largest_number=15", "data.arithmetic.problems=20000")
 """The problems of comparisons on the quickstart's task: those of the recipe are soon all solved, by good settings and bad ones."""
@@ -76,12 +86,16 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
         jobs = 0 if options.finished else options.jobs
         chosen = comparison.chosen(options.variants)
         settings = [*comparison.settings, *options.set]
+        same = {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal}
+        kept = read_numbers(comparison.name, options.out) if options.beside else None
+        if kept is not None:
+            _check_comparable(kept, {**same, "budget": budget.to_json()})  # before hours of runs
         numbers = run_all(
             chosen, options.seeds, budget, options.work, jobs=jobs, settings=settings, recipe=comparison.recipe,
             before=comparison.before,
-        ) | {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal}  # fmt: skip
-        if options.beside:
-            numbers = beside(read_numbers(comparison.name, options.out), numbers)
+        ) | same  # fmt: skip
+        if kept is not None:
+            numbers = beside(kept, numbers)
     publish(comparison.experiment, numbers, options.out)
     return numbers
 
@@ -89,12 +103,14 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """``found`` with the runs that ``kept`` has of the same variants and of other seeds.
 
-    Raises SystemExit where budget, settings or recipe differ: such runs are not to be compared.
+    Raises SystemExit where budget, settings, recipe or the warm start of a seed differ: such runs are not to be compared.
     """
-    same = ("budget", "settings", "recipe", "equal")
-    if differ := [key for key in same if kept.get(key) != found.get(key)]:
-        key = differ[0]
-        raise SystemExit(f"--beside: the runs that are there had {key} {kept.get(key)}, these have {found.get(key)}")
+    _check_comparable(kept, found)
+    for key in kept["starts"].keys() & found["starts"].keys():
+        if kept["starts"][key]["evaluations"] != found["starts"][key]["evaluations"]:
+            raise SystemExit(
+                f"--beside: the runs of seed {key} that are there began with another warm start than these: run all of that seed again"
+            )
     variants = {**kept["variants"], **found["variants"]}
     seeds = sorted({*kept["seeds"], *found["seeds"]})
     runs = {}
@@ -103,15 +119,28 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         each = {**old, **found["runs"].get(name, {})}
         if each:
             runs[name] = {str(seed): each[str(seed)] for seed in seeds if str(seed) in each}
+    asked = {*kept["missing"], *found["missing"], *(f"{name}-{seed}" for name, of in kept["runs"].items() for seed in of)}
     return {
         **found,
-        **{key: {**kept[key], **found[key]} for key in ("starts", "start_of")},
+        "starts": {**kept["starts"], **found["starts"]},
+        "start_of": {name: of for name, of in kept["start_of"].items() if name not in found["variants"]} | found["start_of"],
         "earlier": earlier(kept, found),
         "seeds": seeds,
         "runs": runs,
         "variants": variants,
-        "missing": [f"{name}-{seed}" for seed in seeds for name in variants if str(seed) not in runs.get(name, {})],
+        "missing": [
+            pair
+            for seed in seeds
+            for name in variants
+            if str(seed) not in runs.get(name, {}) and (pair := f"{name}-{seed}") in asked
+        ],
     }
+
+
+def _check_comparable(kept: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for key in ("budget", "settings", "recipe", "equal"):
+        if kept.get(key) != found.get(key):
+            raise SystemExit(f"--beside: the runs that are there had {key} {kept.get(key)}, these have {found.get(key)}")
 
 
 def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Budget]:

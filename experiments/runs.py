@@ -47,6 +47,9 @@ class Budget:
         """Completions sampled for learning, over the whole run."""
         return self.steps * self.prompts_per_step * self.completions_per_prompt
 
+    def to_json(self) -> dict[str, int]:
+        return {**asdict(self), "completions": self.completions}
+
     def settings(self) -> list[str]:
         return [
             f"training.steps={self.steps}",
@@ -179,7 +182,7 @@ def run_all(
     if not finished:
         raise SystemExit("no run is finished: see the logs in " + str(work))
     return {
-        "budget": {**asdict(budget), "completions": budget.completions},
+        "budget": budget.to_json(),
         "seeds": list(seeds),
         "starts": {f"{seed}{_suffix(start)}": _result(job) for (seed, start), job in starts.items() if job.done},
         "start_of": {v.name: _suffix(v.start) for v in variants if v.start},

@@ -1,5 +1,7 @@
 """Comparisons of runs: they start alike, are kept when finished, and their figures and tables say what the numbers say."""
 
+import shutil
+
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -113,7 +115,7 @@ def test_runs_of_other_seeds_and_variants_are_kept_beside_new_ones():
     assert {name: list(runs) for name, runs in both["runs"].items()} == {"grpo": ["0", "1", "2"], "old": ["0"], "changed": ["2"]}
     assert both["runs"]["grpo"]["2"] == two
     assert both["runs"]["grpo"]["1"] == kept["runs"]["grpo"]["1"]
-    assert both["missing"] == ["changed-0", "old-1", "changed-1", "old-2"]
+    assert both["missing"] == ["changed-0", "old-1", "changed-1"], "nobody asked for the old one with seed 2"
     assert set(both["starts"]) == {"0", "1", "2"}
     place = {"code": {"revision": "1234567890"}, "processor": "P", "torch": "2.13.0"}
     first, second, third = ({"environment": {"date": f"2026-11-0{day}", **place}} for day in (1, 2, 3))
@@ -129,6 +131,21 @@ def test_runs_of_other_seeds_and_variants_are_kept_beside_new_ones():
     assert beside(kept, again)["runs"]["grpo"]["1"] == two, "a seed that runs again takes the old one's place"
     with pytest.raises(SystemExit, match="the runs that are there had settings"):
         beside(kept, {**found, "settings": ["c=1"]})
+    elsewhere = {"0": {"evaluations": [{"strict_accuracy": 0.9, "n": 100}]}}
+    with pytest.raises(SystemExit, match="the runs of seed 0 that are there began with another warm start"):
+        beside(kept, {**found, "starts": elsewhere})
+    own = {**kept, "start_of": {"changed": "-own", "old": "-own"}, "starts": {**kept["starts"], "0-own": kept["starts"]["0"]}}
+    assert beside(own, found)["start_of"] == {"old": "-own"}, "a variant that ran again begins where it says itself"
+
+
+def test_what_cannot_stand_beside_is_said_before_any_run(tmp_path, monkeypatch):
+    def run_all(*_, **__):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr("experiments.comparison.run_all", run_all)
+    shutil.copy(FIGURES / "faults.json", tmp_path)
+    with pytest.raises(SystemExit, match="--beside: the runs that are there had budget"):
+        compare(FAULTS, ["--beside", "--steps", "7", "--out", str(tmp_path), "--work", str(tmp_path / "work")])
 
 
 def test_runs_of_equal_steps_are_drawn_by_steps_however_many_batches_make_an_update():

@@ -130,7 +130,9 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     assert [(row["model"], row["strict"][0]) for row in again["judged"]][1:] == [("seed-1", 0.7), ("seed-3", 0.05)]
     ten = {**fresh["judged"][1], "model": "seed-10"}
     later = headline.beside(numbers, {**fresh, "judged": [fresh["judged"][0], ten]})
-    assert [row["model"] for row in later["judged"]] == ["before", "seed-1", "seed-10"], "what was judged of the old run 3 goes with it"
+    assert [row["model"] for row in later["judged"]] == ["before", "seed-1", "seed-10"], (
+        "what was judged of the old run 3 goes with it"
+    )
     headline.main([str(other), "--beside", *out])
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 

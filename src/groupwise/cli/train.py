@@ -144,7 +144,9 @@ def _dry_run(
     prepared = prepare(config, processes=max(num_processes, world_size()), folder=folder)
     findings = diagnose_prepared(prepared) if check else []
     prepared.rewards.close()
-    resumed, steps_left = would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else ([], True)
+    resumed, steps_left = (
+        would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else ([], True)
+    )
     begun = resume and folder is not None and folder.expanduser().is_dir()
     if as_json:
         print_json(_facts(prepared) | {"findings": [finding.to_json() for finding in findings], "resume": resumed})

@@ -287,7 +287,9 @@ def lost_answers(run: RunRecord) -> Evidence | None:
             before, after = (sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1))
             strict = first_samples(first.records, last.records)
             form_before, form_after = (sum(pair[i] for pair in strict) / len(strict) for i in (0, 1))
-            by_problem = ({r["problem"]: r for r in reversed(e.records)} for e in (first, last))  # the first samples, which were paired
+            by_problem = (
+                {r["problem"]: r for r in reversed(e.records)} for e in (first, last)
+            )  # the first samples, which were paired
             was, now = by_problem
             lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and not r["lenient"]]
             return Evidence(
