@@ -17,7 +17,7 @@ from experiments.runs import Budget
 COMPARISON = replace(
     SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large", usual=("2x8", "7x12"),
     jobs=1, settings=("optimizer.warmup_steps=0.1", "output.checkpoint_every=2", "output.keep_best=false"),
-    budget=Budget(steps=12, prompts_per_step=2, completions_per_prompt=8, evaluate_every=6, problems=96),
+    budget=Budget(steps=8, prompts_per_step=2, completions_per_prompt=8, evaluate_every=4, problems=96),
 )  # fmt: skip
 
 if __name__ == "__main__":
