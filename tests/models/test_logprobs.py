@@ -89,7 +89,45 @@ def test_only_the_gradient_that_is_asked_for(needed: str) -> None:
     assert (weight.grad if needed == "hidden" else hidden.grad) is None
     one, wanted = (hidden.grad, both[0]) if needed == "hidden" else (weight.grad, both[1])
     assert one is not None
-    assert torch.equal(one, wanted)
+    torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 3 * ROWS + 2])
+def test_a_frozen_head_gives_the_gradient_of_the_whole(tokens: int, temperature: float) -> None:
+    hidden, weight, targets, grad = inputs(tokens)
+    ours, expected = (
+        token_logprobs(hidden, weight.detach(), targets, temperature),
+        plain_logprobs(hidden, weight, targets, temperature),
+    )
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    (want,) = torch.autograd.grad(expected, hidden, grad.double())
+    (got,) = torch.autograd.grad(ours, hidden, grad)
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_a_frozen_head_is_multiplied_twice_and_a_trained_one_four_times() -> None:
+    hidden, weight, targets, grad = inputs(3 * ROWS)
+    for frozen, products in ((True, 2), (False, 4)):
+        with Products() as seen:
+            token_logprobs(hidden, weight.detach() if frozen else weight, targets).backward(grad)
+        assert seen.multiplied == products * 3 * ROWS * VOCABULARY * WIDTH
+
+
+@pytest.mark.parametrize("certain", [0.0, 12.0])
+def test_a_frozen_narrow_head_is_as_exact_as_a_trained_one(certain: float) -> None:
+    """``certain`` is added to the target's logit: where p is near 1, its gradient must not be what bf16 leaves of 1 - p."""
+    hidden, weight, targets, grad = inputs(3 * ROWS + 2)
+    wide, towards = weight.detach(), weight.detach()[targets]
+    narrow = (hidden.detach() + certain * towards / towards.square().sum(1, keepdim=True)).bfloat16().requires_grad_()
+    exact = narrow.detach().double().requires_grad_()
+    head = wide.bfloat16()
+    (want,) = torch.autograd.grad(plain_logprobs(exact, head, targets, 1.0), exact, grad.double())
+    (trained,) = torch.autograd.grad(token_logprobs(narrow, head.clone().requires_grad_(), targets), narrow, grad)
+    (frozen,) = torch.autograd.grad(token_logprobs(narrow, head, targets), narrow, grad)
+    assert frozen.dtype == torch.bfloat16
+    assert (frozen - want).norm() <= 1.5 * (trained - want).norm() + 0.004 * want.norm()
+    assert (frozen - want).norm() <= 0.03 * want.norm()
 
 
 def test_large_logits_do_not_overflow() -> None:
@@ -119,6 +157,17 @@ def test_no_tokens_no_gradient() -> None:
     assert torch.equal(torch.autograd.grad(ours.sum(), weight)[0], torch.zeros_like(weight))
 
 
+class Products(TorchDispatchMode):
+    """Counts the multiplications of all matrix products."""
+
+    multiplied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.multiplied += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
 class Largest(TorchDispatchMode):
     """Records the elements of the largest tensor that any operation returns."""
 
@@ -139,6 +188,9 @@ def test_nothing_of_tokens_times_vocabulary_is_made() -> None:
         token_logprobs(hidden, weight, targets, 0.9).backward(grad)
     assert seen.elements >= VOCABULARY * WIDTH  # the backward pass was watched too: it makes the weight's gradient
     assert seen.elements <= max(ROWS * VOCABULARY, VOCABULARY * WIDTH, tokens * WIDTH)
+    with Largest() as frozen:
+        token_logprobs(hidden, weight.detach(), targets, 0.9).backward(grad)
+    assert frozen.elements <= max(ROWS * VOCABULARY, VOCABULARY * WIDTH, tokens * WIDTH)
     with Largest() as whole:
         plain_logprobs(hidden, weight, targets, 0.9)
     assert whole.elements >= tokens * VOCABULARY

@@ -3,7 +3,11 @@
 The output head is the largest matrix of a small model and its logits would be the largest tensor of the whole step. Both directions
 therefore go over the vocabulary in slices. Forward keeps a running maximum and sum for each row; backward computes a slice's logits
 again, turns them into the gradient of the logits, and with it makes that slice of the head's gradient at once: a product over all
-rows, which is fast, and which needs no adding up. Axes: T tokens, D model width, V vocabulary.
+rows, which is fast, and which needs no adding up.
+
+A head that takes no gradient, as beside an adapter, needs no second look at the logits: a log-probability's gradient by its row's hidden
+state is known as soon as the row's logits are, and backward only scales it (``_FrozenHead``). Axes: T tokens, D model width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
+from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns, whole_logit_rows
 from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
 from groupwise.models.ops import kernels_fit, triton_kernels
@@ -208,6 +212,50 @@ def _logit_gradient(
     return log_p.exp_().mul_(factor).neg_()
 
 
+class _FrozenHead(Function):
+    """Log-probabilities by a head that takes no gradient: two products in place of three.
+
+    d log p(target) / d hidden = (weight[target] - sum over v of p(v) weight[v]) / temperature. It is kept, as large as ``hidden``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        slopes = torch.empty_like(hidden)
+        step = whole_logit_rows(len(weight))
+        for rows in (slice(start, start + step) for start in range(0, len(hidden), step)):
+            logits = hidden[rows] @ weight.t()
+            logprobs[rows] = _to_slopes(logits, targets[rows], temperature)
+            torch.mm(logits, weight, out=slopes[rows])
+        ctx.save_for_backward(slopes)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad[:, None]).to(slopes.dtype), None, None, None
+
+
+def _to_slopes(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of ``targets``, ``[rows]`` in fp32; ``logits`` ``[rows, V]`` become (onehot(target) - p) / temperature."""
+    chosen = logits.gather(1, targets[:, None])[:, 0].float() / temperature
+    if native.fits(logits):
+        top, total = torch.full_like(chosen, float("-inf")), torch.zeros_like(chosen)
+        native.take_logits(logits, top, total, None, temperature)
+        normaliser = top + total.log()
+        native.logit_gradients(logits, normaliser, torch.full_like(chosen, 1 / temperature), None, targets, temperature)
+        return chosen - normaliser
+    wide = logits.float() / temperature
+    normaliser = wide.logsumexp(1)
+    p = wide.sub_(normaliser[:, None]).exp_()
+    p.scatter_add_(
+        1, targets[:, None], torch.full_like(p[:, :1], -1.0)
+    )  # in fp32: where p is near 1, little is left of onehot - p
+    torch.div(p, -temperature, out=p)
+    logits.copy_(p)
+    return chosen - normaliser
+
+
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """``log softmax(hidden @ weight.T / temperature)[target]`` for each row.
 
@@ -219,6 +267,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         ``[T]`` in fp32 and nats.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if not weight.requires_grad and hidden.device.type == "cpu":
+            return _FrozenHead.apply(hidden, weight, targets, temperature)
         return _TokenLogprobs.apply(hidden, weight, targets, temperature, False)[0]
     return _forward(hidden, weight, targets, temperature, False)[0]
 

@@ -18,6 +18,7 @@ from groupwise.limits import (
     PREFILL_TOKENS,
     QUERY_BLOCK,
     logit_columns,
+    whole_logit_rows,
 )
 from groupwise.models.families import FAMILIES
 from groupwise.planner.setup import MicroBatchSize, Setup
@@ -37,7 +38,7 @@ from groupwise.planner.state import (
 )
 
 __all__ = [
-    "Item", "Phase", "beside_state", "disk_bytes", "evaluation", "head_bytes", "host_bytes", "kept_bytes", "kept_formula", "passes",
+    "Item", "Phase", "beside_state", "disk_bytes", "evaluation", "host_bytes", "kept_bytes", "kept_formula", "logits", "passes",
     "passing_bytes", "peak_bytes", "peak_phase", "phases", "prefill_bytes", "sampling", "warm_start",
 ]  # fmt: skip
 
@@ -79,9 +80,11 @@ def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
 def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
     """The largest rectangle of attention on its way back: keys and values once, for each query head, and their gradients."""
     most = 0
-    for prompt, count in batch.groups:
+    for prompt, count in set(batch.groups):
         for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
-            for offset in range(0, length, QUERY_BLOCK):
+            shared = range(0, min(length, ATTENTION_SCORES // QUERY_BLOCK), QUERY_BLOCK)
+            last = max(0, length - 1) // QUERY_BLOCK * QUERY_BLOCK  # the widest; beyond the shared ones each holds one sequence
+            for offset in (*shared, last):
                 end = min(length, offset + QUERY_BLOCK)
                 width = prefix + end
                 most = max(most, min(sequences, max(1, ATTENTION_SCORES // ((end - offset) * width))) * width)
@@ -113,13 +116,20 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
     return block + batch.rows * s * (shape.width + 6 * shape.feed_forward) + s * 2 * shape.feed_forward * shape.width
 
 
-def head_bytes(setup: Setup, batch: MicroBatchSize) -> int:
-    """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient."""
+def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
+    """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient.
+
+    ``learnt``: in a pass with gradients. On CPUs a frozen head then takes some rows' logits over the whole vocabulary.
+    """
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
+    if learnt and setup.adapted and setup.device == "cpu":
+        rows = min(tokens, whole_logit_rows(shape.vocabulary))
+        return Item("logits tiles", s * (rows * shape.vocabulary + 3 * tokens * shape.width), "s (tile V + 3 T D)")
     width = logit_columns(tokens, setup.device)
     rows = min(tokens, LOGIT_ROWS[setup.device])
     tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
-    return tile + tokens * (s * width + shape.width * (2 * s + 4))
+    tiles = tile + tokens * (s * width + shape.width * (2 * s + 4))
+    return Item("logits tiles", tiles, "4 tile x 4096 + T (s slice + D (2s + 4))")
 
 
 def prefill_bytes(setup: Setup, rows: int) -> int:
@@ -333,7 +343,7 @@ def _reference_pass(setup: Setup) -> list[Item]:
     return [
         Item("reference", setup.weights, "s P, while it is used"),
         Item("a layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
-        Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"),
+        logits(setup, batch, learnt=False),
     ]
 
 
@@ -421,7 +431,7 @@ def _learning(setup: Setup) -> list[list[Item]]:
     gradient = Item("head's gradient", head, "s V D")
     whole = gathered_for_passes(setup)
     moments = [
-        [*there, *whole, activations, Item("logits tiles", head_bytes(setup, batch), "4 tile x 4096 + T (s slice + D (2s + 4))"), gradient],
+        [*there, *whole, activations, logits(setup, batch, learnt=True), gradient],
         [*there, *whole, activations, layer, gradient, *_merged_layer(setup), *scattered(setup, at_the_end=False)],
         [gradients(setup), *of_critic, *whole, *scattered(setup, at_the_end=True), Item(
             "head's gradient", 3 * head if shape.tied else head, "3 s V D (head, embedding, their sum)"
