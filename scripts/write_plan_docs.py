@@ -4,15 +4,19 @@ A test says when that is due."""
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import typer
 
 from groupwise.cli import app
 from groupwise.cli.plan import plan_of
-from groupwise.planner import Plan
+from groupwise.planner import KNOWN_SHAPES, Plan
 
 __all__ = ["PAGE", "SETUPS", "SetUp", "made", "render"]
 
@@ -70,8 +74,10 @@ _VERL = (
     "gsm8k-1.5b-24gb --hardware h100 --world-size 2 --prompt-tokens 103 --completion-tokens 219 model.lora.rank=32 "
     "rollout.prompts_per_step=64 rollout.completions_per_prompt=5 rollout.max_completion_tokens=1024"
 )
+_LONG = "./qwen3-0.6b-65k"
+"""A folder with Qwen3-0.6B's config.json, of which the context alone is another: the published one is shorter than the setting below."""
 _PRIME = (
-    "gsm8k-0.5b --hardware h100 --prompt-tokens 36 --completion-tokens 65500 model.name=Qwen/Qwen3-0.6B model.gradient_checkpointing=true "
+    f"gsm8k-0.5b --hardware h100 --prompt-tokens 36 --completion-tokens 65500 model.name={_LONG} model.gradient_checkpointing=true "
     "evaluation.max_completion_tokens=512 algorithm.kl=null rollout.prompts_per_step=1 rollout.completions_per_prompt=2 "
     "rollout.max_completion_tokens=65500 training.micro_batch_tokens=65536"
 )
@@ -105,7 +111,8 @@ PEERS = (
     ("The same, learning with both passes before it", "learning, s", 10.1, _VERL),
     (
         "[prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines), January 2026, Qwen3 0.6B trained whole "
-        "on one H100, two micro-batches of 65,536 tokens, layers recomputed",
+        "on one H100, two micro-batches of 65,536 tokens, layers recomputed (here: a folder whose config.json is Qwen3 0.6B's with a "
+        "`max_position_embeddings` of 65,536)",
         "learning, s", 12.2, _PRIME,
     ),
     ("The same", "memory in learning, GB", 21.0, _PRIME),
@@ -156,6 +163,23 @@ def made(words: str) -> Plan:
     return plan_of(**{name: value for name, value in given.items() if name not in ("formulas", "as_json")})
 
 
+@contextmanager
+def _long_model() -> Iterator[None]:
+    """The folder ``_LONG`` in the working folder."""
+    shape = KNOWN_SHAPES["Qwen/Qwen3-0.6B"]
+    config = {
+        "model_type": shape.architecture, "hidden_size": shape.width, "intermediate_size": shape.feed_forward,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width, "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": 65_536,
+    }  # fmt: skip
+    with TemporaryDirectory() as place, chdir(place):
+        Path(_LONG).mkdir()
+        (Path(_LONG) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield
+
+
+@_long_model()
 def render() -> str:
     """The page as Markdown."""
     return "\n".join([INTRODUCTION, _overview(), _published(), _one_card(), _peers(), _targets()])

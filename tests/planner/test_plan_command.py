@@ -49,6 +49,38 @@ def test_what_cannot_be_trained_is_not_planned(setting):
     assert f"{setting.partition('=')[0]} is {setting.partition('=')[2]}" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["rollout.max_completion_tokens=8192"],
+            "rollout.max_completion_tokens is 8192, but the context of smollm2-135m-instruct is 8192",
+        ),
+        (["rollout.max_completion_tokens=10000000"], "lower it"),
+        (["evaluation.max_completion_tokens=9000"], "evaluation.max_completion_tokens is 9000, but the context of"),
+        (["--prompt-tokens", "8145"], "--prompt-tokens is 8145, but prompts may have at most 8144 tokens"),
+        (
+            ["--prompt-tokens", "101", "data.max_prompt_tokens=100"],
+            "--prompt-tokens is 101, but prompts may have at most 100 tokens",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_for_its_length_is_not_planned(words, said):
+    """The quickstart's completions have at most 48 tokens."""
+    refused = CliRunner().invoke(app, ["plan", "quickstart", "--hardware", "cpu", *words])
+    assert refused.exit_code == 2, refused.output
+    assert said in refused.stderr
+
+
+def test_prompts_that_the_trainer_drops_are_not_planned():
+    """A plan has no longer ones than the trainer keeps."""
+    words = ["quickstart", "--hardware", "cpu", "rollout.max_completion_tokens=8000"]
+    for more in (["data.max_prompt_tokens=1000"], ["--prompt-tokens", "1000", "data.on_long_prompt=drop"]):
+        assert "assumed: prompts of 192 tokens (no longer one is trained on)" in plan(*words, *more)
+    assert "prompts of 192 tokens (given)" in plan(*words, "--prompt-tokens", "192")
+    assert "prompts of 192 tokens (no longer" in plan(*words), "a guess of 200"
+
+
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
 @pytest.mark.parametrize(
     ("changed", "said"),

@@ -15,6 +15,7 @@ from groupwise.config import build_config, load_config, recipes
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.cache import Cache
 from groupwise.errors import ConfigError
+from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
 from groupwise.models import attention
 from groupwise.models.adapters import AdapterScorer, attach, peft_config_of
 from groupwise.models.load import Policy
@@ -22,7 +23,8 @@ from groupwise.models.scorer import make_scorer
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup, make_plan, parse_bytes, phases
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import find_hardware
-from groupwise.planner.memory import kept_bytes, peak_phase
+from groupwise.planner.memory import _library_block, kept_bytes, peak_phase
+from groupwise.planner.setup import MicroBatchSize
 from groupwise.planner.shape import shape_of_config
 from groupwise.training.optimizer import MasterAdamW
 
@@ -453,6 +455,35 @@ def test_the_page_of_rates_is_the_table_of_cards():
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d,]+) \| ([\d,]+) \|", page, re.MULTILINE)
     said = {name: (float(flops.replace(",", "")) * 1e12, float(rate.replace(",", "")) * 1e9) for name, flops, rate in rows}
     assert said == {c.name: (c.flops_per_s, c.bytes_per_s) for c in HARDWARE.values() if c.name != "cpu"}
+
+
+@pytest.mark.timeout(10)
+def test_the_largest_rectangle_of_attention_is_found_at_once_in_a_long_sequence():
+    """Its widths are tried one by one only where several sequences share one."""
+    shape = KNOWN_SHAPES["Qwen/Qwen2.5-1.5B"]
+
+    def tried(prompt, completion, count):
+        most = 0
+        for length, prefix, sequences in ((prompt, 0, 1), (completion - 1, prompt, count)):
+            for begin in range(0, length, QUERY_BLOCK):
+                end = min(length, begin + QUERY_BLOCK)
+                at_once = max(1, ATTENTION_SCORES // ((end - begin) * (prefix + end)))
+                most = max(most, min(sequences, at_once) * (prefix + end))
+        return most
+
+    for case in (
+        (3, 1, 4),
+        (7, 12, 3),
+        (300, 5000, 64),
+        (100, 40_000, 64),
+        (1, 70_000, 8),
+        (90_000, 70_000, 2),
+        (65_537, 9, 5),
+    ):
+        batch = MicroBatchSize((case[::2],), case[1])  # tokens of the prompt and of a completion, completions
+        assert _library_block(setup_of(shape, device="cuda"), batch) == 12 * shape.attended * tried(*case), case
+    batch = MicroBatchSize(((5, 1),), 10**12)
+    assert _library_block(setup_of(shape, device="cuda"), batch) == 12 * shape.attended * (10**12 + 4)
 
 
 def test_a_sequence_of_32_thousand_tokens_of_1_5b_fits_on_80_gigabytes():

@@ -9,9 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from groupwise.config import load_config
+from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.families import FAMILIES
+from groupwise.models.load import context_length, load_model_config
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, find_shape, make_plan
 from groupwise.planner.shape import shape_of_config
 
@@ -23,12 +25,20 @@ def test_known_models_have_the_weights_that_transformers_counts(name):
         "hidden_size": shape.width, "intermediate_size": shape.feed_forward, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.tied, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+        "max_position_embeddings": shape.context,
     }  # fmt: skip
     config = LlamaConfig(**made) if shape.architecture == "llama" else Qwen2Config(**made)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape_of_config(config.to_dict(), name) == shape
+
+
+def test_the_plan_has_the_context_that_training_has(tmp_path, tiny_llama):
+    tiny_llama().config.save_pretrained(tmp_path)
+    for name in ("smollm2-135m-instruct", str(tmp_path)):
+        config = ModelConfig(name=name)
+        assert find_shape(config).context == context_length(load_model_config(config)) < 2**20, name
 
 
 def test_the_published_sizes_of_qwen():

@@ -1,5 +1,6 @@
 """Combinations of settings: notes on those with a surprising effect, or with none where a refusal would be in the way (``inert`` has the
-others); and refusal of what cannot be divided among processes (``training.sharding``), for the trainer and for a plan without torch.
+others); and refusal of what cannot be trained, divided among processes (``training.sharding``) or held by the model's context, for the
+trainer and for a plan without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
-__all__ = ["note_on_processes", "notes", "refuse_undividable", "refuse_untrainable", "unsaved_work"]
+__all__ = ["note_on_processes", "notes", "prompt_limit", "refuse_undividable", "refuse_untrainable", "unsaved_work"]
 
 _LORA_RATE = 1e-5
 """Learning rate below which an adapter hardly learns."""
@@ -200,6 +201,21 @@ def refuse_untrainable(model: ModelConfig) -> None:
             f"model.quantization is {model.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
             "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
         )
+
+
+def prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:
+    """Longest prompt in tokens that leaves room for a completion, or that ``data.max_prompt_tokens`` allows. ``setting``: which one
+    says ``completion_tokens``.
+
+    Raises ConfigError where no prompt at all could stand beside the completion.
+    """
+    room = context - completion_tokens
+    if room < 1:
+        raise ConfigError(
+            f"{setting} is {completion_tokens}, but the context of {config.model.name} is {context} tokens, prompt included: "
+            "lower it"
+        )
+    return min(room, config.data.max_prompt_tokens or room)
 
 
 def refuse_undividable(config: Config, way: str, uncovered: str | None) -> None:

@@ -83,8 +83,10 @@ def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
     for prompt, count in set(batch.groups):
         for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
             shared = range(0, min(length, ATTENTION_SCORES // QUERY_BLOCK), QUERY_BLOCK)
-            last = max(0, length - 1) // QUERY_BLOCK * QUERY_BLOCK  # the widest; beyond the shared ones each holds one sequence
-            for offset in (*shared, last):
+            last = (
+                max(0, length - 1) // QUERY_BLOCK * QUERY_BLOCK
+            )  # the widest, and beyond the shared ones each holds one sequence
+            for offset in (*shared, *range(last, length, QUERY_BLOCK)):
                 end = min(length, offset + QUERY_BLOCK)
                 width = prefix + end
                 most = max(most, min(sequences, max(1, ATTENTION_SCORES // ((end - offset) * width))) * width)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.combinations import refuse_undividable, refuse_untrainable
+from groupwise.config.combinations import prompt_limit, refuse_undividable, refuse_untrainable
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
@@ -70,9 +70,9 @@ class Plan:
     def assumptions(self) -> list[str]:
         """What the figures rest on beside the settings."""
         setup = self.setup
-        given = setup.prompt_tokens or setup.config.data.max_prompt_tokens
+        given = "given" if setup.prompt_tokens or setup.config.data.max_prompt_tokens else "a guess: --prompt-tokens"
         notes = [
-            f"prompts of {setup.prompt} tokens ({'given' if given else 'a guess: --prompt-tokens'})",
+            f"prompts of {setup.prompt} tokens ({given if setup.prompt == setup.asked_prompt else 'no longer one is trained on'})",
             f"memory: every completion reaches {setup.completion} tokens",
             f"time: completions of {setup.mean_completion} tokens, every group learnt from, {self.hardware.name} "
             f"({self.hardware.source}) at {self.hardware.arithmetic_share:.0%} of its arithmetic and "
@@ -205,13 +205,15 @@ def make_plan(
     machine's, which its processes share.
 
     Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot train or divide the model
-    as the settings ask, whatever is installed.
+    as the settings ask, whatever is installed, or where prompt and completion do not fit its context.
     """
     refuse_untrainable(config.model)
+    shape = find_shape(config.model)
+    _refuse_too_long(config, shape.context, prompt_tokens)
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
         config,
-        find_shape(config.model),
+        shape,
         "cpu" if hardware.name == "cpu" else "cuda",
         world_size,
         prompt_tokens,
@@ -223,6 +225,19 @@ def make_plan(
         limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))
+
+
+def _refuse_too_long(config: Config, context: int, prompt_tokens: int) -> None:
+    """Raise ConfigError for lengths that the trainer refuses beside a context of so many tokens."""
+    completion = config.rollout.max_completion_tokens
+    longest = prompt_limit(config, context, completion, "rollout.max_completion_tokens")
+    prompt_limit(config, context, config.evaluation.max_completion_tokens or completion, "evaluation.max_completion_tokens")
+    if prompt_tokens > longest and config.data.on_long_prompt == "error":
+        raise ConfigError(
+            f"--prompt-tokens is {prompt_tokens}, but prompts may have at most {longest} tokens beside completions of {completion}, by "
+            f"data.max_prompt_tokens or the context of {context}: raise data.max_prompt_tokens, lower rollout.max_completion_tokens, or "
+            "set data.on_long_prompt to drop"
+        )
 
 
 def plan_run(
@@ -318,8 +333,11 @@ def smaller_model(made: Plan) -> str | None:
     if made.fits or any(one.fits for one in made.suggestions) or match is None:
         return None
     family = re.compile(re.escape(match[1]) + r"\d+(?:\.\d+)?B" + re.escape(match[2]))
+    context = setup.prompt + max(setup.completion, config.evaluation.max_completion_tokens or 0)
     smaller = [
-        name for name, shape in KNOWN_SHAPES.items() if family.fullmatch(name) and shape.parameters < setup.shape.parameters
+        name
+        for name, shape in KNOWN_SHAPES.items()
+        if family.fullmatch(name) and shape.parameters < setup.shape.parameters and shape.context >= context
     ]
     for name in sorted(smaller, key=lambda name: -KNOWN_SHAPES[name].parameters):
         other = make_plan(

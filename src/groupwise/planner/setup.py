@@ -128,6 +128,13 @@ class Setup:
 
     @property
     def prompt(self) -> int:
+        """Tokens of the longest prompt that is trained on: it leaves room for a completion in the model's context."""
+        asked = self.asked_prompt
+        return max(1, min(asked, self.config.data.max_prompt_tokens or asked, self.shape.context - self.completion))
+
+    @property
+    def asked_prompt(self) -> int:
+        """Tokens of the longest prompt as it is given or guessed, whether or not there is room for it."""
         guessed = _TYPICAL_PROMPT + _TYPICAL_TOOL * len(self.config.rollout.tools)
         return self.prompt_tokens or self.config.data.max_prompt_tokens or guessed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ _COUNTED = (
     "cohere2", "glm", "glm4", "helium", "exaone4", "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
+_UNNAMED_CONTEXT = 2**20
+"""What training takes where neither config nor tokenizer names one."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -49,6 +51,8 @@ class ModelShape:
 
     windows: tuple[int | None, ...] = ()
     """For each layer, how many positions back a token sees, itself included, and None where it sees all; empty where all layers do."""
+    context: int = _UNNAMED_CONTEXT
+    """Positions of the model, prompt and completion together."""
 
     @property
     def lean(self) -> bool:
@@ -130,20 +134,31 @@ _QWEN3 = {
     "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True), "1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
     "4B": (2560, 9728, 36, 32, 8, 128, 151936, True), "8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
 }  # fmt: skip
+_SHORT_BASES = ("0.5B", "3B")
+"""Sizes of Qwen2.5 whose base models have a context as short as the instructed ones."""
 KNOWN_SHAPES: dict[str, ModelShape] = {
-    "smollm2-135m-instruct": ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, architecture="llama"),
+    "smollm2-135m-instruct": ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, architecture="llama", context=2**13),
     **{
-        f"meta-llama/Llama-3.1-8B{kind}": ModelShape(4096, 14336, 32, 32, 8, 128, 128256, False, architecture="llama")
+        f"meta-llama/Llama-3.1-8B{kind}": ModelShape(
+            4096, 14336, 32, 32, 8, 128, 128256, False, architecture="llama", context=2**17
+        )
         for kind in ("", "-Instruct")
     },
-    **{f"Qwen/Qwen2.5-{size}{kind}": shape for size, shape in _BY_SIZE.items() for kind in ("", "-Instruct")},
+    **{f"Qwen/Qwen2.5-{size}-Instruct": replace(shape, context=2**15) for size, shape in _BY_SIZE.items()},
     **{
-        f"Qwen/Qwen2.5-{family}-{size}{kind}": _BY_SIZE[size]
-        for family, sizes in (("Coder", ("0.5B", "1.5B", "3B", "14B", "32B")), ("Math", ("1.5B",)))
+        f"Qwen/Qwen2.5-{size}": replace(shape, context=2**15 if size in _SHORT_BASES else 2**17)
+        for size, shape in _BY_SIZE.items()
+    },
+    **{
+        f"Qwen/Qwen2.5-{family}-{size}{kind}": replace(_BY_SIZE[size], context=context)
+        for family, context, sizes in (("Coder", 2**15, ("0.5B", "1.5B", "3B", "14B", "32B")), ("Math", 2**12, ("1.5B",)))
         for size in sizes
         for kind in ("", "-Instruct")
     },
-    **{f"Qwen/Qwen3-{size}": ModelShape(*sizes, head_norm=True, architecture="qwen3") for size, sizes in _QWEN3.items()},
+    **{
+        f"Qwen/Qwen3-{size}": ModelShape(*sizes, head_norm=True, architecture="qwen3", context=40_960)
+        for size, sizes in _QWEN3.items()
+    },
 }
 """Models that recipes and guides name, so that they can be planned without a network."""
 
@@ -196,6 +211,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             "name a dense model, or try the run with `groupwise bench`"
         )
     family = FAMILIES.get(architecture)
+    context = text.get("max_position_embeddings")
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
@@ -213,6 +229,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             architecture=architecture,
             uncovered=why_uncovered({**text, "model_type": architecture}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
+            context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
         )
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from groupwise.algorithm import Objective
-from groupwise.config.combinations import note_on_processes, notes, refuse_untrainable
+from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
 from groupwise.config.schema import Config
 from groupwise.data.prompts import drop_long_prompts, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
@@ -156,7 +156,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
 
     dropped: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
-    limit = _prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
+    limit = prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
     start_together = None if episodes is None else episodes.start_together
     train = _fitting(problems.train, render_one, limit, config, "training", dropped, start_together)
     config = _with_steps(config, len(train))
@@ -164,7 +164,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     check_worked_examples(config, train, tokenizer, answer_style, context, episodes)
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
-    limit = _prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
+    limit = prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
     held_out = _fitting(chosen, render_one, limit, config, "held-out", dropped, start_together)[:]
     wordiest = max(range(len(train)), key=lambda i: len(str(train.problems[i].question)))  # thousands would take long to render
     longest = max(len(one.token_ids) for one in (train[wordiest], *held_out))
@@ -220,17 +220,6 @@ def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
         return None
     using = "one is" if processes == 1 else f"{processes} are"
     return f"this machine has {gpus} GPUs, and {using} used: --num-processes {gpus} takes all of them."
-
-
-def _prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:
-    """Longest prompt in tokens that leaves room for a completion, or that ``data.max_prompt_tokens`` allows."""
-    room = context - completion_tokens
-    if room < 1:
-        raise ConfigError(
-            f"{setting} is {completion_tokens}, but the context of {config.model.name} is {context} tokens, prompt included: "
-            "lower it"
-        )
-    return min(room, config.data.max_prompt_tokens or room)
 
 
 def _fitting(
