@@ -273,6 +273,9 @@ def test_what_cannot_give_scores_is_refused_without_weights(tmp_path):
     one = saved(tmp_path / "one", llama(), words)
     with pytest.raises(ModelError, match="is no use: its device is 'cuda:99'"):
         RewardModel(one, device="cuda:99")
+    with pytest.raises(ModelError, match="is no use: its revision is 'v2', but a folder has no revisions: remove it, or name a"):
+        RewardModel(one, revision="v2")
+    assert RewardModel(one, revision="main").__name__ == "one"
     with pytest.raises(
         RewardError, match=r"is given max_input_tokens=0: input should be greater than or equal to 1; its settings are name,"
     ):

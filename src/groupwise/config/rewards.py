@@ -34,7 +34,7 @@ class RewardModelConfig(Section):
     name: str
     """A folder or Hub name that `AutoModelForSequenceClassification` loads."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
+    """Branch, tag or commit on the Hub. Folders have none."""
     label: str | int | None = None
     """Which of several labels is scored, by name or number."""
     score: Literal["logit", "probability"] = "logit"

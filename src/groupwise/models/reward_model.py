@@ -38,6 +38,10 @@ def check_classifier(config: RewardModelConfig) -> Any:
         resolve_device(config.device)
         if is_folder_name(config.name):
             check_folder(Path(config.name).expanduser())
+            if config.revision not in (None, "main"):  # as for the policy
+                raise ModelError(
+                    f"its revision is {config.revision!r}, but a folder has no revisions: remove it, or name a model of the Hub"
+                )
         hf_config = load_model_config(_as_model(config))
     remote_code = "AutoModelForSequenceClassification" in (getattr(hf_config, "auto_map", None) or {})
     built_as = getattr(hf_config, "architectures", None) or []
