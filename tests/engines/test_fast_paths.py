@@ -132,17 +132,22 @@ def test_the_native_kernels_are_checked_through_every_operation_and_taken(own_ca
     monkeypatch.setattr(FastPath.__init__, "__defaults__", (1e6,))
     found = {choice.path: choice for choice in check_fast_paths(SHAPE, BF16, CPU)}
     assert found["native kernels"].taken
-    assert [m.operation for m in found["native kernels"].operations] == ["passes", "a decode step"]
-    assert all(0 < m.difference < 0.02 for m in found["native kernels"].operations), (
-        "the two ways round differently, so it is no self-comparison"
-    )
+    assert [m.operation for m in found["native kernels"].operations] == ["passes", "a decode step", "a merged weight"]
+    *layers, merged = found["native kernels"].operations
+    assert all(0 < m.difference < 0.02 for m in layers), "the two ways round differently, so it is no self-comparison"
+    assert merged.difference < 1e-3, "adding an adapter may come out bit for bit alike"
     assert calls.fits(torch.zeros(1, 64, dtype=BF16))
 
 
 @needs_kernels
-def test_a_kernel_that_computes_something_else_is_left_out_and_the_next_process_knows(own_cache, monkeypatch):
-    gated = calls.gated
-    monkeypatch.setattr(calls, "gated", lambda x, activation="silu": gated(x, activation) * 1.1)
+@pytest.mark.parametrize("kernel", ["gated", "merge"])
+def test_a_kernel_that_computes_something_else_is_left_out_and_the_next_process_knows(own_cache, monkeypatch, kernel):
+    right = {name: getattr(calls, name) for name in ("gated", "merge")}
+    wrong = {
+        "gated": lambda x, activation="silu": right["gated"](x, activation) * 1.1,
+        "merge": lambda frozen, a, b, scaling, out: right["merge"](frozen, a, b, 2 * scaling, out),
+    }
+    monkeypatch.setattr(calls, kernel, wrong[kernel])
     (choice,) = [c for c in check_fast_paths(SHAPE, BF16, CPU) if c.path == "native kernels"]
     assert not choice.taken
     assert not calls.fits(torch.zeros(1, 64, dtype=BF16))

@@ -20,6 +20,7 @@ from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.turns import Turns
 from groupwise.models.decoder import Decoder
+from groupwise.models.merging import added_up
 from groupwise.models.native import build, calls
 from groupwise.models.ops import rope_rotate
 from groupwise.models.packing import pack
@@ -192,6 +193,22 @@ def test_logits_in_slices(temperature):
             part, (top + total.log()), grad / temperature, of_entropy, targets - columns.start, temperature
         )  # fmt: skip
         close(part, exact.grad[:, columns], 2 * ROUNDING)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (8, 3), (37, 32)])
+def test_an_adapter_is_added_and_dithered_as_the_operations_do(monkeypatch, rows, rank):
+    weight, a, b = numbers(rows, 48), torch.randn(rank, 48) * 0.1, torch.randn(rows, rank) * 0.1
+    merged = added_up(weight, [(a, b, 0.5)])
+    into = torch.zeros(2 * rows, 48, dtype=BF16)
+    assert torch.equal(added_up(weight, [(a, b, 0.5)], into[rows:]), merged)
+    assert torch.equal(into[rows:], merged)
+    assert not into[:rows].any()
+    exact = weight.double() + 0.5 * b.double() @ a.double()
+    assert ((merged.double() - exact).abs() < 2.0**-7 * exact.abs().clamp_min(1e-6)).all(), "one of the two neighbours"
+    monkeypatch.setattr(calls, "_allowed", False)
+    plain = added_up(weight, [(a, b, 0.5)])
+    assert (plain == merged).float().mean() > 0.995, "the same thresholds: only sums that end within a rounding of one may differ"
 
 
 @needs_kernels

@@ -23,9 +23,10 @@ from torch.nn.functional import linear
 from groupwise.models.attention import AttentionPlan
 from groupwise.models.families import Family
 from groupwise.models.layer import Block, Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
+from groupwise.models.native import calls as native
 from groupwise.models.quantised import dense_weight
 
-__all__ = ["Factor", "MergedLayer", "Projection", "dithered", "is_adapted_layer", "merged_weight"]
+__all__ = ["Factor", "MergedLayer", "Projection", "added_up", "dithered", "is_adapted_layer", "merged_weight"]
 
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of fp32's mantissa, of 23, that a narrower type has no room for."""
@@ -87,14 +88,24 @@ def merged_weight(
 
     ``frozen``: the weight without them, where the layer itself does not have it.
     """
-    active = _active(layer)
     weight = dense_weight(getattr(layer, "base_layer", layer), dtype) if frozen is None else frozen
-    if active:
-        exact = weight.to(torch.float32, copy=True)
-        for name in active:
-            exact.addmm_(layer.lora_B[name].weight.float(), layer.lora_A[name].weight.float(), alpha=layer.scaling[name])
-        weight = dithered(exact, weight.dtype)
+    factors = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in _active(layer)]
+    if factors:
+        return added_up(weight, factors, out)
     return weight.detach() if out is None else out.copy_(weight)
+
+
+def added_up(weight: Tensor, factors: Sequence[tuple[Tensor, Tensor, float]], out: Tensor | None = None) -> Tensor:
+    """``weight`` ``[rows, columns]`` plus ``scaling * b @ a`` of each ``(a, b, scaling)``, dithered to its dtype; into ``out`` if given."""
+    placed = torch.empty_like(weight) if out is None else out
+    if len(factors) == 1 and native.fits(weight, weight.shape[1]) and weight.is_contiguous() and placed.is_contiguous():
+        a, b, scaling = factors[0]
+        native.merge(weight, a.float().contiguous(), b.float().contiguous(), scaling, placed)
+        return placed
+    exact = weight.to(torch.float32, copy=True)
+    for a, b, scaling in factors:
+        exact.addmm_(b.float(), a.float(), alpha=scaling)
+    return placed.copy_(dithered(exact, weight.dtype))
 
 
 class Projection:

@@ -36,7 +36,7 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.memory import ran_out_on_device, reclaim_memory
-from groupwise.models import attention, logprobs, ops, varlen_attention
+from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import wait_for
 from groupwise.models.embedded import cache_folder
@@ -115,7 +115,10 @@ def fast_paths() -> tuple[FastPath, ...]:
     """All there are. Each is checked with the ones before it as they were chosen."""
     return (
         FastPath(
-            "native kernels", lambda d: calls.fits(d.embedding, d.embedding.shape[1]), calls.allow, ("passes", "a decode step")
+            "native kernels",
+            lambda d: calls.fits(d.embedding, d.embedding.shape[1]),
+            calls.allow,
+            ("passes", "a decode step", "a merged weight"),
         ),
         FastPath("rearranged weights", lambda d: decoding.rearranging_helps(d.embedding), _allow_rearranging, ("a decode step",)),
         FastPath("the library's attention", lambda d: d.device.type != "cpu", attention.allow_library, ("passes",)),
@@ -392,9 +395,18 @@ def _burst(decoder: Decoder) -> Action:
     return torch.no_grad()(lambda: [torch.tensor(runner.run(step, 4)[1])])  # type: ignore[no-any-return]
 
 
+def _merged(decoder: Decoder) -> Action:
+    """A projection's weight with an adapter of rank 4 added, which changes about every number."""
+    frozen, generator = decoder.layers[0].gate_up.detach(), torch.Generator().manual_seed(2)
+    rows, width = frozen.shape
+    a = (torch.randn(4, width, generator=generator) * width**-0.5).to(frozen.device)
+    b = torch.randn(rows, 4, generator=generator).to(frozen.device)
+    return lambda: [merging.added_up(frozen, [(a, b, 0.5)])]
+
+
 _OPERATIONS: dict[str, Callable[[Decoder], Action]] = {
     "passes": _passes, "passes with entropies": partial(_passes, entropy=True), "a decode step": _decode_step,
-    "a step of long rows": torch.no_grad()(_long_step), "a burst of decode steps": _burst,
+    "a step of long rows": torch.no_grad()(_long_step), "a burst of decode steps": _burst, "a merged weight": _merged,
 }  # fmt: skip
 
 

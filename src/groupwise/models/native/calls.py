@@ -26,6 +26,7 @@ __all__ = [
     "gated",
     "gated_backward",
     "logit_gradients",
+    "merge",
     "norm",
     "norm_backward",
     "rotate",
@@ -57,6 +58,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_take_logits": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL),
     "gw_logit_gradients": (*[_POINTER] * 6, _COUNT, _COUNT, _REAL),
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
+    "gw_merge": (*[_POINTER] * 4, *[_COUNT] * 3, _REAL),
 }
 _functions: dict[str, Any] = {}
 _allowed = True
@@ -259,3 +261,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, invers
     """The rotary embedding of the first ``turned`` heads of ``x`` ``[B, heads, E]`` into ``out``; other heads are copied."""
     addresses = (x, cos, sin, out)
     _functions["gw_rotate"](*(tensor.data_ptr() for tensor in addresses), *x.shape[:2], turned, x.shape[2], int(inverse))
+
+
+def merge(frozen: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> None:
+    """Write ``frozen + scaling * b @ a`` into ``out`` ``[rows, width]``, rounded as ``merging.dithered`` rounds; ``frozen`` is as ``out``,
+    ``a`` ``[rank, width]`` and ``b`` ``[rows, rank]`` are fp32."""
+    _functions["gw_merge"](frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)

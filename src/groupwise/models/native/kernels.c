@@ -610,3 +610,39 @@ void gw_rotate(
         memcpy(out + rest, x + rest, (heads - turned) * width * sizeof(bf16));
     }
 }
+
+/* ---- Adapters ---- */
+
+enum { GOLDEN = 0x9E37, PLASTIC = 0xC13F }; /* as models/merging.py has them */
+
+/* `count` rows of gw_merge from `row` on. */
+static inline __attribute__((always_inline)) void merge_rows(
+    const bf16 *frozen, const float *a, const float *b, bf16 *out, int64_t row, const int count, int64_t width, int64_t rank,
+    float scaling) {
+    bits steps;
+    for (int i = 0; i < LANES; i++) steps[i] = (uint32_t)i * PLASTIC;
+    for (int64_t c = 0; c < width; c += LANES) {
+        vec sums[8] = {{0}};
+        for (int64_t r = 0; r < rank; r++) {
+            const vec of_a = *(const vec *)(a + r * width + c);
+            for (int q = 0; q < count; q++) sums[q] += of_a * b[(row + q) * rank + r];
+        }
+        for (int q = 0; q < count; q++) {
+            const vec exact = load(frozen + (row + q) * width + c) + sums[q] * scaling;
+            const bits thresholds = (steps + (uint32_t)(row + q) * GOLDEN + (uint32_t)c * PLASTIC) & 0xffff;
+            *(half_vec *)(out + (row + q) * width + c) = __builtin_convertvector(((bits)exact + thresholds) >> 16, half_vec);
+        }
+    }
+}
+
+/* out = frozen + scaling * b a, rounded by the thresholds of merging.py's `dithered`; frozen, out [rows, width], a [rank, width] and
+ * b [rows, rank] in fp32. */
+void gw_merge(
+    const bf16 *frozen, const float *a, const float *b, bf16 *out, int64_t rows, int64_t width, int64_t rank, float scaling) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row += 8) {
+        if (row + 8 <= rows) merge_rows(frozen, a, b, out, row, 8, width, rank, scaling);
+        else
+            for (int64_t last = row; last < rows; last++) merge_rows(frozen, a, b, out, last, 1, width, rank, scaling);
+    }
+}
