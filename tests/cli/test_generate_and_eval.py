@@ -13,6 +13,7 @@ from groupwise.cli.models import _settings, converse
 from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
 from groupwise.config.schema import ModelConfig, PromptConfig
+from groupwise.data.named import NAMED
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
 from groupwise.models.load import with_base
@@ -356,8 +357,9 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
 def test_data_says_what_is_judged(data, source, eval_source, eval_split):
     from groupwise.evaluation.models import data_overrides
 
-    chosen = load_config("gsm8k-0.5b", data_overrides(data)).data
+    chosen = load_config("gsm8k-0.5b", ["data.folder=/data", *data_overrides(data)]).data
     assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)
+    assert chosen.folder == ("/data" if source in NAMED else None), "where data sets known by name are looked for"
 
 
 def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_model, run_folder, problems, tmp_path):

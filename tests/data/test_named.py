@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.config.schema import DataConfig, PromptConfig
+from groupwise.data.inspect import inspect_source
 from groupwise.data.named import NAMED, canonical_name, local_copy
 from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import held_out_from, load_held_out, load_problems
@@ -69,6 +71,25 @@ def write(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n", encoding="utf-8")
     return path
+
+
+def test_a_folder_that_nothing_is_read_from_is_refused(collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named data sets alone are looked for there; the environment's folder is for every run."""
+    file = collected / "gsm8k" / "train.jsonl"
+    reads: tuple[Callable[[DataConfig], Any], ...] = (
+        load_problems, load_held_out, lambda data: inspect_source(data, PromptConfig(), None),
+    )  # fmt: skip
+    for source, read in product((str(file), str(collected / "gsm8k"), "owner/name"), reads):
+        with pytest.raises(
+            DataError, match=rf"data\.folder is '.*', but {source!r} is not a data set known by name .*: leave it out"
+        ):
+            read(DataConfig(source=source, folder=str(collected), holdout=0))
+    for data in (DataConfig(source=str(file), eval_source="svamp"), DataConfig(source="svamp", eval_source=str(file))):
+        load_problems(data.model_copy(update={"folder": str(collected)}))
+    with pytest.raises(DataError, match=r"data\.folder is '.*nowhere', which is no folder: correct it, or leave it out"):
+        load_problems(DataConfig(source="gsm8k", folder=str(tmp_path / "nowhere")))
+    monkeypatch.setenv("GROUPWISE_DATA", str(collected))
+    assert load_problems(DataConfig(source=str(file), holdout=0)).train
 
 
 def test_which_file_of_a_folder_stands_for_a_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.arithmetic import generate
-from groupwise.data.named import is_prepared, load_prepared, named_folder
+from groupwise.data.named import check_named_folder, is_prepared, load_prepared, named_folder
 from groupwise.data.prompts import render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
 from groupwise.data.sources import find_columns, to_problem
@@ -62,6 +62,7 @@ def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dic
     if data.source == "arithmetic":
         problems = generate(data.arithmetic, data.limit or min(MEASURED, data.arithmetic.problems), data.split_seed, "train")
         return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
+    check_named_folder(data.folder, [data.source, data.eval_source or ""])
     if is_prepared(data.source):
         problems = load_prepared(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
         names = ["id", "question", "answer", "columns"]

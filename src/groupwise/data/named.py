@@ -27,6 +27,7 @@ __all__ = [
     "NamedSource",
     "Part",
     "canonical_name",
+    "check_named_folder",
     "is_prepared",
     "load_prepared",
     "local_copy",
@@ -89,6 +90,19 @@ def named_folder(setting: str | None) -> Path | None:
     """The folder in which named data sets are looked for before the Hub: ``data.folder``, or else ``$GROUPWISE_DATA``."""
     chosen = setting or os.environ.get(FOLDER_VARIABLE)
     return Path(chosen).expanduser() if chosen else None
+
+
+def check_named_folder(setting: str | None, sources: Sequence[str]) -> None:
+    """Raise DataError for a ``data.folder`` that is no folder, or where none of ``sources`` is looked for there."""
+    if setting is None:
+        return
+    if not any(canonical_name(source) for source in sources):
+        raise DataError(
+            f"data.folder is {setting!r}, but {sources[0]!r} is not a data set known by name ({', '.join(NAMED)}), and no other is looked "
+            "for there: leave it out"
+        )
+    if not Path(setting).expanduser().is_dir():
+        raise DataError(f"data.folder is {setting!r}, which is no folder: correct it, or leave it out")
 
 
 def local_copy(name: str, split: str, folder: Path | None) -> Path | None:

@@ -19,7 +19,16 @@ from groupwise.config.inert import chosen
 from groupwise.config.schema import DataConfig
 from groupwise.data.answers import AnswerFormat, AnswerStyle, extract_reference
 from groupwise.data.arithmetic import generate
-from groupwise.data.named import NAMED, canonical_name, is_prepared, load_prepared, local_copy, named_folder, write_prepared
+from groupwise.data.named import (
+    NAMED,
+    canonical_name,
+    check_named_folder,
+    is_prepared,
+    load_prepared,
+    local_copy,
+    named_folder,
+    write_prepared,
+)
 from groupwise.data.prompts import default_style
 from groupwise.data.readers import Row, Table, read_table
 from groupwise.errors import AnswerError, DataError
@@ -111,7 +120,7 @@ def load_problems(data: DataConfig) -> ProblemSet:
     extracted), each naming the file and row.
     """
     dropped: Counter[str] = Counter()
-    _refuse_splits_of_a_file(data)
+    _refuse_inert(data)
     if data.source == "arithmetic":
         train = generate(data.arithmetic, data.limit or data.arithmetic.problems, data.split_seed, "train")
     else:
@@ -141,7 +150,7 @@ def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
     """
     if data.eval_source is None and data.eval_split is None:
         return load_problems(data).held_out
-    _refuse_splits_of_a_file(data)
+    _refuse_inert(data)
     dropped: Counter[str] = Counter()
     held_out = _named_held_out(data, dropped) or []
     for reason, count in dropped.items():
@@ -149,7 +158,9 @@ def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
     return tuple(sorted(held_out, key=lambda p: _rank(p, data.split_seed)))
 
 
-def _refuse_splits_of_a_file(data: DataConfig) -> None:
+def _refuse_inert(data: DataConfig) -> None:
+    """Raise DataError for settings that do nothing with these sources. ``config.inert`` has those that need no look at the disk."""
+    check_named_folder(data.folder, [data.source, data.eval_source or ""])
     elsewhere = data.eval_source is not None or data.eval_split == data.split  # of another source, or refused when it is read
     names = ["split", "subset"] if elsewhere else ["split", "subset", "eval_split"]
     written = chosen(data, *names)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import Config
-from groupwise.data.named import is_prepared
+from groupwise.data.named import canonical_name, is_prepared
 from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.durable import write_bytes
@@ -196,13 +196,13 @@ def write_records(path: Path, judged: Sequence[Judged]) -> int:
 
 def data_overrides(data: str | None) -> list[str]:
     """The settings with which ``data`` is judged: of ``gsm8k:test`` that split, of a file all of it, of the generator or a prepared folder
-    its held-out problems."""
+    its held-out problems. A run's ``data.folder`` counts for data sets known by name alone."""
     if data is None:
         return []
     source, colon, split = data.rpartition(":")
     if not colon or names_function(data) or Path(data).exists():
         source, split = data, ""
+    chosen = [f"data.source={source}", *([] if canonical_name(source) else ["data.folder=null"])]
     if not split and (source == "arithmetic" or is_prepared(source)):
-        return [f"data.source={source}", "data.eval_source=null", "data.eval_split=null"]
-    named = [f"data.source={source}", f"data.eval_source={source}"]
-    return [*named, f"data.eval_split={split or 'null'}"]
+        return [*chosen, "data.eval_source=null", "data.eval_split=null"]
+    return [*chosen, f"data.eval_source={source}", f"data.eval_split={split or 'null'}"]
