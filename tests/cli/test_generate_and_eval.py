@@ -362,6 +362,15 @@ def test_data_says_what_is_judged(data, source, eval_source, eval_split):
     assert chosen.folder == ("/data" if source in NAMED else None), "where data sets known by name are looked for"
 
 
+def test_processes_do_not_lay_a_model_over_all_devices_each(groupwise, tiny_model, problems, monkeypatch):
+    """Neither by the option nor by the setting of that name."""
+    monkeypatch.setenv("RANK", "0")
+    for words in (["--device-map", "auto"], ["model.device_map=auto"]):
+        refused = groupwise("eval", tiny_model, "--data", problems, *words)
+        assert refused.exit_code == 2
+        assert "device_map is auto, which lays one model over all devices, but several processes take one each" in refused.stderr
+
+
 def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_model, run_folder, problems, tmp_path):
     out = tmp_path / "both.jsonl"
     words = ["--data", problems, "--samples", "3", "rollout.max_completion_tokens=4", "model.dtype=float32", "--out", out]

@@ -72,6 +72,29 @@ def test_a_device_is_a_number_again_after_writing():
     assert build_config(yaml.safe_load(dump_config(config))).model.max_memory == {0: "20GiB", "cpu": "60GiB"}
 
 
+def test_what_a_device_may_hold_is_a_size():
+    for size in ("20GiB", "1.5 GB", "800MB", "0KiB"):
+        limits = {"cpu": size, "disk": size}
+        assert build_config({"model": {"device_map": "auto", "max_memory": limits}}).model.max_memory == limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({}, "no device is named, so nothing would be limited: leave it out"),
+        ({"cpu": "lots"}, "'lots' for cpu is no size: write one such as 20GiB"),
+        ({0: "20"}, "'20' for 0 is no size"),
+        ({0: "800mb"}, "'800mb' for 0 is no size"),
+        ({0: "-1GiB"}, "'-1GiB' for 0 is no size"),
+        ({"cuda:0": "20GiB"}, "'cuda:0' is no device: write a GPU's number, cpu or disk"),
+    ],
+)
+def test_a_limit_that_no_device_could_keep_is_refused(limits, said):
+    """Accelerate finds it where the weights are loaded, and an empty one never."""
+    with pytest.raises(ConfigError, match=rf"^model\.max_memory is .*: {re.escape(said)}"):
+        build_config({"model": {"device_map": "auto", "max_memory": limits}})
+
+
 @pytest.mark.parametrize("text", ["\x85", "a\x85 b", "\u2028", " x ", "a\nb: c", "null", "1e3", "\ufeff", "\x7f'\"", "- \u2029"])
 def test_any_text_reads_back_as_it_was(text):
     config = build_config({"prompt": {"system": text}})

@@ -128,6 +128,7 @@ def _judge(
     source = None
     if weights:
         config, names = _shared_settings(weights, overrides, aside)
+        check_device_map(config.model.device_map, 1)  # which may be one of the settings
         source = config.data.eval_source or config.data.source
         with _world(config) as world:
             others = {(model, one.mode) for group in records.values() for model, evaluations in group for one in evaluations}

@@ -74,7 +74,8 @@ def check_device_map(device_map: str | None, processes: int) -> None:
 
     if device_map and (processes > 1 or "RANK" in os.environ):
         raise ConfigError(
-            f"--device-map {device_map} lays one model over all devices, but several processes take one each: leave one of the two out"
+            f"model.device_map is {device_map}, which lays one model over all devices, but several processes take one each: leave one "
+            "of the two out"
         )
 
 

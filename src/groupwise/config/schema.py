@@ -99,7 +99,17 @@ class ModelConfig(Section):
     @classmethod
     def number_devices(cls, value: dict[int | str, str] | None) -> dict[int | str, str] | None:
         """A run's written settings have every key as text; a device is a number all the same."""
-        return value and {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+        if value is None:
+            return None
+        if not value:
+            raise ValueError("no device is named, so nothing would be limited: leave it out")
+        numbered = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+        for device, size in numbered.items():
+            if device not in ("cpu", "disk") and not (isinstance(device, int) and device >= 0):
+                raise ValueError(f"{device!r} is no device: write a GPU's number, cpu or disk")
+            if re.fullmatch(r"\d+(\.\d+)? ?[KMG]i?B", size) is None:  # accelerate takes a small b for bits
+                raise ValueError(f"{size!r} for {device} is no size: write one such as 20GiB")
+        return numbered
 
 
 class ArithmeticConfig(Section):
