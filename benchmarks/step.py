@@ -38,6 +38,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--groups", type=int, default=4, help="prompts")
     out.add_argument("--completions", type=int, default=8, help="completions of each prompt")
     out.add_argument("--max-tokens", type=int, default=128, help="longest completion")
+    out.add_argument("--rank", type=int, default=0, help="an adapter of this rank in place of all weights; not with TRL")
     out.add_argument(
         "--malloc", choices=("keep", "default"), default="keep", help="glibc told to keep freed memory, or left alone"
     )
@@ -50,11 +51,16 @@ def options() -> argparse.ArgumentParser:
     return out
 
 
+def _workload(args: argparse.Namespace) -> dict[str, int]:
+    """Arguments of ``step_config``. An adapter's rank is left out where there is none: earlier checkouts do not know it."""
+    rank = {"rank": args.rank} if args.rank else {}
+    return {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens, **rank}
+
+
 def against_a_checkout(args: argparse.Namespace) -> Result:
     """Steps of the same seeds by this checkout and by another, by turns; ``ratio`` is the other's time to ours, step by step."""
     model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
-    workload = {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens}
-    settings = {"role": "step", "model": model, "workload": workload}
+    settings = {"role": "step", "model": model, "workload": _workload(args)}
     steps: dict[str, list[dict[str, Any]]] = {"this": [], "other": []}
     with ExitStack() as stack:
         workers = {
@@ -88,10 +94,9 @@ def _by_step(steps: dict[str, list[dict[str, Any]]], pick: Callable[[dict[str, A
 def beside_a_neighbour(args: argparse.Namespace) -> Result:
     """Steps of the same seed, quiet and with a busy process beside them; ``ratio`` is that of fixed threads to ours, both disturbed."""
     model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
-    workload = {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens}
     seconds: dict[str, dict[str, list[float]]] = {}
     for side, fixed in (("giving way", False), ("fixed threads", True)):
-        settings = {"role": "step", "model": model, "workload": workload, "fixed": fixed}
+        settings = {"role": "step", "model": model, "workload": _workload(args), "fixed": fixed}
         with Worker("benchmarks.ours_worker", settings, threads=args.threads, keep_memory=args.malloc == "keep") as worker:
             worker.ask(seed=0)
             quiet = [worker.ask(seed=0)["total"] for _ in range(args.pairs)]
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> Result:
             "role": "step",
             "model": model,
             "folder": folder,
-            "workload": {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens},
+            "workload": _workload(args),
         }
         sides = {"ours": "benchmarks.ours_worker"}
         if not args.ours_only:
@@ -219,6 +224,8 @@ def _result(args: argparse.Namespace, details: dict[str, Any]) -> Result:
 
 def main() -> None:
     args = options().parse_args()
+    if args.rank and not (args.ours_only or args.against or args.neighbour):
+        raise SystemExit("--rank: TRL's side trains all weights; add --ours-only, --against or --neighbour")
     if args.neighbour or args.against:
         finish(against_a_checkout(args) if args.against else beside_a_neighbour(args), args.output)
         return

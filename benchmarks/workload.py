@@ -60,12 +60,15 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-def step_config(model: str, *, groups: int = 4, completions: int = 8, max_tokens: int = 128, device: str = "cpu") -> Config:
+def step_config(
+    model: str, *, groups: int = 4, completions: int = 8, max_tokens: int = 128, rank: int = 0, device: str = "cpu"
+) -> Config:
     """W's settings. The learning rate is far below what bf16 weights can hold: optimiser and masters do all their work, but the
-    policy stays the model it is, so that every step of a run samples from the same distribution."""
+    policy stays the model it is, so that every step of a run samples from the same distribution. ``rank``: of an adapter, in place of all
+    weights; 0 for none."""
     return Config.model_validate(
         {
-            "model": {"name": model or "smollm2-135m-instruct", "device": device},
+            "model": {"name": model or "smollm2-135m-instruct", "device": device, "lora": {"rank": rank} if rank else None},
             "prompt": {"style": "chat"},
             "rollout": {
                 "prompts_per_step": groups,
