@@ -29,6 +29,7 @@ __all__ = [
     "answer_lines",
     "answer_lines_together",
     "answer_of",
+    "check_text",
     "load_to_ask",
     "make_speaker",
     "refuse_named_code",
@@ -111,13 +112,24 @@ def _named_code(config: Config) -> list[tuple[str, str]]:
     ]
 
 
+def check_text(text: str, what: str) -> None:
+    """Raise ConfigError where ``text``, which ``what`` names, holds half a character, as bytes do that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} {text[:200]!r} is not UTF-8 text: write it in UTF-8") from None
+
+
 def settings_to_ask(
     model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None, plays: bool = True
 ) -> tuple[Config, int]:
     """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give.
 
     ``plays``: whether the run's own tools and environment take part, and are imported. An agent's command never does.
+
+    Raises ConfigError for a ``system`` that is not UTF-8 text, and what ``settings_for_model`` and `refuse_named_code` raise.
     """
+    check_text(system or "", "the system prompt")
     config, run_config = settings_for_model(model, overrides)
     if run_config is not None and config.rollout.command is not None:  # the agent asks, not who talks to the model
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
@@ -147,8 +159,9 @@ class Speaker:
     def answer(self, question: str, out: TextIO) -> str:
         """Stream the answer to ``question`` as the conversation's next turn; returns it.
 
-        Raises ConfigError when the conversation leaves no room in the context.
+        Raises ConfigError when the conversation leaves no room in the context, or ``question`` is not UTF-8 text.
         """
+        check_text(question, "the prompt")
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         problem = Problem(f"chat:{len(self.messages) // 2}", asked, "")
         prompt = render_episode(problem, self.policy.tokenizer, self.prompt, self.system, self.episodes)

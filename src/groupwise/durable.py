@@ -16,7 +16,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
     """
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    # The name's end alone, so that a name as long as a file's may be is not too long with what is added.
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name[-48:]}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
 from groupwise.config.schema import ModelConfig, PromptConfig
 from groupwise.data.named import NAMED
+from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
 from groupwise.models.load import with_base
@@ -341,6 +343,50 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
     assert "strict" in result.stdout
     assert "greedy" in result.stdout
     assert "settings from" in result.stderr.replace("\n", " ")
+
+
+def test_words_that_are_not_utf_8_are_one_sentence_before_anything_is_loaded(groupwise, monkeypatch):
+    """The system hands the shell's other bytes over as halves of characters, which no tokenizer takes."""
+    monkeypatch.setattr("groupwise.chat.make_speaker", lambda *_: pytest.fail("the model was loaded"))
+    for words, what in ((["caf\udce9"], "the prompt"), (["hello", "--system", "caf\udce9"], "the system prompt")):
+        result = groupwise("generate", "smollm2-135m-instruct", *words)
+        assert result.exit_code == 2
+        assert f"{what} 'caf\\udce9' is not UTF-8 text: write it in UTF-8" in result.stderr
+
+
+def test_a_line_and_a_turn_that_are_not_utf_8_are_told(speaker, monkeypatch):
+    """In the C locale standard input gives halves of characters too. A conversation goes on."""
+    with pytest.raises(ConfigError, match=r"the prompt .* is not UTF-8 text"):
+        answer_lines(speaker, ["caf\udce9"], io.StringIO())
+    told, out = iter(["one", "caf\udce9", "/exit"]), io.StringIO()
+    monkeypatch.setattr("builtins.input", lambda _: next(told))
+    converse(speaker, out)
+    assert "is not UTF-8 text" in out.getvalue()
+    assert "forgotten" not in out.getvalue()
+    assert [message["content"] for message in speaker.messages[:1]] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", "NAME.jsonl"),
+        ("data", "prepare", "arithmetic", "NAME", "data.arithmetic.problems=5", "data.holdout=2"),
+        ("data", "inspect", "NAME.jsonl"),
+        ("plan", "quickstart", "model.name=NAME"),
+        ("train", "quickstart", "--dry-run", "output.folder=NAME"),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_file_is_one_sentence(groupwise, words):
+    result = groupwise(*(word.replace("NAME", "n" * 300) for word in words))
+    assert result.exit_code == 2
+    assert re.fullmatch(r"groupwise: the name 'n{40}\.\.\.' of 3\d\d bytes is too long for a file: shorten it\n", result.stderr)
+
+
+def test_a_name_as_long_as_a_file_s_may_be_is_written(tmp_path):
+    longest = tmp_path / f"{'é' * 120}{'x' * 9}.jsonl"
+    assert len(longest.name.encode()) == 255
+    write_bytes(longest, b"whole")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(longest.name, b"whole")]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -32,7 +33,10 @@ Any setting can be changed on the way, as in: groupwise train quickstart trainin
 
 
 class Door(TyperGroup):
-    """Lets a user's mistake leave as one sentence and its exit code, and Ctrl-C as 130; GROUPWISE_DEBUG=1 shows the traceback."""
+    """Lets a user's mistake leave as one sentence and its exit code, and Ctrl-C as 130; GROUPWISE_DEBUG=1 shows the traceback.
+
+    A name that no file may have is told here, since every command looks for files of names that it is given.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -45,6 +49,13 @@ class Door(TyperGroup):
 
                 typer.echo(f"groupwise: {message(error)}", err=True)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG or os.environ.get("GROUPWISE_DEBUG") == "1":
+                raise
+            name = max(str(error.filename).split(os.sep), key=len)
+            length = len(os.fsencode(name))
+            typer.echo(f"groupwise: the name '{name[:40]}...' of {length} bytes is too long for a file: shorten it", err=True)
+            raise typer.Exit(2) from None
         except Exception as error:
             if (
                 type(error).__name__ != "NoSuchOption" or (written := _as_setting(error)) is None

@@ -58,10 +58,11 @@ def generate(
     if many and (prompt is not None or sys.stdin.isatty()):
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
     start_processes(num_processes)
-    from groupwise.chat import answer_lines, answer_lines_together, make_speaker, settings_to_ask
+    from groupwise.chat import answer_lines, answer_lines_together, check_text, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model
     from groupwise.training.short_memory import explain_short_memory
 
+    check_text(prompt or "", "the prompt")
     options = [f"model.device_map={device_map}"] if device_map else []
     options += ["model.trust_remote_code=true"] if trust_remote_code else []
     config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
@@ -161,8 +162,14 @@ def converse(speaker: Speaker, out: TextIO) -> None:
 
 
 def _turn(speaker: Speaker, question: str, out: TextIO) -> None:
+    from groupwise.chat import check_text
     from groupwise.errors import ConfigError
 
+    try:
+        check_text(question, "the prompt")
+    except ConfigError as unreadable:
+        out.write(f"({unreadable})\n")
+        return
     try:
         speaker.answer(question, out)
     except KeyboardInterrupt:
