@@ -13,9 +13,10 @@ import pytest
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
 from groupwise.metrics import values
-from groupwise.rewards import RewardSuite, calling
+from groupwise.rewards import RewardSuite, calling, sandbox
 from groupwise.rewards.calling import Background
 from groupwise.rewards.processes import _Worker
+from groupwise.training.seeds import seed_generators
 from tests.waiting import comes
 
 from .conftest import make_completions, make_prompt
@@ -74,6 +75,37 @@ def mischief(reward_file, tmp_path):
         suite.close()
 
 
+CHANCE = """
+import random
+import numpy as np
+import torch
+
+def chance(completions, **columns):
+    return [random.random() + np.random.rand() + torch.rand(1).item() for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("isolate", ["process", "sandbox"])
+def test_what_it_draws_follows_from_the_run_s_seed_and_the_step(reward_file, isolate):
+    """Whichever process makes a call; and calls differ from each other, though each in a sandbox begins from the same state."""
+    if isolate == "sandbox" and sandbox.refusal():
+        pytest.skip(f"no sandbox on this machine: {sandbox.refusal()}")
+    entry = RewardFunctionConfig(function=f"{reward_file(CHANCE)}:chance", isolate=isolate, scope="completion")
+
+    def drawn(seed, number, processes):
+        suite = RewardSuite.from_config(RewardsConfig(functions=[entry], processes=processes), "xml")
+        try:
+            seed_generators(seed, number)
+            return [reward for group in step(suite, *"abcdef").groups for reward in group.rewards]
+        finally:
+            suite.close()
+
+    first = drawn(3, 5, processes=2)
+    assert len(set(first)) == len(first) == 6
+    assert drawn(3, 5, processes=1) == first
+    assert not set(first) & {*drawn(3, 6, processes=2), *drawn(4, 5, processes=1)}
+
+
 def step(suite, *texts):
     return suite.score_all([(make_prompt(), make_completions(text)) for text in texts])
 
@@ -98,9 +130,9 @@ def limits_only_for(monkeypatch):
     def change(*texts):
         ask = _Worker.ask
 
-        def ask_with_patience(worker, name, keywords, timeout_s):
+        def ask_with_patience(worker, name, keywords, timeout_s, seed):
             assert timeout_s is not None
-            return ask(worker, name, keywords, timeout_s if keywords["completions"][0][0]["content"] in texts else None)
+            return ask(worker, name, keywords, timeout_s if keywords["completions"][0][0]["content"] in texts else None, seed)
 
         monkeypatch.setattr(_Worker, "ask", ask_with_patience)
 

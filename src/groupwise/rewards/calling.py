@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import queue
+import random
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -154,9 +155,11 @@ class RewardCaller:
         call only then; ``forget`` cancels it if it has not begun. Leaving the block cancels all that have not begun.
         """
         started: dict[int, Future[object]] = {}
+        # From this process's generator, which a step seeds, and in the order of calls, whichever process makes one.
+        seeds = {index: random.getrandbits(56) for index, call in enumerate(calls) if call.reward.isolate}
 
         def invoke(index: int) -> object:
-            return self._invoke(calls[index], self.arguments.keywords(calls[index], batch))
+            return self._invoke(calls[index], self.arguments.keywords(calls[index], batch), seeds.get(index))
 
         def ask(index: int) -> Answers:
             result = started[index].result if index in started else lambda: invoke(index)
@@ -177,10 +180,10 @@ class RewardCaller:
                     started[index] = side_by_side.submit(lambda index=index: invoke(index))  # type: ignore[misc]
             yield ask, forget
 
-    def _invoke(self, call: Call, keywords: Mapping[str, object]) -> object:
+    def _invoke(self, call: Call, keywords: Mapping[str, object], seed: int | None) -> object:
         limit = time_limit(call, self.timeout_s)
         if call.reward.isolate:
-            return self.processes.call(call.reward.name, keywords, limit)
+            return self.processes.call(call.reward.name, keywords, limit, seed)
         return call_with_limit(call.reward.function, keywords, limit)
 
 

@@ -17,6 +17,7 @@ import math
 import numbers
 import os
 import pickle
+import random
 import select
 import signal
 import struct
@@ -87,11 +88,23 @@ def load(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[..., An
     return {name: load_reward(RewardFunctionConfig(**entry)).function for name, entry in entries.items()}
 
 
-def answer(function: Callable[..., Any], keywords: Mapping[str, object]) -> bytes:
+def seed_generators(seed: int | None) -> None:
+    """Python's, and those of numpy and torch where they have been imported."""
+    if seed is None:
+        return
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
+def answer(function: Callable[..., Any], keywords: Mapping[str, object], seed: int | None) -> bytes:
     from groupwise.importing import in_one_line
     from groupwise.rewards.calling import CallRaised, call_with_limit
 
     try:
+        seed_generators(seed)
         return written("returned", call_with_limit(function, keywords, None))
     except CallRaised as raised:
         return written("raised", str(raised))
@@ -100,10 +113,15 @@ def answer(function: Callable[..., Any], keywords: Mapping[str, object]) -> byte
 
 
 def answer_in_walls(
-    walls: ModuleType, function: Callable[..., Any], keywords: Mapping[str, object], timeout_s: float | None, most: int
+    walls: ModuleType,
+    function: Callable[..., Any],
+    keywords: Mapping[str, object],
+    timeout_s: float | None,
+    seed: int | None,
+    most: int,
 ) -> bytes:
     try:
-        return bytes(walls.contained(lambda: answer(function, keywords), timeout_s, most))
+        return bytes(walls.contained(lambda: answer(function, keywords, seed), timeout_s, most))
     except walls.Late:
         return written("late")
     except walls.Ended as ended:
@@ -123,14 +141,14 @@ def serve(requests: int, replies: int, path: Sequence[str], walls: ModuleType | 
     write_reply(replies, 0, written("ready"))
     while True:
         try:
-            (number, name, keywords, timeout_s), length = read_message(requests)
+            (number, name, keywords, timeout_s, seed), length = read_message(requests)
         except EOFError:
             return
         if walls is not None:
-            body = answer_in_walls(walls, functions[name], keywords, timeout_s, least_bytes + bytes_per_byte * length)
+            body = answer_in_walls(walls, functions[name], keywords, timeout_s, seed, least_bytes + bytes_per_byte * length)
         else:
             die_after(None if timeout_s is None else timeout_s + grace_s)
-            body = answer(functions[name], keywords)
+            body = answer(functions[name], keywords, seed)
             die_after(None)
         write_reply(replies, number, body)
 

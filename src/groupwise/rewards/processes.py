@@ -121,10 +121,10 @@ class _Worker:
         self.reusable = True
         return reply
 
-    def ask(self, name: str, keywords: Mapping[str, object], timeout_s: float | None) -> object:
+    def ask(self, name: str, keywords: Mapping[str, object], timeout_s: float | None, seed: int | None) -> object:
         """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``reusable`` says whether the process can be used on."""
         self._number += 1
-        request = pickle.dumps((self._number, name, dict(keywords), timeout_s))
+        request = pickle.dumps((self._number, name, dict(keywords), timeout_s, seed))
         self._most = LEAST_BYTES + BYTES_PER_BYTE * len(request)
         self._asked.release()
         self._send(request)
@@ -174,8 +174,10 @@ class ProcessPool:
         self._alive: set[_Worker] = set()
         self._finalizer = weakref.finalize(self, _kill_all, self._alive)  # at exit too
 
-    def call(self, name: str, keywords: Mapping[str, object], timeout_s: float | None) -> object:
+    def call(self, name: str, keywords: Mapping[str, object], timeout_s: float | None, seed: int | None = None) -> object:
         """What the function returned. Waits for a free process first; that and its start do not count to the limit.
+
+        ``seed``: of the generators there, Python's and those of numpy and torch where its file imports them; None leaves them.
 
         Raises ``CallTimedOut``, or ``CallRaised`` where the function raised, ended its process, or could not be sent its keywords.
         """
@@ -188,7 +190,7 @@ class ProcessPool:
         try:
             if worker is None or worker.owner != os.getpid() or worker.process.poll() is not None:
                 worker = self._start(worker, kind)
-            return worker.ask(name, keywords, timeout_s)
+            return worker.ask(name, keywords, timeout_s, seed)
         except (CallTimedOut, _Ended):
             self.killed[name] += 1
             if worker is not None and not worker.reusable:

@@ -14,8 +14,8 @@ __all__ = ["seed_generators", "seed_noise"]
 
 
 def seed_generators(seed: int, step: int) -> None:
-    """Seed the generators of Python, numpy and torch for one step: a reward function that draws from them repeats its numbers
-    (one that is isolated draws in a process of its own, which is not seeded)."""
+    """Seed the generators of Python, numpy and torch for one step: a reward function that draws from them repeats its numbers. Calls of
+    isolated ones are seeded from Python's (``rewards/calling.py``)."""
     number = _number(f"step/{seed}/{step}")
     random.seed(number)
     np.random.seed(number % 2**32)
