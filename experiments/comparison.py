@@ -86,7 +86,7 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
         jobs = 0 if options.finished else options.jobs
         chosen = comparison.chosen(options.variants)
         settings = [*comparison.settings, *options.set]
-        same = {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal}
+        same = {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal, "before": comparison.before}
         kept = read_numbers(comparison.name, options.out) if options.beside else None
         if kept is not None:
             _check_comparable(kept, {**same, "budget": budget.to_json()})  # before hours of runs
@@ -103,7 +103,8 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """``found`` with the runs that ``kept`` has of the same variants and of other seeds.
 
-    Raises SystemExit where budget, settings, recipe or the warm start of a seed differ: such runs are not to be compared.
+    Raises SystemExit where budget, settings, recipe, what is called before warm starts, or the warm start of a seed differ: such runs are
+    not to be compared.
     """
     _check_comparable(kept, found)
     for key in kept["starts"].keys() & found["starts"].keys():
@@ -112,10 +113,12 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
                 f"--beside: the runs of seed {key} that are there began with another warm start than these: run all of that seed again"
             )
     variants = {**kept["variants"], **found["variants"]}
+    made = {name: _made(found, name, _made(kept, name)) for name in variants}
     seeds = sorted({*kept["seeds"], *found["seeds"]})
     runs = {}
     for name, settings in variants.items():
-        old = kept["runs"].get(name, {}) if kept["variants"].get(name) == settings else {}
+        same = kept["variants"].get(name) == settings and _made(kept, name, made[name]) == made[name]
+        old = kept["runs"].get(name, {}) if same else {}
         each = {**old, **found["runs"].get(name, {})}
         if each:
             runs[name] = {str(seed): each[str(seed)] for seed in seeds if str(seed) in each}
@@ -128,6 +131,7 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         "seeds": seeds,
         "runs": runs,
         "variants": variants,
+        "made": {name: how for name, how in made.items() if how is not None},
         "missing": [
             pair
             for seed in seeds
@@ -137,8 +141,14 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _made(numbers: Mapping[str, Any], name: str, unsaid: Any = None) -> Any:
+    """``Variant.made`` of the variant; ``unsaid`` where ``numbers`` do not say it, as those of earlier versions."""
+    return numbers.get("made", {}).get(name, unsaid)
+
+
 def _check_comparable(kept: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    for key in ("budget", "settings", "recipe", "equal"):
+    later = [key for key in ("before",) if key in kept]  # files of earlier versions do not say it
+    for key in ("budget", "settings", "recipe", "equal", *later):
         if kept.get(key) != found.get(key):
             raise SystemExit(f"--beside: the runs that are there had {key} {kept.get(key)}, these have {found.get(key)}")
 

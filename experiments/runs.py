@@ -86,6 +86,11 @@ class Variant:
     before: str | None = None
     """``Job.before`` of its runs; that of warm starts is the comparison's."""
 
+    @property
+    def made(self) -> dict[str, Any]:
+        """What its numbers depend on beside settings."""
+        return {"accumulated": self.accumulated, "before": self.before}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -192,6 +197,7 @@ def run_all(
             if (found := {str(s): _result(runs[v.name, s]) for s in seeds if runs[v.name, s].done})
         },
         "variants": {v.name: [*v.start, *v.settings] for v in variants},
+        "made": {v.name: v.made for v in variants},
         "missing": [f"{v.name}-{seed}" for seed in seeds for v in variants if not runs[v.name, seed].done],
         "failed": failed,
         "environment": json.loads(Path(finished[-1].result).read_text(encoding="utf-8"))["environment"],

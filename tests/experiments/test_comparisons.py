@@ -31,6 +31,8 @@ def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_chang
     numbers = call([Variant("grpo", ("algorithm.preset=grpo",)), Variant("rloo", ("algorithm.preset=rloo",))])
     assert carried_out == ["warm-start-0", "grpo-0", "rloo-0"]
     assert numbers["failed"] == numbers["missing"] == []
+    assert numbers["made"] == {name: {"accumulated": 1, "before": None} for name in ("grpo", "rloo")}
+    assert Variant("other", accumulated=6, before="m:f").made == {"accumulated": 6, "before": "m:f"}
     both = [numbers["runs"][name]["0"] for name in ("grpo", "rloo")]
     assert both[0]["curves"]["reward/mean"][0] == both[1]["curves"]["reward/mean"][0], "the same model, problems and samples"
     assert all(len(run["curves"]["accuracy/strict"]) == 2 for run in both)
@@ -136,6 +138,24 @@ def test_runs_of_other_seeds_and_variants_are_kept_beside_new_ones():
         beside(kept, {**found, "starts": elsewhere})
     own = {**kept, "start_of": {"changed": "-own", "old": "-own"}, "starts": {**kept["starts"], "0-own": kept["starts"]["0"]}}
     assert beside(own, found)["start_of"] == {"old": "-own"}, "a variant that ran again begins where it says itself"
+
+
+def test_runs_that_were_made_otherwise_are_not_kept_beside():
+    """By other sums of batches, or by what no setting says. A file of earlier versions does not say it, and its runs are kept."""
+    same = {"recipe": "quickstart", "equal": "steps", "start_of": {}, "missing": []}
+    kept, found = ({**made_up([30, 40]), **same, "made": {"grpo": {"accumulated": 1, "before": None}}} for _ in range(2))
+    found |= {"seeds": [1], "runs": {"grpo": {"1": found["runs"]["grpo"]["1"]}}}
+    assert list(beside(kept, found)["runs"]["grpo"]) == ["0", "1"]
+    for otherwise in ({"accumulated": 6, "before": None}, {"accumulated": 1, "before": "m:f"}):
+        both = beside(kept, {**found, "made": {"grpo": otherwise}})
+        assert (list(both["runs"]["grpo"]), both["missing"], both["made"]) == (["1"], ["grpo-0"], {"grpo": otherwise})
+    earlier = {name: of for name, of in kept.items() if name != "made"}
+    assert list(beside(earlier, found)["runs"]["grpo"]) == ["0", "1"]
+    other = {**kept, "variants": {"old": []}, "runs": {"old": kept["runs"]["grpo"]}, "made": {"old": {"accumulated": 6}}}
+    assert beside(other, found)["made"] == {"old": {"accumulated": 6}, **found["made"]}
+    with pytest.raises(SystemExit, match="the runs that are there had before m:f, these have None"):
+        beside({**kept, "before": "m:f"}, {**found, "before": None})
+    assert beside(kept, {**found, "before": "m:f"})["before"] == "m:f", "a file of earlier versions does not say it"
 
 
 def test_what_cannot_stand_beside_is_said_before_any_run(tmp_path, monkeypatch):
