@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from groupwise.tracking.environment import code_revision, installed_version, usable_cpus
+from groupwise.tracking.environment import code_revision, installed_version, processor_name, usable_cpus
 
 __all__ = [
     "FIGURES",
@@ -90,7 +90,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "code": code_revision(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": usable_cpus(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
@@ -145,16 +145,6 @@ def _parts(page: Path, name: str) -> tuple[str, str, str]:
 
 def _mark(name: str) -> str:
     return f"<!-- {name} -->"
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else platform.machine()
 
 
 def _short_lists(text: str) -> str:

@@ -28,6 +28,8 @@ __all__ = ["EXPERIMENT", "beside", "draw", "measure", "report"]
 WATTS = 30
 """Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W."""
 VERDICTS = ("strict", "lenient")
+MACHINE = ("processor", "cores", "torch", "transformers")
+"""What is said of the machine of a run."""
 
 
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
@@ -49,8 +51,11 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
             _check_same(f"{key} before training", (row[key] for row in firsts))
         _check_same("data before training", map(_data, firsts))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
-    again = {run["seed"] for run in kept["runs"] if run["seed"] in seeds and run not in found["runs"]}
-    runs = [*found["runs"], *(run for run in kept["runs"] if run["seed"] not in seeds)]
+    measured = [{**run, "machine": None} for run in found["runs"]]
+    again = {run["seed"] for run in kept["runs"] if run["seed"] in seeds and {**run, "machine": None} not in measured}
+    there = {key: value for key, value in kept.get("environment", {}).items() if key in MACHINE}  # of runs that do not say theirs
+    kept_runs = [{**run, "machine": run.get("machine") or there} for run in kept["runs"] if run["seed"] not in seeds]
+    runs = [*found["runs"], *kept_runs]
     first = next((numbers["judged"][0] for numbers in (found, kept) if numbers["judged"]), None)
     others = [row for row in kept["judged"][1:] if row["model"] not in models and _number(row["model"]) not in again]
     judged = [] if first is None else [first, *sorted([*others, *found["judged"][1:]], key=lambda row: _number(row["model"]))]
@@ -90,6 +95,7 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "batch": [rollout["prompts_per_step"], rollout["completions_per_prompt"], rollout["max_completion_tokens"]],
         "revision": str(code.get("revision", "unknown"))[:7],
         "date": str(run.environment.get("started", "unknown"))[:10],
+        "machine": _machine(run.environment),
         "seconds": (run.summary or {}).get("seconds"),
         "step_seconds": sum(value for _, value in run.series("time/step_s")),
         "sampled_tokens": round(tokens),
@@ -98,6 +104,18 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "change": {key: paired_comparison(greedy[0][1], greedy[-1][1], key=key) for key in VERDICTS},
         "accuracy": [value for _, value in run.series("accuracy/strict")],
         "tokens": [value for _, value in run.series("completions/tokens_mean")],
+    }
+
+
+def _machine(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a run's environment.json says of its machine, in the words of ``environment``; None where it does not."""
+    if found.get("usable_cpus") is None:
+        return None
+    processor = ", ".join(found.get("accelerators") or [found.get("processor", "unknown")])
+    return {
+        "processor": processor,
+        "cores": found["usable_cpus"],
+        **{name: found.get(name) for name in ("torch", "transformers")},
     }
 
 
@@ -165,12 +183,23 @@ def report(numbers: Mapping[str, Any]) -> str:
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
         parts.append(f"Seed {run['seed']}, first to last, problem by problem, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
-    found = numbers["environment"]
     parts.append(
-        f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {found['processor']}, "
-        f"{found['cores']} cores, torch {found['torch']}, transformers {found['transformers']}."
+        f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {_machines(numbers)}."
     )
     return "\n\n".join(parts)
+
+
+def _machines(numbers: Mapping[str, Any]) -> str:
+    """The machine of all runs, or of each where they differ; in files of earlier versions they do not say theirs."""
+    seeds: dict[str, list[str]] = {}
+    for run in numbers["runs"]:
+        found = run.get("machine") or numbers["environment"]
+        place = f"{found['processor']}, {found['cores']} cores, torch {found['torch']}, transformers {found['transformers']}"
+        seeds.setdefault(place, []).append(f"seed {run['seed']}")
+    if len(seeds) == 1:
+        return next(iter(seeds))
+    said = "; ".join(f"{', '.join(of)}: {place}" for place, of in seeds.items())
+    return said[0].upper() + said[1:]
 
 
 def _costs(runs: Sequence[Mapping[str, Any]]) -> str:

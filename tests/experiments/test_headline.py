@@ -137,6 +137,44 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 
 
+def on_machine(run, to, seed, **place):
+    """A copy of the run as another seed, of this place."""
+    shutil.copytree(run, to)
+    (to / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 3", f"seed: {seed}"))
+    known = json.loads((to / "environment.json").read_text())
+    there = {"processor": "EPYC", "usable_cpus": 2, "accelerators": [], "torch": "2.13.0", "transformers": "5.17.0"}
+    (to / "environment.json").write_text(json.dumps({**known, **there, **place}))
+    return to
+
+
+def test_the_table_names_the_machine_of_each_run(run, tmp_path):
+    """And not the one on which the table was made, as long as the runs say theirs."""
+    here = {"processor": "here", "cores": 9, "torch": "1", "transformers": "1"}
+    folders = [on_machine(run, tmp_path / f"seed-{seed}0", seed) for seed in (0, 1)]
+    numbers = {**headline.measure(folders), "environment": here}
+    assert headline.report(numbers).endswith("machine. EPYC, 2 cores, torch 2.13.0, transformers 5.17.0.")
+    other = headline.measure([on_machine(run, tmp_path / "seed-20", 2, accelerators=["H100"], usable_cpus=16)])
+    both = headline.beside(numbers, {**other, "environment": {**here, "processor": "there"}})
+    assert headline.report(both).endswith(
+        "machine. Seed 0, seed 1: EPYC, 2 cores, torch 2.13.0, transformers 5.17.0; "
+        "seed 2: H100, 16 cores, torch 2.13.0, transformers 5.17.0."
+    )
+
+
+def test_a_run_of_a_file_that_did_not_say_machines_keeps_its_file_s(run, tmp_path):
+    here = {"processor": "here", "cores": 9, "torch": "1", "transformers": "1"}
+    kept = {**headline.measure([run]), "environment": here}
+    assert kept["runs"][0].pop("machine") is None, "its folder does not know"
+    assert headline.report(kept).endswith("machine. here, 9 cores, torch 1, transformers 1.")
+    found = headline.measure([on_machine(run, tmp_path / "seed-40", 4)]) | {"environment": {**here, "processor": "there"}}
+    assert "Seed 3: here, 9 cores, torch 1, transformers 1; seed 4: EPYC, 2 cores" in headline.report(
+        headline.beside(kept, found)
+    )
+    judged = [{"model": "before", "n": 20, "data": "sums"}, {"model": "seed-3"}]
+    again = headline.beside({**kept, "judged": judged}, {**headline.measure([run]), "environment": here})
+    assert again["judged"] == judged, "the same run, whose machine is said now, has the same model"
+
+
 def test_what_is_no_further_seed_does_not_stand_beside(run, tmp_path):
     records = tmp_path / "judged.jsonl"
     write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])

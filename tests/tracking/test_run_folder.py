@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import platform
 import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ import yaml
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
-from groupwise.tracking.environment import code_revision
+from groupwise.tracking.environment import code_revision, processor_name
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -28,6 +30,14 @@ def test_it_holds_the_resolved_config_and_the_environment(tmp_path):
     assert environment["command"] == ["groupwise", "train", "quickstart"]
     assert environment["python"] == sys.version.split()[0]
     assert {"torch", "transformers", "groupwise", "platform", "cpus", "usable_cpus", "code"} <= environment.keys()
+    assert environment["processor"] == processor_name()
+
+
+def test_a_processor_is_called_what_linux_calls_it(monkeypatch):
+    about = "processor\t: 0\nmodel name\t: AMD EPYC\nprocessor\t: 1\nmodel name\t: AMD EPYC\n"
+    for text, name in ((about, "AMD EPYC"), ("model name\t:\n", platform.machine())):
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text, **_: text)
+        assert processor_name() == name
 
 
 def test_it_refuses_a_folder_that_holds_something_and_leaves_it_alone(tmp_path):

@@ -17,7 +17,7 @@ import psutil
 from groupwise.models.native.build import kernels
 from groupwise.tracking.text import hide_secrets_in_command
 
-__all__ = ["code_revision", "describe_environment", "installed_version"]
+__all__ = ["code_revision", "describe_environment", "installed_version", "processor_name", "usable_cpus"]
 
 
 class Revision(TypedDict):
@@ -38,7 +38,7 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, obje
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := installed_version(name))},
         "platform": platform.platform(),
-        "processor": platform.machine(),
+        "processor": processor_name(),
         "cpus": os.cpu_count(),
         "usable_cpus": usable_cpus(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -55,6 +55,16 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def processor_name() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.machine()
 
 
 def usable_cpus() -> int | None:
