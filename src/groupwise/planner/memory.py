@@ -83,9 +83,7 @@ def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
     for prompt, count in set(batch.groups):
         for length, prefix, sequences in ((prompt, 0, 1), (batch.completion - 1, prompt, count)):
             shared = range(0, min(length, ATTENTION_SCORES // QUERY_BLOCK), QUERY_BLOCK)
-            last = (
-                max(0, length - 1) // QUERY_BLOCK * QUERY_BLOCK
-            )  # the widest, and beyond the shared ones each holds one sequence
+            last = max(0, length - 1) // QUERY_BLOCK * QUERY_BLOCK  # the widest of those that hold one sequence each
             for offset in (*shared, *range(last, length, QUERY_BLOCK)):
                 end = min(length, offset + QUERY_BLOCK)
                 width = prefix + end
