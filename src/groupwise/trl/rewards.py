@@ -84,9 +84,9 @@ class _Arguments(RewardArguments):
 
 
 class _Caller(RewardCaller):
-    def _invoke(self, call: Call, keywords: Mapping[str, object]) -> object:
+    def _invoke(self, call: Call, keywords: Mapping[str, object], seed: int | None) -> object:
         """The call's result, with None for NaN, which TRL takes for the same."""
-        result = super()._invoke(call, keywords)
+        result = super()._invoke(call, keywords, seed)
         listed = result.tolist() if hasattr(result, "tolist") else result
         return [None if _is_nan(score) else score for score in listed] if isinstance(listed, list | tuple) else listed
 
