@@ -86,7 +86,12 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
         jobs = 0 if options.finished else options.jobs
         chosen = comparison.chosen(options.variants)
         settings = [*comparison.settings, *options.set]
-        same = {"settings": settings, "recipe": comparison.recipe, "equal": comparison.equal, "before": comparison.before}
+        same = {
+            "settings": [_without_place(setting) for setting in settings],
+            "recipe": comparison.recipe,
+            "equal": comparison.equal,
+            "before": comparison.before,
+        }
         kept = read_numbers(comparison.name, options.out) if options.beside else None
         if kept is not None:
             _check_comparable(kept, {**same, "budget": budget.to_json()})  # before hours of runs
@@ -98,6 +103,12 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
             numbers = beside(kept, numbers)
     publish(comparison.experiment, numbers, options.out)
     return numbers
+
+
+def _without_place(setting: str) -> str:
+    """The setting without a place of this machine, which nobody else has: ``model.name=FOLDER``."""
+    name, _, value = setting.partition("=")
+    return f"{name}=FOLDER" if Path(value).is_absolute() else setting
 
 
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import groupwise
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, PAGE, describe, read_block, read_numbers
-from experiments.comparison import beside, compare, difference, draw, held_out, newcombe_interval, pooled, report
+from experiments.comparison import _without_place, beside, compare, difference, draw, held_out, newcombe_interval, pooled, report
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
 from experiments.learning_curves import COMPARISON as CURVES
@@ -261,3 +261,8 @@ def test_pages_show_the_numbers_that_are_committed(comparison):
     numbers = read_numbers(comparison.name)
     assert block == comparison.experiment.report(numbers)
     assert set(numbers["failed"]) <= set(numbers["missing"])
+
+
+def test_places_of_this_machine_are_not_written_into_results(tmp_path):
+    kept = ["training.seed=0", "model.name=smollm2-135m-instruct", "algorithm.kl={beta: 0.04}", "data.folder=data"]
+    assert [_without_place(setting) for setting in [*kept, f"model.name={tmp_path}"]] == [*kept, "model.name=FOLDER"]
