@@ -14,7 +14,6 @@ __all__ = [
     "QUERY_BLOCK",
     "ZERO_BUCKET",
     "logit_columns",
-    "whole_logit_rows",
 ]
 
 PREFILL_TOKENS = 4096
@@ -34,7 +33,7 @@ _ALIGNED_COLUMNS = 64
 LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
 """rows at a time: on CPUs so that the fp32 copy of a tile (8 MiB) stays in the cache;"""
 LOGIT_GRADIENT_ELEMENTS = 2**25
-"""most elements of the gradient of a slice's logits over all rows, or of some rows' whole logits, in the weights' dtype."""
+"""most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
 GRADIENT_BUCKET = 16 * 2**20
 """Numbers of gradients that processes with whole weights add up in one message: 64 MiB in fp32."""
 ZERO_BUCKET = 50_000_000
@@ -45,8 +44,3 @@ def logit_columns(rows: int, device: str) -> int:
     """Columns of a slice of the vocabulary over ``rows`` rows, on ``cpu`` or ``cuda``."""
     width = max(MIN_LOGIT_COLUMNS, min(LOGIT_COLUMNS, LOGIT_GRADIENT_ELEMENTS // max(1, rows)))
     return width if device == "cpu" else width // _ALIGNED_COLUMNS * _ALIGNED_COLUMNS
-
-
-def whole_logit_rows(vocabulary: int) -> int:
-    """Rows whose logits over a whole vocabulary are computed at a time, on CPUs, where the head takes no gradient."""
-    return max(1, min(LOGIT_ROWS["cpu"], LOGIT_GRADIENT_ELEMENTS // vocabulary))

@@ -12,9 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise import limits
 from groupwise.models import logprobs
 from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from groupwise.models.native import build
 
 VOCABULARY, WIDTH, ROWS, SLICE = 53, 12, 5, 11
 """A vocabulary, a model width, and the rows and columns of one tile."""
+
+
+needs_kernels = pytest.mark.skipif(build.kernels().library is None, reason=f"no kernels: {build.kernels().description}")
 
 
 @pytest.fixture(autouse=True)
@@ -92,28 +96,32 @@ def test_only_the_gradient_that_is_asked_for(needed: str) -> None:
     torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
 
 
+@needs_kernels
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 3 * ROWS + 2])
-def test_a_frozen_head_gives_the_gradient_of_the_whole(tokens: int, temperature: float) -> None:
+@pytest.mark.parametrize("tokens", [0, 1, ROWS, 3 * ROWS + 2])
+def test_a_frozen_head_says_what_the_pass_without_gradients_says(tokens: int, temperature: float) -> None:
     hidden, weight, targets, grad = inputs(tokens)
-    ours, expected = (
-        token_logprobs(hidden, weight.detach(), targets, temperature),
-        plain_logprobs(hidden, weight, targets, temperature),
-    )
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    (want,) = torch.autograd.grad(expected, hidden, grad.double())
-    (got,) = torch.autograd.grad(ours, hidden, grad)
-    assert (got - want).norm() <= 1e-5 * want.norm()
+    narrow, head = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16()
+    ours = token_logprobs(narrow, head, targets, temperature)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(narrow, head, targets, temperature), ours), "to the last bit: a KL of 0 is 0"
+    exact = narrow.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(plain_logprobs(exact, head, targets, temperature), exact, grad.double())
+    (got,) = torch.autograd.grad(ours, narrow, grad)
+    assert (got - want).norm() <= 0.02 * want.norm()
 
 
+@needs_kernels
 def test_a_frozen_head_is_multiplied_twice_and_a_trained_one_four_times() -> None:
     hidden, weight, targets, grad = inputs(3 * ROWS)
     for frozen, products in ((True, 2), (False, 4)):
+        narrow, head = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_(not frozen)
         with Products() as seen:
-            token_logprobs(hidden, weight.detach() if frozen else weight, targets).backward(grad)
+            token_logprobs(narrow, head, targets).backward(grad)
         assert seen.multiplied == products * 3 * ROWS * VOCABULARY * WIDTH
 
 
+@needs_kernels
 @pytest.mark.parametrize("certain", [0.0, 12.0])
 def test_a_frozen_narrow_head_is_as_exact_as_a_trained_one(certain: float) -> None:
     """``certain`` is added to the target's logit: where p is near 1, its gradient must not be what bf16 leaves of 1 - p."""
@@ -189,7 +197,7 @@ def test_nothing_of_tokens_times_vocabulary_is_made() -> None:
     assert seen.elements >= VOCABULARY * WIDTH  # the backward pass was watched too: it makes the weight's gradient
     assert seen.elements <= max(ROWS * VOCABULARY, VOCABULARY * WIDTH, tokens * WIDTH)
     with Largest() as frozen:
-        token_logprobs(hidden, weight.detach(), targets, 0.9).backward(grad)
+        token_logprobs(hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16(), targets, 0.9).backward(grad)
     assert frozen.elements <= max(ROWS * VOCABULARY, VOCABULARY * WIDTH, tokens * WIDTH)
     with Largest() as whole:
         plain_logprobs(hidden, weight, targets, 0.9)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns, whole_logit_rows
+from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
 from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
 from groupwise.models.ops import kernels_fit, triton_kernels
@@ -118,10 +118,19 @@ def _take_by_kernels(
     """Like ``_take``, on logits in the weights' own dtype."""
     for rows in _row_tiles(hidden):
         for columns in _slices(len(weight), len(targets), hidden.device):
-            logits = hidden[rows] @ weight[columns].t()
-            inside, place = _place(targets[rows], columns)
-            chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
-            native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
+            _take_slice(hidden, weight, targets, temperature, chosen, top, total, weighted, rows, columns)
+
+
+def _take_slice(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
+    weighted: Tensor | None, rows: slice, columns: slice,
+) -> Tensor:  # fmt: skip
+    """Of some rows and one slice of the vocabulary; returns their logits, before the temperature."""
+    logits = hidden[rows] @ weight[columns].t()
+    inside, place = _place(targets[rows], columns)
+    chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
+    native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
+    return logits
 
 
 def _take(
@@ -213,47 +222,34 @@ def _logit_gradient(
 
 
 class _FrozenHead(Function):
-    """Log-probabilities by a head that takes no gradient: two products in place of three.
+    """Log-probabilities by a head that takes no gradient: two products in place of three. Only where the kernels fit.
 
-    d log p(target) / d hidden = (weight[target] - sum over v of p(v) weight[v]) / temperature. It is kept, as large as ``hidden``.
+    d log p(target) / d hidden = (weight[target] - sum over v of p(v) weight[v]) / temperature. It is kept, as large as ``hidden``. The
+    log-probabilities are those of ``_forward`` to the last bit, so that a reference that is the same model has a KL of exactly 0.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        slopes = torch.empty_like(hidden)
-        step = whole_logit_rows(len(weight))
-        for rows in (slice(start, start + step) for start in range(0, len(hidden), step)):
-            logits = hidden[rows] @ weight.t()
-            logprobs[rows] = _to_slopes(logits, targets[rows], temperature)
-            torch.mm(logits, weight, out=slopes[rows])
-        ctx.save_for_backward(slopes)
-        return logprobs
+        chosen = torch.empty(len(targets), dtype=torch.float32)
+        top, total = torch.full_like(chosen, float("-inf")), torch.zeros_like(chosen)
+        slopes = torch.empty(hidden.shape, dtype=torch.float32)
+        columns = list(_slices(len(weight), len(targets), hidden.device))
+        for rows in _row_tiles(hidden):
+            logits: list[Tensor] = []
+            for part in columns:
+                logits.append(_take_slice(hidden, weight, targets, temperature, chosen, top, total, None, rows, part))
+            normaliser, one = top[rows] + total[rows].log(), torch.full_like(total[rows], 1 / temperature)
+            slopes[rows] = 0
+            for part, tile in zip(columns, logits, strict=True):
+                native.logit_gradients(tile, normaliser, one, None, targets[rows] - part.start, temperature)
+                slopes[rows] += tile @ weight[part]
+        ctx.save_for_backward(slopes.to(hidden.dtype))
+        return chosen - (top + total.log())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return (slopes * grad[:, None]).to(slopes.dtype), None, None, None
-
-
-def _to_slopes(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of ``targets``, ``[rows]`` in fp32; ``logits`` ``[rows, V]`` become (onehot(target) - p) / temperature."""
-    chosen = logits.gather(1, targets[:, None])[:, 0].float() / temperature
-    if native.fits(logits):
-        top, total = torch.full_like(chosen, float("-inf")), torch.zeros_like(chosen)
-        native.take_logits(logits, top, total, None, temperature)
-        normaliser = top + total.log()
-        native.logit_gradients(logits, normaliser, torch.full_like(chosen, 1 / temperature), None, targets, temperature)
-        return chosen - normaliser
-    wide = logits.float() / temperature
-    normaliser = wide.logsumexp(1)
-    p = wide.sub_(normaliser[:, None]).exp_()
-    p.scatter_add_(
-        1, targets[:, None], torch.full_like(p[:, :1], -1.0)
-    )  # in fp32: where p is near 1, little is left of onehot - p
-    torch.div(p, -temperature, out=p)
-    logits.copy_(p)
-    return chosen - normaliser
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -267,7 +263,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         ``[T]`` in fp32 and nats.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        if not weight.requires_grad and hidden.device.type == "cpu":
+        if not weight.requires_grad and native.fits(hidden):
             return _FrozenHead.apply(hidden, weight, targets, temperature)
         return _TokenLogprobs.apply(hidden, weight, targets, temperature, False)[0]
     return _forward(hidden, weight, targets, temperature, False)[0]

@@ -18,7 +18,6 @@ from groupwise.limits import (
     PREFILL_TOKENS,
     QUERY_BLOCK,
     logit_columns,
-    whole_logit_rows,
 )
 from groupwise.models.families import FAMILIES
 from groupwise.planner.setup import MicroBatchSize, Setup
@@ -123,8 +122,9 @@ def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
     """
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
     if learnt and setup.adapted and setup.device == "cpu":
-        rows = min(tokens, whole_logit_rows(shape.vocabulary))
-        return Item("logits tiles", s * (rows * shape.vocabulary + 3 * tokens * shape.width), "s (tile V + 3 T D)")
+        rows = min(tokens, LOGIT_ROWS[setup.device])
+        kept = s * (rows * shape.vocabulary + 3 * tokens * shape.width) + 4 * tokens * shape.width
+        return Item("logits tiles", kept, "s (tile V + 3 T D) + 4 T D")
     width = logit_columns(tokens, setup.device)
     rows = min(tokens, LOGIT_ROWS[setup.device])
     tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
