@@ -126,7 +126,7 @@ def _versions() -> dict[str, str]:
 def _machine() -> dict[str, Any]:
     import torch
 
-    described: dict[str, Any] = {"system": platform.platform(), "cpu": _cpu_name(), "cores": cores()}
+    described: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(), "cores": cores()}
     if torch.cuda.is_available():
         described |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return described
