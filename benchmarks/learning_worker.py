@@ -21,11 +21,12 @@ from groupwise.rewards import functions
 
 
 class Keep(TrainerCallback):
-    """A row and the weights after every ``every`` steps; the clock stands still while they are written."""
+    """The mean reward of every step; a row and the weights after every ``every``, and the clock stands still while they are written."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
         self.rows: list[dict[str, float]] = []
+        self.rewards: list[float] = []
         self.tokens, self.stopped = 0.0, 0.0
         self.trainer: Any = None
 
@@ -35,7 +36,10 @@ class Keep(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.tokens += (logs or {}).get("completions/mean_length", 0.0) * size
-        if state.global_step % self.every == 0 and "reward" in (logs or {}):
+        if "reward" not in (logs or {}):  # the Trainer's last log, of the whole run
+            return
+        self.rewards.append(logs["reward"])
+        if state.global_step % self.every == 0:
             now = time.perf_counter()
             self.trainer.save_model(str(self.folder / f"step-{state.global_step}"))
             self.rows.append(
@@ -62,7 +66,9 @@ def main(settings: dict[str, Any]) -> None:
     )
     keep.begin(trainer)
     trainer.train()
-    found = {"rows": keep.rows, "peak_memory_gib": peak_memory_bytes() / 2**30, "library": settings["library"]}
+    found = {
+        "rows": keep.rows, "rewards": keep.rewards, "peak_memory_gib": peak_memory_bytes() / 2**30, "library": settings["library"],
+    }  # fmt: skip
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
