@@ -31,7 +31,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
 
-__all__ = ["EXPERIMENT", "difference", "draw", "main", "reached", "report", "run"]
+__all__ = ["EXPERIMENT", "difference", "draw", "main", "reached", "report", "rows_of", "run"]
 
 SIDES = {"groupwise": "groupwise.trl", "trl": "trl"}
 LEVELS = (0.60, 0.70, 0.75)
@@ -87,7 +87,7 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
         "every": args.every,
         "rewards": [function.function for function in config.rewards.functions],
         "arguments": _arguments(config, args.rows),
-        "rows": _rows(config),
+        "rows": rows_of(config),
     }
     place, finished = folder / "settings.json", folder / "found.json"
     if finished.exists() and json.loads(place.read_text(encoding="utf-8")) == settings:
@@ -127,7 +127,7 @@ def _arguments(config: Config, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rows(config: Config) -> list[dict[str, Any]]:
+def rows_of(config: Config) -> list[dict[str, Any]]:
     """The problems of all steps in the order in which the quickstart has them, as rows of a data set for TRL."""
     problems = load_problems(config.data).train
     system, _ = resolve_system(config.prompt, config.data)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks import episodes, gpu, gpu_worker, learning, sampling, scaling, step, trl_gpu_worker
+from benchmarks import episodes, gpu, gpu_worker, learning, rounding, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker, WorkerDied
+from groupwise.models.decoder import Decoder
+from groupwise.models.module_scorer import ModuleScorer
 from tests.warm import python
 
 KEYS = {"name", "ratio", "ours", "theirs", "unit", "versions"}
@@ -53,6 +58,25 @@ def test_step(run: Any, tiny_folder: Path) -> None:
         assert theirs["mean_completion_tokens"] == forced["ours"]["mean_completion_tokens"]
         assert all(theirs["phases_s"][phase] > 0 for phase in ("sampling", "reference", "forward_backward", "optimiser"))
         assert result["ratio"] == pytest.approx(theirs["step_s"] / forced["ours"]["step_s"], rel=1e-3)
+
+
+def test_rounding_is_none_in_float32_and_some_in_bfloat16(tiny_folder: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    groups = [([5, 6, 7], [[8, 9, 10], [11, 2]], torch.tensor([1.0, -1.0])), ([5, 4], [[3, 3], [9]], torch.tensor([-0.5, 0.5]))]
+    logprobs, gradients = (
+        {"fp32": rounding.backward(ModuleScorer(module), groups, nullcontext())},
+        {"fp32": rounding.in_layout(module)},
+    )
+    for side, dtype in (("groupwise", torch.float32), ("rounded", torch.bfloat16)):
+        decoder = Decoder(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype))
+        logprobs[side] = rounding.backward(decoder, groups, nullcontext())
+        gradients[side] = {name: p.grad.double() for name, p in decoder.named_parameters() if p.grad is not None}
+    same, rounded = (rounding.compared(side, logprobs, gradients) for side in ("groupwise", "rounded"))
+    assert same["gradient_error"] < 1e-5
+    assert abs(same["logprob_mean_difference"]) < 1e-5
+    assert same["cosine"] == pytest.approx(1)
+    assert 1e-3 < rounded["gradient_error"] < 0.3
+    assert rounded["kl_per_token"] > same["kl_per_token"]
 
 
 @pytest.mark.slow
