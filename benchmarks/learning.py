@@ -1,9 +1,9 @@
 """Held-out accuracy against hours and sampled tokens: one script for TRL's ``GRPOTrainer``, run by TRL and by groupwise.
 
-The quickstart's task, model and rewards. Each seed has one warm start; from its weights both libraries see the same problems in the same
-order, with the same hyper-parameters, on the same cores, one after the other and by turns who is first. Weights are kept every few steps
-with the seconds of training until then, and judged afterwards by one evaluator on the same held-out problems. What is finished is kept in
-``--work``: called again, the benchmark goes on with what is left.
+The task, model and rewards of the quickstart, or of another recipe. Where it has a warm start, each seed has its own; from its weights both
+libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one after the other and by turns who
+is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards by one evaluator on the same
+held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is left.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+import torch
 
 from benchmarks.common import ROOT, Result, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
@@ -31,10 +37,12 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
 
-__all__ = ["EXPERIMENT", "difference", "draw", "main", "reached", "report", "rows_of", "run"]
+__all__ = ["EXPERIMENT", "difference", "draw", "joined", "main", "over_seeds", "reached", "report", "rows_of", "run"]
 
 SIDES = {"groupwise": "groupwise.trl", "trl": "trl"}
 LEVELS = (0.60, 0.70, 0.75)
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5% of Student's t with 1, 2, ... degrees of freedom."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -45,9 +53,20 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--problems", type=int, default=250, help="held-out problems, one sample each at temperature 1")
     out.add_argument("--rows", type=int, default=8, help="completions that TRL holds in a micro-batch")
     out.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    out.add_argument("--recipe", default="quickstart", help="task, model and settings; with a warm start of its own, or none")
+    out.add_argument("--levels", type=float, nargs="+", default=[*LEVELS], help="accuracies whose times are compared")
+    out.add_argument(
+        "--save-steps", type=int, default=0, help="steps from one checkpoint, where a stopped run goes on, to the next"
+    )
     out.add_argument("--work", type=Path, default=ROOT / "runs" / "learning", help="what is finished is kept here")
-    out.add_argument("--show", type=Path, metavar="FILE", help="run nothing: figure and table in docs/ from what --output wrote")
-    out.add_argument("settings", nargs="*", help="of the quickstart, such as model.name=FOLDER")
+    out.add_argument(
+        "--show",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="run nothing: figure and table in docs/ from what --output wrote, joined",
+    )
+    out.add_argument("settings", nargs="*", help="of the recipe, such as model.name=FOLDER")
     return out
 
 
@@ -56,10 +75,13 @@ def run(args: argparse.Namespace) -> Result:
     that both sides reach with every seed, the median over seeds; None where they reach none."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
+    if (config := _config(args)).warm_start.steps:
+        starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
+    else:
+        starts = dict.fromkeys(args.seeds, Path(config.model.name))
     found: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in args.sides}
     for turn, seed in enumerate(args.seeds):
-        start = _judged(starts[seed], starts[seed] / "judged.json", args)
+        start = _judged(starts[seed], (starts[seed] if config.warm_start.steps else work) / "judged.json", args)
         for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
             one = _trained(side, seed, starts[seed], work / f"{side}-{seed}", args)
             rows = [{"step": 0, "seconds": 0.0, "sampled_tokens": 0.0, **start}]
@@ -73,7 +95,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def _config(args: argparse.Namespace, *more: str) -> Config:
     given = [f"evaluation.problems={args.problems}", "evaluation.modes=[sampled]", "evaluation.show=0", *args.settings, *more]
-    return load_config("quickstart", [*given, f"training.threads={args.threads}"])
+    return load_config(args.recipe, [*given, f"training.threads={args.threads}"])
 
 
 def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -86,15 +108,22 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
         "threads": args.threads,
         "every": args.every,
         "rewards": [function.function for function in config.rewards.functions],
-        "arguments": _arguments(config, args.rows),
+        "arguments": _arguments(config, args.rows, args.save_steps),
         "rows": rows_of(config),
     }
+    if (lora := config.model.lora) is not None:
+        settings["lora"] = {
+            "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": lora.target_modules,
+            "task_type": "CAUSAL_LM",
+        }  # fmt: skip
     place, finished = folder / "settings.json", folder / "found.json"
-    if finished.exists() and json.loads(place.read_text(encoding="utf-8")) == settings:
+    same = place.exists() and json.loads(place.read_text(encoding="utf-8")) == settings
+    if same and finished.exists():
         return json.loads(finished.read_text(encoding="utf-8"))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    place.write_text(json.dumps(settings), encoding="utf-8")
+    if not (same and args.save_steps):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        place.write_text(json.dumps(settings), encoding="utf-8")
     print(f"{side}, seed {seed}: {args.steps} steps", flush=True)
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     surroundings = {
@@ -109,13 +138,19 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
     return json.loads(finished.read_text(encoding="utf-8"))
 
 
-def _arguments(config: Config, rows: int) -> dict[str, Any]:
+def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     """The run's settings in TRL's names. ``rows``: completions of a micro-batch; the batch of an update is the config's."""
     rollout, optimizer, loss = config.rollout, config.optimizer, config.algorithm.loss
     batch = rollout.prompts_per_step * rollout.completions_per_prompt
     assert isinstance(loss, ClipLoss)
-    assert (config.algorithm.preset, config.algorithm.kl, optimizer.schedule) == ("grpo", None, "constant")
+    if optimizer.schedule != "constant" or optimizer.warmup_steps:
+        raise SystemExit("the rate must be the same at every step: give optimizer.schedule=constant optimizer.warmup_steps=0")
+    assert (config.algorithm.preset, config.algorithm.kl) == ("grpo", None)
+    # The base of an adapter is not trained, so neither library needs it in float32.
+    small = {} if config.model.lora is None else {"model_init_kwargs": {"dtype": "bfloat16"}}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}
     return {
+        **small, **(saving if save_steps else {"save_strategy": "no"}),
         "use_cpu": True, "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": batch // rows, "num_generations": rollout.completions_per_prompt,
         "max_completion_length": rollout.max_completion_tokens, "num_iterations": 1, "temperature": rollout.temperature,
@@ -123,7 +158,7 @@ def _arguments(config: Config, rows: int) -> dict[str, Any]:
         "learning_rate": optimizer.learning_rate, "lr_scheduler_type": "constant", "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.epsilon, "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.max_grad_norm, "max_steps": config.training.steps, "shuffle_dataset": False, "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": config.training.seed,
+        "report_to": [], "disable_tqdm": True, "seed": config.training.seed,
     }  # fmt: skip
 
 
@@ -143,10 +178,17 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 def _judged(policy: Path, kept: Path, args: argparse.Namespace) -> dict[str, float]:
     """Strict accuracy of a folder's weights on the held-out problems, from its file if it was judged before."""
     if not kept.exists():
-        (one,) = evaluate_model(str(policy), _config(args))
-        numbers = one.to_summary()
+        # In a process of its own, which gives its memory back before the next run is trained.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            numbers = pool.submit(_evaluated, str(policy), _config(args)).result()
         kept.write_text(json.dumps({"accuracy": numbers["strict_accuracy"], "stopped": numbers["stop_rate"]}), encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))
+
+
+def _evaluated(policy: str, config: Config) -> dict[str, Any]:
+    torch.set_num_threads(config.training.threads or 1)
+    (one,) = evaluate_model(policy, config)
+    return one.to_summary()
 
 
 def reached(rows: Sequence[Mapping[str, float]], level: float, unit: str = "seconds") -> float | None:
@@ -174,21 +216,72 @@ def difference(ours: Sequence[float], theirs: Sequence[float], problems: int) ->
     return sum(ours) / len(ours) - sum(theirs) / len(theirs), low, high
 
 
-def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]]) -> Result:
-    best: tuple[str, float, float, float] | None = None
-    levels: list[list[Any]] = []
-    times: dict[str, dict[str, dict[str, list[float | None]]]] = {}
-    for level in LEVELS:
-        times[f"{level:.0%}"] = by_unit = {
+def over_seeds(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of one difference a seed and its 95% interval by Student's t, so with what the runs themselves differ by; 2 to 11 seeds."""
+    mean, half = fmean(differences), T_QUANTILES[len(differences) - 2] * stdev(differences) / len(differences) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def details_of(
+    found: Mapping[str, Mapping[Any, dict[str, Any]]], problems: int, levels: Sequence[float] = LEVELS
+) -> dict[str, Any]:
+    """Runs by side and seed, where each first reached the levels, and with both sides the differences of their accuracies: after the
+    last step over problems, after it and on average over the judged steps over seeds."""
+    details: dict[str, Any] = {"runs": found, "levels": {}}
+    for level in levels:
+        details["levels"][f"{level:.0%}"] = {
             unit: {side: [reached(one["rows"], level, unit) for one in seeds.values()] for side, seeds in found.items()}
             for unit in ("seconds", "sampled_tokens")
         }
+    if len(found) < len(SIDES):
+        return details
+    ends = {side: [one["rows"][-1]["accuracy"] for one in seeds.values()] for side, seeds in found.items()}
+    means = {side: [fmean(row["accuracy"] for row in one["rows"][1:]) for one in seeds.values()] for side, seeds in found.items()}
+    details["difference"] = difference(ends["groupwise"], ends["trl"], problems)
+    if 2 <= len(ends["trl"]) <= len(T_QUANTILES) + 1:
+        for name, values in (("last_over_seeds", ends), ("mean_over_seeds", means)):
+            details[name] = over_seeds([a - b for a, b in zip(values["groupwise"], values["trl"], strict=True)])
+    return details
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Results of several calls, of other seeds with the same settings, as one. Raises SystemExit where they do not fit together."""
+    runs: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
+    seeds: list[int] = []
+    measured: list[Mapping[str, Any]] = []
+    earlier = {"recipe": "quickstart", "levels": [*LEVELS], "save_steps": 0}  # of files from before these could be given
+    settings = [{**earlier, **{key: value for key, value in part["settings"].items() if key != "seeds"}} for part in parts]
+    for part, of_it in zip(parts, settings, strict=True):
+        if part["details"]["runs"].keys() != runs.keys():
+            raise SystemExit("a file has the runs of one library alone: there is nothing to compare")
+        if of_it != settings[0]:
+            raise SystemExit(f"the files differ in their settings, {settings[0]} and {of_it}: give those of the same settings")
+        if again := set(seeds).intersection(part["settings"]["seeds"]):
+            raise SystemExit(f"two files have seed {min(again)}: give each seed once")
+        for side in SIDES:
+            runs[side] |= part["details"]["runs"][side]
+        seeds += part["settings"]["seeds"]
+        one = {"seeds": part["settings"]["seeds"], **{key: part.get(key) for key in ("versions", "machine", "date")}}
+        measured += part.get("measured", [one])
+    return {
+        "name": "learning",
+        "settings": settings[0] | {"seeds": seeds},
+        "details": details_of(runs, settings[0]["problems"], settings[0]["levels"]),
+        "measured": measured,
+    }
+
+
+def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]]) -> Result:
+    best: tuple[str, float, float, float] | None = None
+    levels: list[list[Any]] = []
+    details = details_of(found, args.problems, args.levels)
+    for level, by_unit in details["levels"].items():
         seconds = {side: [t for t in by_unit["seconds"][side] if t is not None] for side in found}
         everywhere = {side: median(t) for side, t in seconds.items() if len(t) == len(args.seeds)}
         faster = ratio(*(by_unit["seconds"][side] for side in SIDES)) if len(everywhere) == 2 else None
         if faster is not None:
-            best = f"{level:.0%}", faster, everywhere["groupwise"], everywhere["trl"]
-        levels.append([f"{level:.0%}", *(everywhere.get(side) for side in found), faster])
+            best = level, faster, everywhere["groupwise"], everywhere["trl"]
+        levels.append([level, *(everywhere.get(side) for side in found), faster])
     print_table("Seconds of training to a strict accuracy, medians over seeds", ("level", *found, "ratio"), levels)
     ends = {side: [one["rows"][-1] for one in seeds.values()] for side, seeds in found.items()}
     rows = [
@@ -197,13 +290,10 @@ def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]
         for side, last in ends.items()
     ]  # fmt: skip
     print_table(f"After {args.steps} steps, medians", ("", "accuracy", "seconds", "sampled tokens", "GiB"), rows)
-    details: dict[str, Any] = {"runs": found, "levels": times}
-    if len(ends) == 2:
-        ours, theirs = ([end["accuracy"] for end in ends[side]] for side in SIDES)
-        gap = difference(ours, theirs, args.problems)
-        details["difference"] = gap
-        print("\nGroupwise less TRL after the last step: {:+.1%} ({:+.1%} to {:+.1%})".format(*gap))
-    shown = {key: value for key, value in vars(args).items() if not isinstance(value, Path | None)}
+    if "difference" in details:
+        print("\nGroupwise less TRL after the last step: {:+.1%} ({:+.1%} to {:+.1%})".format(*details["difference"]))
+    shown = {key: value for key, value in vars(args).items() if key != "show" and not isinstance(value, Path | None)}
+    shown["settings"] = [one for one in args.settings if not one.startswith(("model.name=", "data.folder="))]  # of one machine
     if best is None:
         return Result("learning", None, None, None, "s", shown, details)
     return Result("learning", best[1], best[2], best[3], f"s to {best[0]}", shown, details)
@@ -228,8 +318,8 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
 
 
 def report(numbers: Mapping[str, Any]) -> str:
-    """Markdown of a result with both sides: when each level was reached, and where the runs ended."""
-    details, versions, machine, settings = (numbers[key] for key in ("details", "versions", "machine", "settings"))
+    """Markdown of what ``joined`` returns: when each level was reached, where the runs ended, and how far apart they are."""
+    details, settings = numbers["details"], numbers["settings"]
     levels = []
     for level, by_unit in details["levels"].items():
         cells = [level]
@@ -254,18 +344,38 @@ def report(numbers: Mapping[str, Any]) -> str:
         ])  # fmt: skip
     first = next(iter(details["runs"].values()))
     starts = ", ".join(f"{one['rows'][0]['accuracy']:.1%}" for one in first.values())
-    gap = "{:+.1f} ({:+.1f} to {:+.1f}) points".format(*(100 * part for part in details["difference"]))
-    seeds = ", ".join(map(str, settings["seeds"]))
+    gaps = {
+        "after the last step, over problems": "difference",
+        "after the last step, over seeds": "last_over_seeds",
+        f"mean of the {len(next(iter(first.values()))['rows']) - 1} judged steps, over seeds": "mean_over_seeds",
+    }
+    known = {what: [100 * x for x in details[key]] for what, key in gaps.items() if key in details}
+    shown = [[what, "{:+.1f} ({:+.1f} to {:+.1f})".format(*gap)] for what, gap in known.items()]
+    places = [
+        f"{_named(one['seeds']).capitalize()}: {one['date'][:10]}, revision {one['versions']['commit']}, {one['machine']['cpu']}, "
+        f"{one['machine']['cores']} cores, torch {one['versions']['torch']}, transformers {one['versions']['transformers']}, "
+        f"TRL {one['versions']['trl']}."
+        for one in numbers["measured"]
+    ]
     return "\n\n".join([
-        "![Held-out accuracy by time and by sampled tokens, a line for every run](figures/learning.svg)",
-        f"When each accuracy was first reached (seeds {seeds}; all start at {starts}):",
+        f"![Held-out accuracy by time and by sampled tokens, a line for every run](figures/{name_of(settings)}.svg)",
+        f"When each accuracy was first reached ({_named(settings['seeds'])}, which start at {starts}):",
         markdown_table(head, levels),
         f"After {settings['steps']} steps:",
         markdown_table(["", "strict", "stopped", "seconds", "sampled tokens", "GiB"], ends),
-        f"Groupwise less TRL after the last step, all seeds together: {gap}.",
-        f"Measured {numbers['date'][:10]}, revision {versions['commit']}, {machine['cpu']}, {machine['cores']} cores, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}, TRL {versions['trl']}.",
+        "Groupwise less TRL, in points of accuracy, with 95% intervals:",
+        markdown_table(["", "points"], shown),
+        " ".join(places),
     ])  # fmt: skip
+
+
+def _named(seeds: Sequence[int]) -> str:
+    return ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """Of the figure, its numbers and its block of the page."""
+    return "learning" if settings["recipe"] == "quickstart" else f"learning-{settings['recipe']}"
 
 
 EXPERIMENT = Experiment("learning", dict, draw, report, page=ROOT / "docs" / "results.md")
@@ -274,10 +384,9 @@ EXPERIMENT = Experiment("learning", dict, draw, report, page=ROOT / "docs" / "re
 def main() -> None:
     args = options().parse_args()
     if args.show:
-        found = json.loads(args.show.read_text(encoding="utf-8"))
-        if "difference" not in found["details"]:
-            raise SystemExit(f"{args.show} has the runs of one library alone: there is nothing to compare")
-        publish(EXPERIMENT, found, FIGURES)
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.show]
+        numbers = joined(parts)
+        publish(replace(EXPERIMENT, name=name_of(numbers["settings"])), numbers, FIGURES)
     else:
         finish(run(args), args.output)
 

@@ -15,38 +15,46 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from groupwise.memory import peak_memory_bytes
 from groupwise.rewards import functions
 
 
 class Keep(TrainerCallback):
-    """The mean reward of every step; a row and the weights after every ``every``, and the clock stands still while they are written."""
+    """Reward, seconds and tokens of every step in ``steps.jsonl``; the weights after every ``every``, the clock stopped meanwhile."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
-        self.rows: list[dict[str, float]] = []
-        self.rewards: list[float] = []
-        self.tokens, self.stopped = 0.0, 0.0
+        self.file = folder / "steps.jsonl"
+        self.steps: list[dict[str, float]] = []
         self.trainer: Any = None
 
-    def begin(self, trainer: Any) -> None:
-        self.trainer, self.started = trainer, time.perf_counter()
+    def begin(self, trainer: Any, after: int) -> None:
+        """``after``: the step of the checkpoint that the run goes on from, 0 for none."""
+        if after:
+            lines = self.file.read_text(encoding="utf-8").splitlines()
+            self.steps = [json.loads(line) for line in lines[:after]]
+        self.file.write_text("".join(json.dumps(step) + "\n" for step in self.steps), encoding="utf-8")
+        self.tokens = self.steps[-1]["sampled_tokens"] if after else 0.0
+        self.started = time.perf_counter() - (self.steps[-1]["seconds"] if after else 0.0)
+        self.trainer = trainer
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self.tokens += (logs or {}).get("completions/mean_length", 0.0) * size
         if "reward" not in (logs or {}):  # the Trainer's last log, of the whole run
             return
-        self.rewards.append(logs["reward"])
+        now = time.perf_counter()
+        self.tokens += logs["completions/mean_length"] * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        step = {
+            "step": state.global_step, "seconds": now - self.started, "sampled_tokens": self.tokens, "reward": logs["reward"],
+            "stopped": 1 - logs["completions/clipped_ratio"],
+        }  # fmt: skip
+        self.steps.append(step)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(step) + "\n")
         if state.global_step % self.every == 0:
-            now = time.perf_counter()
             self.trainer.save_model(str(self.folder / f"step-{state.global_step}"))
-            self.rows.append(
-                {"step": state.global_step, "seconds": now - self.started - self.stopped, "sampled_tokens": self.tokens}
-            )
-            self.stopped += time.perf_counter() - now
-            print(json.dumps(self.rows[-1]), flush=True)
+        self.started += time.perf_counter() - now
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -57,19 +65,31 @@ def main(settings: dict[str, Any]) -> None:
     arguments = library.GRPOConfig(output_dir=str(folder / "trainer"), **settings["arguments"])
     keep = Keep(folder, settings["every"])
     trainer = library.GRPOTrainer(
-        settings["model"],  # by its name: both libraries read it as float32 weights and compute in bfloat16
+        settings["model"],  # by its name: unless told otherwise, both libraries read float32 weights and compute in bfloat16
         reward_funcs=[getattr(functions, name) for name in settings["rewards"]],
         args=arguments,
         train_dataset=Dataset.from_list(settings["rows"]),
         processing_class=tokenizer,
         callbacks=[keep],
+        peft_config=_adapter(settings["lora"]) if settings.get("lora") else None,
     )
-    keep.begin(trainer)
-    trainer.train()
+    checkpoint = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    keep.begin(trainer, int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    rows = [
+        {key: step[key] for key in ("step", "seconds", "sampled_tokens")} for step in keep.steps if step["step"] % keep.every == 0
+    ]
     found = {
-        "rows": keep.rows, "rewards": keep.rewards, "peak_memory_gib": peak_memory_bytes() / 2**30, "library": settings["library"],
+        "rows": rows, "rewards": [step["reward"] for step in keep.steps], "peak_memory_gib": peak_memory_bytes() / 2**30,
+        "library": settings["library"],
     }  # fmt: skip
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _adapter(lora: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(**lora)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -79,8 +80,17 @@ def test_rounding_is_none_in_float32_and_some_in_bfloat16(tiny_folder: Path) -> 
     assert rounded["kl_per_token"] > same["kl_per_token"]
 
 
+ADAPTER = [
+    "data.source=arithmetic", "data.eval_split=null", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
+    "evaluation.modes=[greedy]", "rollout.prompts_per_step=8",
+]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_learning(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "more"), [("quickstart", []), ("gsm8k-1.5b-cpu", ["--save-steps", "3", "--rows", "4"])], ids=["whole", "adapter"]
+)
+def test_learning(run: Any, tiny_folder: Path, tmp_path: Path, recipe: str, more: list[str]) -> None:
     sides = ["groupwise", "trl"] if importlib.util.find_spec("trl") is not None else ["groupwise"]
     size = [
         "--seeds",
@@ -93,10 +103,12 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
         "8",
         "--work",
         str(tmp_path / "work"),
-        "--sides",
-        *sides,
+        "--recipe",
+        recipe,
+        *more,
     ]
     task = ["rollout.max_completion_tokens=8", "data.arithmetic.problems=300", "data.holdout=8"]
+    task += ADAPTER if recipe != "quickstart" else []
     given = [f"model.name={tiny_folder}", *task, "--sides", *sides]
     result = run(learning, *given, *size)
     for side in sides:
@@ -107,6 +119,13 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
         assert all(0 <= row["accuracy"] <= 1 for row in rows)
     began = result["details"]["runs"]
     assert run(learning, *given, *size)["details"]["runs"] == began  # what is finished is kept
+    assert not any(str(tiny_folder) in one for one in result["settings"]["settings"])
+    if more:  # a run that was stopped goes on from its newest checkpoint, here the last one
+        for side in sides:
+            (tmp_path / "work" / f"{side}-0" / "found.json").unlink()
+            shutil.rmtree(tmp_path / "work" / f"{side}-0" / "step-4", ignore_errors=True)
+        again = run(learning, *given, *size)["details"]["runs"]
+        assert all(again[side]["0"]["rows"] == began[side]["0"]["rows"] for side in sides)
 
 
 @pytest.mark.slow

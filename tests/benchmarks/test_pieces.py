@@ -152,12 +152,40 @@ def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level
         "date": "2026-11-23T00:00:00",
     }
     assert "work" not in numbers["settings"]  # a folder of one machine has no place on a page
-    rows = [line for line in learning.report(numbers).splitlines() if line.startswith("| ")]
+    text = learning.report(learning.joined([numbers]))
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[2] == "| 60% | 70, 140 | 420, 525 | 4.88 | 3,500, 3,500 | 3,500, 4,375 | 1.12 |"
     assert rows[4] == "| 75% | 100, 200 | 600, - | - | 5,000, 5,000 | 5,000, - | - |"
     assert "| groupwise | 75.0%, 75.0% | 90.0%, 90.0% | 100, 200 | 5,000, 5,000 | 4.0 |" in rows
-    assert "all start at 25.0%, 25.0%" in learning.report(numbers)
-    assert "Groupwise less TRL after the last step, all seeds together: +5.0 (" in learning.report(numbers)
+    assert "(seeds 0, 1, which start at 25.0%, 25.0%)" in text
+    assert "| after the last step, over problems | +5.0 (-3.7 to +13.6) |" in rows  # 150 of 200 less 140
+    assert "| after the last step, over seeds | +5.0 (-58.5 to +68.5) |" in rows  # 0 and 10 points, t of one degree of freedom
+    assert "Seeds 0, 1: 2026-11-23, revision abc1234" in text
+
+
+def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:
+    numbers = read_numbers("learning")
+    seeds = numbers["settings"]["seeds"]
+
+    def part(chosen: list[int]) -> dict[str, Any]:
+        runs = {side: {str(seed): of[str(seed)] for seed in chosen} for side, of in numbers["details"]["runs"].items()}
+        return {"settings": numbers["settings"] | {"seeds": chosen}, "details": {"runs": runs}, "date": str(chosen)}
+
+    parts = [part(seeds[:1]), part(seeds[1:])]
+    whole = learning.joined(parts)
+    assert json.loads(json.dumps(whole["details"])) == numbers["details"]
+    assert [one["seeds"] for one in whole["measured"]] == [seeds[:1], seeds[1:]]
+    with pytest.raises(SystemExit, match=f"two files have seed {seeds[0]}"):
+        learning.joined([parts[0], *parts])
+    with pytest.raises(SystemExit, match="differ in their settings"):
+        learning.joined([parts[0], parts[1] | {"settings": parts[1]["settings"] | {"steps": 1}}])
+    with pytest.raises(SystemExit, match="one library alone"):
+        learning.joined([{"settings": {"seeds": [0]}, "details": {"runs": {"trl": {}}}}])
+
+
+def test_the_interval_over_seeds_is_students() -> None:
+    # three differences with mean 2 and standard deviation 1: 4.303 / sqrt(3) = 2.484
+    assert learning.over_seeds([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0 - 2.4843, 2.0 + 2.4843), abs=1e-3)
 
 
 def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None:
@@ -169,7 +197,8 @@ def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None
     assert all(word in text for word in ("groupwise, 3 seeds", "trl, 3 seeds", "minutes of training", "thousand sampled tokens"))
 
 
-def test_the_results_page_shows_what_was_measured_against_trl() -> None:
-    numbers = read_numbers("learning")
-    assert read_block(learning.EXPERIMENT.page, "learning") == learning.report(numbers)
+@pytest.mark.parametrize("name", ["learning"])
+def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None:
+    numbers = read_numbers(name)
+    assert read_block(learning.EXPERIMENT.page, name) == learning.report(numbers)
     assert numbers["details"]["runs"].keys() == {"groupwise", "trl"}
