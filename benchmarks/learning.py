@@ -127,7 +127,8 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
     print(f"{side}, seed {seed}: {args.steps} steps", flush=True)
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     surroundings = {
-        **os.environ, "GLIBC_TUNABLES": KEEP_MEMORY, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
+        "GLIBC_TUNABLES": KEEP_MEMORY,  # unless set outside: where memory is short, what glibc keeps may be missing elsewhere
+        **os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
