@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from groupwise.memory import peak_memory_bytes
+from groupwise.memory import peak_memory_bytes, release_freed_memory
 from groupwise.rewards import functions
 
 
@@ -54,6 +54,7 @@ class Keep(TrainerCallback):
             file.write(json.dumps(step) + "\n")
         if state.global_step % self.every == 0:
             self.trainer.save_model(str(self.folder / f"step-{state.global_step}"))
+        release_freed_memory()  # else what glibc keeps of a step's backward pass lies beside the next one's prompts
         self.started += time.perf_counter() - now
 
 
