@@ -69,6 +69,20 @@ def test_a_server_that_nobody_would_ask_is_refused():
     assert Config(rollout={**server, "engine": "vllm"}).rollout.vllm.url == "http://127.0.0.1:8300"
 
 
+def test_one_device_is_refused_where_the_model_is_laid_over_all(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.device is 'cpu', but model\.device_map is auto, which takes every device there is: leave it out, or limit",
+    ):
+        Config(model={"device": "cpu", "device_map": "auto"})
+    assert Config(model={"device": "cpu"}).model.device == "cpu"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"model": {"device": "cpu"}}), encoding="utf-8")
+    assert load_config(file, {"model.device_map": "auto"}).model.device == "auto", (
+        "a file's setting beside an override is left out"
+    )
+
+
 @pytest.mark.parametrize("intervals", [(0, 0), (4, 0), (0, 4), (4, 4)])
 def test_the_best_is_kept_of_checkpoints_that_are_judged(intervals):
     saved, judged = intervals
