@@ -324,7 +324,7 @@ def test_gradients_are_exchanged_in_runs_of_the_size_that_the_world_makes():
 
 
 def test_a_critic_of_its_own_counts_as_the_model_that_it_is():
-    settings = ["algorithm.preset=ppo", "algorithm.kl=null", "model.name=Qwen/Qwen2.5-7B"]
+    settings = ["algorithm.preset=ppo", "algorithm.kl=null", "model.name=Qwen/Qwen2.5-7B", "data.max_prompt_tokens=512"]
 
     def found(critic):
         made = make_plan(load_config(None, [*settings, f"algorithm.value.critic={critic}"]), HARDWARE["h200"])
@@ -338,6 +338,16 @@ def test_a_critic_of_its_own_counts_as_the_model_that_it_is():
     assert found("Qwen/Qwen2.5-0.5B")[0] == [2 * small.parameters, 12 * small.parameters, 4 * small.parameters]
     sampling = next(p for p in found("copy")[1].phases if p.name == "sampling")
     assert "critic's gradients" not in {i.name for i in sampling.items}
+
+
+def test_a_critic_that_cannot_read_what_the_policy_may_write_is_refused():
+    settings = ["algorithm.preset=ppo", "algorithm.kl=null", "model.name=Qwen/Qwen2.5-7B", "rollout.max_completion_tokens=1024"]
+    settings.append("algorithm.value.critic=Qwen/Qwen2.5-0.5B")
+    with pytest.raises(
+        ConfigError, match=r"32768 tokens, but prompt and completion may have 131072: set data.max_prompt_tokens to 31744"
+    ):
+        make_plan(load_config(None, settings), HARDWARE["h200"])
+    assert make_plan(load_config(None, [*settings, "data.max_prompt_tokens=31744"]), HARDWARE["h200"])
 
 
 def test_what_is_sampled_ahead_lives_beside_the_passes():

@@ -13,7 +13,15 @@ from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
-__all__ = ["note_on_processes", "notes", "prompt_limit", "refuse_undividable", "refuse_untrainable", "unsaved_work"]
+__all__ = [
+    "note_on_processes",
+    "notes",
+    "prompt_limit",
+    "refuse_short_critic",
+    "refuse_undividable",
+    "refuse_untrainable",
+    "unsaved_work",
+]
 
 _LORA_RATE = 1e-5
 """Learning rate below which an adapter hardly learns."""
@@ -216,6 +224,18 @@ def prompt_limit(config: Config, context: int, completion_tokens: int, setting: 
             "lower it"
         )
     return min(room, config.data.max_prompt_tokens or room)
+
+
+def refuse_short_critic(config: Config, context: int, own_context: int) -> None:
+    """Raise ConfigError for a critic of another name whose context (``own_context``) is too short for what the policy (``context``) may
+    read and write, both in tokens."""
+    value, completion = config.algorithm.value, config.rollout.max_completion_tokens
+    longest = min(context, (config.data.max_prompt_tokens or context) + completion)
+    if value is not None and own_context < longest:
+        raise ConfigError(
+            f"algorithm.value.critic is {value.critic!r} with a context of {own_context} tokens, but prompt and completion may have "
+            f"{longest}: set data.max_prompt_tokens to {max(1, own_context - completion)} or less, or name another critic"
+        )
 
 
 def refuse_undividable(config: Config, way: str, uncovered: str | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.combinations import prompt_limit, refuse_undividable, refuse_untrainable
+from groupwise.config.combinations import prompt_limit, refuse_short_critic, refuse_undividable, refuse_untrainable
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
@@ -15,7 +15,7 @@ from groupwise.planner.hardware import GPUS_OF_A_MACHINE, HARDWARE, Hardware, al
 from groupwise.planner.memory import Item, Phase, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup, unknown_judges
 from groupwise.planner.shape import KNOWN_SHAPES, find_shape
-from groupwise.planner.state import divided
+from groupwise.planner.state import critic_of, divided
 from groupwise.planner.suggest import Suggestion, suggest
 
 __all__ = ["LEGEND", "Plan", "hints", "make_plan", "plan_run", "smaller_model", "too_close", "training_problems"]
@@ -205,7 +205,7 @@ def make_plan(
     machine's, which its processes share.
 
     Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot train or divide the model
-    as the settings ask, whatever is installed, or where prompt and completion do not fit its context.
+    as the settings ask, whatever is installed, or where prompt and completion do not fit its context or that of a critic of its own.
     """
     refuse_untrainable(config.model)
     shape = find_shape(config.model)
@@ -224,6 +224,8 @@ def make_plan(
     if setup.device == "cpu":
         limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
+    if (critic := critic_of(setup)) is not None:
+        refuse_short_critic(config, shape.context, critic.shape.context)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))
 
 

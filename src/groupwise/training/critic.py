@@ -14,6 +14,7 @@ from torch import Tensor
 
 from groupwise.algorithm import value_loss
 from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.combinations import refuse_short_critic
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.errors import ConfigError
@@ -214,14 +215,7 @@ def check_critic(config: Config, tokenizer: Any, context: int) -> None:
             f"algorithm.value.critic is {named!r}, whose tokenizer is not that of {config.model.name}, but a critic reads the very tokens "
             "that the policy wrote: name a model of the same family, or 'copy'"
         )
-    completion = config.rollout.max_completion_tokens
-    longest = min(context, (config.data.max_prompt_tokens or context) + completion)
-    room = context_length(load_model_config(model), own)
-    if room < longest:
-        raise ConfigError(
-            f"algorithm.value.critic is {named!r} with a context of {room} tokens, but prompt and completion may have {longest}: set "
-            f"data.max_prompt_tokens to {max(1, room - completion)} or less, or name another critic"
-        )
+    refuse_short_critic(config, context, context_length(load_model_config(model), own))
 
 
 def _own_model(config: Config, name: str) -> ModelConfig:
