@@ -310,7 +310,7 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
             for (side, seeds), colour in zip(numbers["details"]["runs"].items(), COLOURS, strict=False):
                 for i, one in enumerate(seeds.values()):
                     x = [row[unit] / size for row in one["rows"]]
-                    label = f"{side}, {len(seeds)} seeds" if i == 0 else None
+                    label = f"{side}, {len(seeds)} seed{'s' * (len(seeds) > 1)}" if i == 0 else None
                     axis.plot(x, [row["accuracy"] for row in one["rows"]], color=colour, marker=".", alpha=0.8, label=label)
             axis.set_ylim(0, 1)
             axis.set_xlabel(name)
@@ -360,7 +360,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join([
         f"![Held-out accuracy by time and by sampled tokens, a line for every run](figures/{name_of(settings)}.svg)",
-        f"When each accuracy was first reached ({_named(settings['seeds'])}, which start at {starts}):",
+        f"When each accuracy was first reached ({_named(settings['seeds'])}; before training {starts}):",
         markdown_table(head, levels),
         f"After {settings['steps']} steps:",
         markdown_table(["", "strict", "stopped", "seconds", "sampled tokens", "GiB"], ends),

@@ -157,7 +157,7 @@ def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level
     assert rows[2] == "| 60% | 70, 140 | 420, 525 | 4.88 | 3,500, 3,500 | 3,500, 4,375 | 1.12 |"
     assert rows[4] == "| 75% | 100, 200 | 600, - | - | 5,000, 5,000 | 5,000, - | - |"
     assert "| groupwise | 75.0%, 75.0% | 90.0%, 90.0% | 100, 200 | 5,000, 5,000 | 4.0 |" in rows
-    assert "(seeds 0, 1, which start at 25.0%, 25.0%)" in text
+    assert "(seeds 0, 1; before training 25.0%, 25.0%)" in text
     assert "| after the last step, over problems | +5.0 (-3.7 to +13.6) |" in rows  # 150 of 200 less 140
     assert "| after the last step, over seeds | +5.0 (-58.5 to +68.5) |" in rows  # 0 and 10 points, t of one degree of freedom
     assert "Seeds 0, 1: 2026-11-23, revision abc1234" in text
@@ -197,7 +197,7 @@ def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None
     assert all(word in text for word in ("groupwise, 3 seeds", "trl, 3 seeds", "minutes of training", "thousand sampled tokens"))
 
 
-@pytest.mark.parametrize("name", ["learning"])
+@pytest.mark.parametrize("name", ["learning", "learning-gsm8k-1.5b-cpu"])
 def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None:
     numbers = read_numbers(name)
     assert read_block(learning.EXPERIMENT.page, name) == learning.report(numbers)
