@@ -5,6 +5,7 @@
         --out judged.jsonl --resume
     python -m experiments.headline runs/seed-0 runs/seed-1 --judged judged.jsonl
     python -m experiments.headline runs/seed-2 --judged judged-2.jsonl --beside  # where the folders of the others are gone
+    python -m experiments.headline runs/math --name headline-math   # another table and figure, of other data
     python -m experiments.headline --redraw
 
 It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training.
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +162,8 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
             axis.legend()
 
 
-def report(numbers: Mapping[str, Any]) -> str:
-    parts = ["![Held-out accuracy by step, and accuracy in training](figures/headline.svg)"]
+def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
+    parts = [f"![Held-out accuracy by step, and accuracy in training](figures/{name}.svg)"]
     if numbers["judged"]:
         parts.append(_split_table(numbers["judged"]))
     runs = numbers["runs"]
@@ -278,19 +281,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, of one recipe with several seeds")
     options.add_argument("--judged", type=Path, help="records of groupwise eval --out: the model before, then the runs")
     options.add_argument("--beside", action="store_true", help="keep the other seeds that the JSON file has")
+    options.add_argument("--name", default=EXPERIMENT.name, help="of the figure, its numbers and the block on the page")
     options.add_argument("--out", type=Path, default=FIGURES)
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)
     if not chosen.redraw and not chosen.runs:
         options.error("name the folder of a run, or --redraw")
     numbers = (
-        read_numbers("headline", chosen.out)
+        read_numbers(chosen.name, chosen.out)
         if chosen.redraw
         else measure(chosen.runs, chosen.judged) | {"environment": environment()}
     )
     if chosen.beside and not chosen.redraw:
-        numbers = beside(read_numbers("headline", chosen.out), numbers)
-    publish(EXPERIMENT, numbers, chosen.out)
+        numbers = beside(read_numbers(chosen.name, chosen.out), numbers)
+    named = replace(EXPERIMENT, name=chosen.name, report=partial(report, name=chosen.name))
+    publish(named, numbers, chosen.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import yaml
 pytest.importorskip("matplotlib")
 
 from experiments import headline
-from experiments.common import read_numbers
+from experiments.common import read_block, read_numbers
 from groupwise.config import dump_config, load_config
 from groupwise.engines.base import SamplingSettings
 from groupwise.evaluation import evaluate, write_records
@@ -68,7 +68,7 @@ def run(tmp_path):
     return folder
 
 
-def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
+def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, capsys):
     records = tmp_path / "judged.jsonl"
     write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
     headline.main([str(run), "--judged", str(records), "--out", str(tmp_path)])
@@ -106,6 +106,12 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, monkeypatch):
     drawn = (tmp_path / "headline.svg").read_bytes()
     headline.main(["--redraw", "--out", str(tmp_path)])
     assert (tmp_path / "headline.svg").read_bytes() == drawn
+
+    headline.main([str(run), "--name", "other", "--out", str(tmp_path)])
+    assert read_numbers("other", tmp_path)["judged"] == []
+    assert (tmp_path / "other.svg").exists()
+    assert read_numbers("headline", tmp_path) == numbers
+    assert "(figures/other.svg)" in capsys.readouterr().out
 
 
 def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
@@ -200,3 +206,8 @@ def test_a_run_is_needed(capsys):
     with pytest.raises(SystemExit):
         headline.main([])
     assert "name the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["headline"])
+def test_the_results_page_shows_what_the_runs_came_to(name):
+    assert read_block(headline.EXPERIMENT.page, name) == headline.report(read_numbers(name), name)
