@@ -28,7 +28,7 @@ import torch
 from benchmarks.common import ROOT, Result, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
 from experiments.common import FIGURES, Experiment, markdown_table, publish
-from experiments.comparison import newcombe_interval
+from experiments.comparison import T_QUANTILES, newcombe_interval
 from experiments.runs import Budget, warm_starts
 from groupwise.config import Config, load_config
 from groupwise.config.objective import ClipLoss
@@ -41,8 +41,6 @@ __all__ = ["EXPERIMENT", "difference", "draw", "joined", "main", "over_seeds", "
 
 SIDES = {"groupwise": "groupwise.trl", "trl": "trl"}
 LEVELS = (0.60, 0.70, 0.75)
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5% of Student's t with 1, 2, ... degrees of freedom."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -218,7 +216,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float], problems: int) ->
 
 
 def over_seeds(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of one difference a seed and its 95% interval by Student's t, so with what the runs themselves differ by; 2 to 11 seeds."""
+    """Mean of one difference a seed and its 95% interval by Student's t, so with what the runs themselves differ by; 2 to 31 seeds."""
     mean, half = fmean(differences), T_QUANTILES[len(differences) - 2] * stdev(differences) / len(differences) ** 0.5
     return mean, mean - half, mean + half
 

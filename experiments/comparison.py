@@ -16,6 +16,7 @@ from experiments.runs import Budget, Variant, run_all
 from groupwise.metrics import wilson_interval
 
 __all__ = [
+    "T_QUANTILES",
     "UP_TO_15",
     "Comparison",
     "beside",
@@ -29,6 +30,11 @@ __all__ = [
 
 UP_TO_15 = ("data.arithmetic.largest_number=15", "data.arithmetic.problems=20000")
 """The problems of comparisons on the quickstart's task: those of the recipe are soon all solved, by good settings and bad ones."""
+T_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+    2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""97.5% of Student's t with 1, 2, ... degrees of freedom."""
 SMOOTHING = 3
 """Steps over which training accuracy is averaged in figures: a step has only a few dozen completions."""
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments.common import markdown_table
-from experiments.comparison import Comparison, between_seeds, compare, difference, newcombe_interval
+from experiments.comparison import T_QUANTILES, Comparison, between_seeds, compare, difference, newcombe_interval
 from experiments.runs import Budget, Variant
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import Split, generate
@@ -95,10 +95,15 @@ GAP = (27 - 14) / REPORTED
 
 
 def explained(numbers: Mapping[str, Any]) -> str:
-    """A row a factor: the difference here, seed by seed, what the write-ups report, and the share of their gap that the points here are."""
+    """A row a factor: the difference here, seed by seed, what the write-ups report, and the share of their gap that the points here are.
+
+    The intervals are of means over seeds, from the standard deviation between runs that differ in their seed alone (Student's t with its
+    degrees of freedom), so they hold what chance does to a run. Where no variant has two seeds they are of all answers, which leaves
+    that out.
+    """
     rows = [row for factor in FACTORS if (row := _factor(numbers, *factor))]
     table = markdown_table(["", "held out, points", "seed by seed", "reported, points", "of 43.3 points"], rows)
-    everything = difference(numbers, *FACTORS[0][1:3])
+    everything = _difference(numbers, *FACTORS[0][1:3])
     if everything is None:
         left = "What remains unexplained is not known without `7x12` and `2x8-cut`."
     else:
@@ -107,23 +112,33 @@ def explained(numbers: Mapping[str, Any]) -> str:
             f"Unexplained, if points carried over: {_points(GAP - points)} of 43.3 [{_points(GAP - high)}, {_points(GAP - low)}]. By "
             f"chance alone the gap between 14 and 27 of 30 is anything from {_points(least)} to {_points(most)} points."
         )
-    chance = between_seeds(numbers)
-    if chance:
+    how = "of the answers alone (Newcombe 1998, method 10), without what chance does to a run"
+    if chance := between_seeds(numbers):
         deviation, degrees = chance
-        fewest = min(len(runs) for runs in numbers["runs"].values())
-        left += (
-            f" The intervals leave out what chance does to a run: runs that differ in their seed alone have a standard deviation of "
-            f"{100 * deviation:.1f} points ({degrees} degrees of freedom), so a difference of two means of {fewest} seeds has a standard "
-            f"error of {100 * deviation * math.sqrt(2 / fewest):.1f}."
+        how = (
+            f"of means over seeds (Student's t): runs that differ in their seed alone have a standard deviation of {100 * deviation:.1f} "
+            f"points ({degrees} degrees of freedom)"
         )
     return (
-        f"{table}\n\nDifferences of the last held-out accuracies with 95% intervals (Newcombe 1998, method 10, all seeds' answers). "
-        f"Reported: of 30 problems each, by the same method. The last column supposes that a point here is a point there. {left}"
+        f"{table}\n\nDifferences of the last held-out accuracies, with 95% intervals {how}. Reported: of {REPORTED} problems each, "
+        f"intervals by Newcombe's method. The last column supposes that a point here is a point there. {left}"
     )
 
 
-def _factor(numbers: Mapping[str, Any], title: str, one: str, other: str, reported: tuple[int, int] | None) -> list[str] | None:
+def _difference(numbers: Mapping[str, Any], one: str, other: str) -> tuple[float, tuple[float, float], list[float]] | None:
+    """``difference``, but with the interval of means over seeds where the runs tell what a seed does."""
     found = difference(numbers, one, other)
+    chance = between_seeds(numbers)
+    if found is None or chance is None:
+        return found
+    points, _, by_seed = found
+    deviation, degrees = chance
+    half = T_QUANTILES[min(degrees, len(T_QUANTILES)) - 1] * deviation * math.sqrt(2 / len(by_seed))
+    return points, (points - half, points + half), by_seed
+
+
+def _factor(numbers: Mapping[str, Any], title: str, one: str, other: str, reported: tuple[int, int] | None) -> list[str] | None:
+    found = _difference(numbers, one, other)
     if found is None:
         return None
     points, (low, high), by_seed = found

@@ -101,21 +101,23 @@ def test_a_factors_row_has_its_difference_and_its_share_of_the_gap():
     text = puzzle.explained(of({"2x8": [30, 40, 50], "7x12": [50, 60, 70], "2x8-cut": [30, 30, 45], "2x8-mu-3": [40, 40, 40]}))
     rows = {line.split(" (`")[0].strip("| "): [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()}
     everything = rows["all that differed"]
-    assert everything[1] == "+25.0 [+17.1, +32.5]"
+    # 2.306 of Student's t, times 8.29 points between seeds, times the root of 2 / 3: 15.6
+    assert everything[1] == "+25.0 [+9.4, +40.6]"
     assert everything[2] == "+20.0, +30.0, +25.0"
     assert everything[3] == "+43.3 [+20.1, +61.0]"
     assert everything[4].startswith("58% [")
     assert rows["one update of a batch in place of three"][1:4] == [
-        "+0.0 [-7.8, +7.8]",
+        "+0.0 [-15.6, +15.6]",
         "-10.0, +0.0, +10.0",
         "+23.3 [-0.7, +44.0]",
     ]
     assert "an update each batch in place of each six" not in rows, "there is no such run"
     assert "Unexplained, if points carried over: +18.3 of 43.3" in text
-    assert "a standard deviation of 8.3 points (8 degrees of freedom)" in text, "variances 100, 100, 75 and 0 of three runs each"
-    assert text.endswith("two means of 3 seeds has a standard error of 6.8.")
-    assert "not known without" in puzzle.explained(of({"2x8": [30], "7x12": [50]}))
-    assert "standard deviation" not in puzzle.explained(of({"2x8": [30], "7x12": [50]}))
+    assert "standard deviation of 8.3 points (8 degrees of freedom)" in text, "variances 100, 100, 75 and 0 of three runs each"
+    alone = puzzle.explained(of({"2x8": [30], "7x12": [50]}))
+    assert "+20.0 [+6.4, +32.6]" in alone, "Newcombe's, of the answers"
+    assert "not known without" in alone
+    assert "standard deviation" not in alone
 
 
 def test_the_large_pair_is_an_adapter_on_gsm8k_without_a_warm_start():
