@@ -326,10 +326,13 @@ def report(numbers: Mapping[str, Any]) -> str:
             ours, theirs = (by_unit[unit][side] for side in SIDES)
             cells += [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
             less = ratio(ours, theirs)
-            cells.append("-" if less is None else f"{less:.2f}")
+            each = [b / a for a, b in zip(ours, theirs, strict=True) if a and b]
+            spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
+            cells.append("-" if less is None else f"{less:.2f}{spread}")
         levels.append(cells)
     names = list(SIDES)
-    head = ["strict", *(f"seconds, {name}" for name in names), "ratio", *(f"sampled tokens, {name}" for name in names), "ratio"]
+    ratios = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
+    head = ["strict", *(f"seconds, {name}" for name in names), ratios, *(f"sampled tokens, {name}" for name in names), ratios]
     ends = []
     for side, seeds in details["runs"].items():
         last = [one["rows"][-1] for one in seeds.values()]

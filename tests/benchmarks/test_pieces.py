@@ -154,7 +154,7 @@ def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level
     assert "work" not in numbers["settings"]  # a folder of one machine has no place on a page
     text = learning.report(learning.joined([numbers]))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert rows[2] == "| 60% | 70, 140 | 420, 525 | 4.88 | 3,500, 3,500 | 3,500, 4,375 | 1.12 |"
+    assert rows[2] == "| 60% | 70, 140 | 420, 525 | 4.88 (3.75 to 6.00) | 3,500, 3,500 | 3,500, 4,375 | 1.12 (1.00 to 1.25) |"
     assert rows[4] == "| 75% | 100, 200 | 600, - | - | 5,000, 5,000 | 5,000, - | - |"
     assert "| groupwise | 75.0%, 75.0% | 90.0%, 90.0% | 100, 200 | 5,000, 5,000 | 4.0 |" in rows
     assert "(seeds 0, 1; before training 25.0%, 25.0%)" in text
