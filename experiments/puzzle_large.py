@@ -1,6 +1,6 @@
 """The two decisive runs of ``puzzle`` on a model of 1.5B: 16 completions a step against 84, by an adapter, on GSM8K.
 
-    python -m experiments.puzzle_large --set model.name=FOLDER data.folder=FOLDER
+    python -m experiments.puzzle_large --set model.name=MODEL data.folder=DATA
 
 ``model.name``: the model's folder. ``data.folder``: where ``gsm8k/train.jsonl`` and ``test.jsonl`` are; without it the Hub is asked. The
 recipe is ``gsm8k-1.5b-cpu``, which has no warm start. A run that was stopped goes on from its newest checkpoint, of every second step.
