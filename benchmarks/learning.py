@@ -9,6 +9,7 @@ held-out problems. What is finished is kept in ``--work``: called again, the ben
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -56,7 +57,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument(
         "--save-steps", type=int, default=0, help="steps from one checkpoint, where a stopped run goes on, to the next"
     )
-    out.add_argument("--work", type=Path, default=ROOT / "runs" / "learning", help="what is finished is kept here")
+    out.add_argument("--work", type=Path, help="what is finished is kept here; runs/learning, or runs/learning-RECIPE")
     out.add_argument(
         "--show",
         type=Path,
@@ -71,7 +72,7 @@ def options() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> Result:
     """Train and judge what is not there yet, print the tables, and return the result. Its ratio is of the times to the highest level
     that both sides reach with every seed, the median over seeds; None where they reach none."""
-    work = args.work.resolve()
+    work = (args.work or ROOT / "runs" / name_of({"recipe": args.recipe})).resolve()
     work.mkdir(parents=True, exist_ok=True)
     if (config := _config(args)).warm_start.steps:
         starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
@@ -79,7 +80,10 @@ def run(args: argparse.Namespace) -> Result:
         starts = dict.fromkeys(args.seeds, Path(config.model.name))
     found: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in args.sides}
     for turn, seed in enumerate(args.seeds):
-        start = _judged(starts[seed], (starts[seed] if config.warm_start.steps else work) / "judged.json", args)
+        # Without a warm start of its own the folder may hold what was judged of other models, or by other settings.
+        asked = hashlib.sha256(json.dumps([str(starts[seed]), args.problems, args.settings]).encode()).hexdigest()[:8]
+        kept = starts[seed] / "judged.json" if config.warm_start.steps else work / f"judged-{asked}.json"
+        start = _judged(starts[seed], kept, args)
         for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
             one = _trained(side, seed, starts[seed], work / f"{side}-{seed}", args)
             rows = [{"step": 0, "seconds": 0.0, "sampled_tokens": 0.0, **start}]

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_numbers
+from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers
 from groupwise.evaluation import paired_comparison, rescore
 from groupwise.evaluation.figures import figures
 from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
@@ -281,10 +281,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, of one recipe with several seeds")
     options.add_argument("--judged", type=Path, help="records of groupwise eval --out: the model before, then the runs")
     options.add_argument("--beside", action="store_true", help="keep the other seeds that the JSON file has")
-    options.add_argument("--name", default=EXPERIMENT.name, help="of the figure, its numbers and the block on the page")
+    options.add_argument(
+        "--name",
+        default=EXPERIMENT.name,
+        help="headline or headline-SOMETHING: of the figure, its numbers and the block on the page",
+    )
     options.add_argument("--out", type=Path, default=FIGURES)
     options.add_argument("--redraw", action="store_true", help="make figure and table from the JSON file that is there already")
     chosen = options.parse_args(arguments)
+    if not re.fullmatch(r"headline(-[\w.-]+)?", chosen.name):
+        options.error(f"--name is {chosen.name!r}: begin it with headline-, as no other experiment's name does")
+    if chosen.out.resolve() == FIGURES:
+        try:
+            read_block(EXPERIMENT.page, chosen.name)
+        except ValueError as error:
+            options.error(f"{error}, or give --out")
     if not chosen.redraw and not chosen.runs:
         options.error("name the folder of a run, or --redraw")
     numbers = (

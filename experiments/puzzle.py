@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from statistics import stdev
 from typing import Any
 
 from experiments.common import markdown_table
-from experiments.comparison import T_QUANTILES, Comparison, between_seeds, compare, difference, newcombe_interval
+from experiments.comparison import T_QUANTILES, Comparison, between_seeds, compare, difference, last_by_seed, newcombe_interval
 from experiments.runs import Budget, Variant
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import Split, generate
@@ -108,16 +109,19 @@ def explained(numbers: Mapping[str, Any]) -> str:
         left = "What remains unexplained is not known without `7x12` and `2x8-cut`."
     else:
         (points, (low, high), _), (least, most) = everything, newcombe_interval(27, REPORTED, 14, REPORTED)
+        rest, below, above = GAP - points, math.hypot(GAP - least, high - points), math.hypot(most - GAP, points - low)
         left = (
-            f"Unexplained, if points carried over: {_points(GAP - points)} of 43.3 [{_points(GAP - high)}, {_points(GAP - low)}]. By "
-            f"chance alone the gap between 14 and 27 of 30 is anything from {_points(least)} to {_points(most)} points."
+            f"Unexplained, if points carried over: {_points(rest)} of 43.3 [{_points(rest - below)}, {_points(rest + above)}], with what "
+            f"chance does to the reported gap: that between 14 and 27 of 30 is anything from {_points(least)} to {_points(most)} points."
         )
     how = "of the answers alone (Newcombe 1998, method 10), without what chance does to a run"
     if chance := between_seeds(numbers):
         deviation, degrees = chance
+        each = [100 * stdev(rows) for name in numbers["runs"] if len(rows := last_by_seed(numbers, name)) > 1]
         how = (
-            f"of means over seeds (Student's t): runs that differ in their seed alone have a standard deviation of {100 * deviation:.1f} "
-            f"points ({degrees} degrees of freedom)"
+            f"of means over seeds (Student's t), supposing that seeds move all variants alike: runs that differ in their seed alone have a "
+            f"standard deviation of {100 * deviation:.1f} points ({degrees} degrees of freedom; a variant's own is {min(each):.1f} to "
+            f"{max(each):.1f})"
         )
     return (
         f"{table}\n\nDifferences of the last held-out accuracies, with 95% intervals {how}. Reported: of {REPORTED} problems each, "

@@ -262,7 +262,7 @@ def _peers() -> str:
 def _targets() -> str:
     """Hours and dollars to accuracies that others have published."""
     foreseen = [made(words).cost.learning_s / theirs for _, of, theirs, words in PEERS if of == "learning, s"]
-    whole = min(made(words).cost.step_s / theirs for _, of, theirs, words in PEERS if of == "step, s")
+    whole = next(made(words).cost.step_s / theirs for _, of, theirs, words in PEERS if (of, words) == ("step, s", _VERL))
     least, most = min(foreseen), max(foreseen)
     here = made("gsm8k-1.5b-cpu --hardware cpu --prompt-tokens 110 --completion-tokens 170").cost.step_s
     rows = [
@@ -270,8 +270,8 @@ def _targets() -> str:
         "",
         "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume",
         "that as many teach as much here. Three figures say how little is known. *By the plan* is the least, since it hopes too much",
-        f"in the tables above. *By others' learning* divides it by {most:.2f} and {least:.2f}, the shares of other programs' learning",
-        f"that the plans foresee. *By verl's step* divides it by {whole:.3f}, the share of a whole step, which verl sampled without",
+        f"in the speeds of the table above. *By others' learning* divides it by {most:.2f} and {least:.2f}, the shares of other",
+        f"programs' learning that the plans foresee. *By verl's step* divides it by {whole:.3f}, the share of a whole step, which verl sampled without",
         f"graphs. On CPUs the plan says {here:.0f} s for a step of `gsm8k-1.5b-cpu`; 102 s were measured on cores that multiply bf16 at",
         "0.75 TFLOP/s, 200 s at 0.29 ([results](../results.md)). Dollars, of the last two: 0.40 for an hour of an RTX 4090, 1.50 of an",
         "A100, 3.00 of an H100.",

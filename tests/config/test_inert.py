@@ -72,12 +72,12 @@ def test_a_server_that_nobody_would_ask_is_refused():
 def test_one_device_is_refused_where_the_model_is_laid_over_all(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"model\.device is 'cpu', but model\.device_map is auto, which takes every device there is: leave it out, or limit",
+        match=r"model\.device is 'cuda:1', but model\.device_map is auto, which takes every device there is: leave it out, or limit",
     ):
-        Config(model={"device": "cpu", "device_map": "auto"})
-    assert Config(model={"device": "cpu"}).model.device == "cpu"
+        Config(model={"device": "cuda:1", "device_map": "auto"})
+    assert Config(model={"device": "cpu", "device_map": "auto"}).model.device == "cpu", "bf16 or not and the attention go by it"
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"model": {"device": "cpu"}}), encoding="utf-8")
+    file.write_text(yaml.safe_dump({"model": {"device": "cuda:1"}}), encoding="utf-8")
     assert load_config(file, {"model.device_map": "auto"}).model.device == "auto", (
         "a file's setting beside an override is left out"
     )

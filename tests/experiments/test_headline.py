@@ -107,11 +107,15 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, capsys):
     headline.main(["--redraw", "--out", str(tmp_path)])
     assert (tmp_path / "headline.svg").read_bytes() == drawn
 
-    headline.main([str(run), "--name", "other", "--out", str(tmp_path)])
-    assert read_numbers("other", tmp_path)["judged"] == []
-    assert (tmp_path / "other.svg").exists()
+    headline.main([str(run), "--name", "headline-other", "--out", str(tmp_path)])
+    assert read_numbers("headline-other", tmp_path)["judged"] == []
+    assert (tmp_path / "headline-other.svg").exists()
     assert read_numbers("headline", tmp_path) == numbers
-    assert "(figures/other.svg)" in capsys.readouterr().out
+    assert "(figures/headline-other.svg)" in capsys.readouterr().out
+    for name, why in (("learning", "begin it with headline-"), ("headline-new", "<!-- headline-new -->")):
+        with pytest.raises(SystemExit):
+            headline.main([str(run), "--name", name])
+        assert why in capsys.readouterr().err
 
 
 def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):

@@ -112,8 +112,11 @@ def test_a_factors_row_has_its_difference_and_its_share_of_the_gap():
         "+23.3 [-0.7, +44.0]",
     ]
     assert "an update each batch in place of each six" not in rows, "there is no such run"
-    assert "Unexplained, if points carried over: +18.3 of 43.3" in text
-    assert "standard deviation of 8.3 points (8 degrees of freedom)" in text, "variances 100, 100, 75 and 0 of three runs each"
+    # the root of (43.3 - 20.1)^2 + 15.6^2 below, of (61.0 - 43.3)^2 + 15.6^2 above
+    assert "Unexplained, if points carried over: +18.3 of 43.3 [-9.7, +41.9]" in text
+    assert "standard deviation of 8.3 points (8 degrees of freedom; a variant's own is 0.0 to 10.0)" in text, (
+        "variances 100, 100, 75 and 0 of three runs each"
+    )
     alone = puzzle.explained(of({"2x8": [30], "7x12": [50]}))
     assert "+20.0 [+6.4, +32.6]" in alone, "Newcombe's, of the answers"
     assert "not known without" in alone

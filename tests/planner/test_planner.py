@@ -348,6 +348,8 @@ def test_a_critic_that_cannot_read_what_the_policy_may_write_is_refused():
     ):
         make_plan(load_config(None, settings), HARDWARE["h200"])
     assert make_plan(load_config(None, [*settings, "data.max_prompt_tokens=31744"]), HARDWARE["h200"])
+    with pytest.raises(ConfigError, match=r"lower rollout\.max_completion_tokens below 32768"):
+        make_plan(load_config(None, [*settings, "rollout.max_completion_tokens=40000"]), HARDWARE["h200"])
 
 
 def test_what_is_sampled_ahead_lives_beside_the_passes():

@@ -232,9 +232,15 @@ def refuse_short_critic(config: Config, context: int, own_context: int) -> None:
     value, completion = config.algorithm.value, config.rollout.max_completion_tokens
     longest = min(context, (config.data.max_prompt_tokens or context) + completion)
     if value is not None and own_context < longest:
+        room = own_context - completion
+        remedy = (
+            f"set data.max_prompt_tokens to {room} or less"
+            if room > 0
+            else f"lower rollout.max_completion_tokens below {own_context}"
+        )
         raise ConfigError(
             f"algorithm.value.critic is {value.critic!r} with a context of {own_context} tokens, but prompt and completion may have "
-            f"{longest}: set data.max_prompt_tokens to {max(1, own_context - completion)} or less, or name another critic"
+            f"{longest}: {remedy}, or name another critic"
         )
 
 

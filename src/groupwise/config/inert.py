@@ -81,6 +81,6 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         yield "output", ("adapter_only",), "model.lora is null, so there is no adapter", "set model.lora"
     if config.model.device_map is None:
         yield "model", ("max_memory",), "model.device_map is null, so the model lies on one device", "set device_map"
-    else:
+    elif config.model.device != "cpu":  # which still decides the numbers of `dtype: auto` and the attention
         spread = f"model.device_map is {config.model.device_map}, which takes every device there is"
         yield "model", ("device",), spread, "limit what each is given with max_memory"
