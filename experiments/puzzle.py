@@ -117,7 +117,7 @@ def explained(numbers: Mapping[str, Any]) -> str:
     how = "of the answers alone (Newcombe 1998, method 10), without what chance does to a run"
     if chance := between_seeds(numbers):
         deviation, degrees = chance
-        each = [100 * stdev(rows) for name in numbers["runs"] if len(rows := last_by_seed(numbers, name)) > 1]
+        each = [100 * stdev(last) for name in numbers["runs"] if len(last := last_by_seed(numbers, name)) > 1]
         how = (
             f"of means over seeds (Student's t), supposing that seeds move all variants alike: runs that differ in their seed alone have a "
             f"standard deviation of {100 * deviation:.1f} points ({degrees} degrees of freedom; a variant's own is {min(each):.1f} to "
