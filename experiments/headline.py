@@ -87,6 +87,9 @@ def _number(model: str) -> int:
 def one_run(run: RunRecord) -> dict[str, Any]:
     greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
+    last = greedy[-1][1]
+    both = {record["problem"] for record in last}  # a run carried on with a smaller evaluation.problems judges fewer in the end
+    first = [record for record in greedy[0][1] if record["problem"] in both]
     code, asked = run.environment.get("code") or {}, run.settings
     rollout = asked["rollout"]
     group = rollout["prompts_per_step"] * rollout["completions_per_prompt"]
@@ -104,7 +107,7 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "sampled_tokens": round(tokens),
         "peak_gib": max((value for _, value in run.series("memory/peak_gib")), default=None),
         "evaluations": counted,
-        "change": {key: paired_comparison(greedy[0][1], greedy[-1][1], key=key) for key in VERDICTS},
+        "change": {key: paired_comparison(first, last, key=key) for key in VERDICTS},
         "accuracy": [value for _, value in run.series("accuracy/strict")],
         "tokens": [value for _, value in run.series("completions/tokens_mean")],
     }
@@ -184,7 +187,9 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
     parts.append(f"By step, greedy:\n\n{markdown_table(header, rows)}")
     for run in runs:
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
-        parts.append(f"Seed {run['seed']}, first to last, problem by problem, in points: {said}.")
+        shared = run["evaluations"][-1]["n"]
+        fewer = "" if shared == run["evaluations"][0]["n"] else f", of the {shared} that both judged"
+        parts.append(f"Seed {run['seed']}, first to last, problem by problem{fewer}, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     parts.append(
         f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {_machines(numbers)}."

@@ -215,3 +215,13 @@ def test_a_run_is_needed(capsys):
 @pytest.mark.parametrize("name", ["headline"])
 def test_the_results_page_shows_what_the_runs_came_to(name):
     assert read_block(headline.EXPERIMENT.page, name) == headline.report(read_numbers(name), name)
+
+
+def test_a_last_evaluation_of_fewer_problems_is_compared_on_those(run):
+    final = run / "evaluations" / "final-greedy.jsonl"
+    final.write_text("".join(final.read_text().splitlines(keepends=True)[:10]))
+    numbers = {**headline.measure([run]), "environment": {"processor": "EPYC", "cores": 2, "torch": "2", "transformers": "5"}}
+    (one,) = numbers["runs"]
+    assert [row["n"] for row in one["evaluations"]] == [20, 20, 10]
+    assert one["change"]["strict"]["difference"] == pytest.approx(0.7), "9 of 10 less 2 of 10"
+    assert "problem by problem, of the 10 that both judged, in points: strict +70.0" in headline.report(numbers)
