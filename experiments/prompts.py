@@ -20,6 +20,7 @@ from typing import Any
 import groupwise
 from experiments.common import FIGURES, Experiment, describe, environment, markdown_table, publish, read_numbers
 from groupwise.config import build_config
+from groupwise.evaluation.models import data_overrides
 
 __all__ = ["EXPERIMENT", "WORDINGS", "draw", "judge", "measure", "report"]
 
@@ -48,7 +49,7 @@ KEPT = (
 def judge(model: str, data: str, wording: str, settings: Sequence[str]) -> dict[str, Any]:
     """What ``groupwise.evaluate`` finds with one wording, greedy."""
     own = {"prompt": {"system": WORDINGS[wording]}, "evaluation": {"modes": ["greedy"]}}
-    config = build_config(own, settings)
+    config = build_config(own, [*data_overrides(data), *settings])
     (found,) = groupwise.evaluate(model, data, config.model_dump(exclude_unset=True))
     summary = found.to_summary()
     return {name: summary[name] for name in KEPT}

@@ -1,5 +1,7 @@
 """Wordings of the system prompt: each is judged once, as it stands, and a stop loses none that is judged."""
 
+import json
+
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -28,6 +30,14 @@ def test_a_wording_is_asked_as_it_stands(tiny_folder, sums, monkeypatch):
     assert asked == [prompts.WORDINGS["tutorial"]]
     assert row["n"] == 4
     assert row.keys() == set(prompts.KEPT)
+
+
+def test_a_data_set_by_name_is_read_from_a_folder(tiny_folder, tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    rows = [json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) for i in range(4)]
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    settings = [f"data.folder={tmp_path}", "evaluation.problems=3", "evaluation.max_completion_tokens=3", "evaluation.show=0"]
+    assert prompts.judge(str(tiny_folder), "gsm8k:test", "tutorial", settings)["n"] == 3
 
 
 def test_what_is_judged_is_kept_and_not_judged_again(monkeypatch, tmp_path):
