@@ -58,7 +58,7 @@ def judge(model: str, data: str, wording: str, settings: Sequence[str]) -> dict[
 def draw(numbers: Mapping[str, Any], path: Path) -> None:
     from experiments.style import figure
 
-    with figure(path, list(numbers["models"]), width=10) as axes:
+    with figure(path, list(numbers["models"]), width=3.3 * len(numbers["models"])) as axes:
         for axis, rows in zip(axes, numbers["models"].values(), strict=True):
             for shift, key in enumerate(("format_rate", "strict_accuracy", "lenient_accuracy")):
                 places = [i + 0.25 * shift for i in range(len(rows))]
