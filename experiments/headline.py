@@ -88,7 +88,7 @@ def one_run(run: RunRecord) -> dict[str, Any]:
     greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
     last = greedy[-1][1]
-    both = {record["problem"] for record in last}  # a run carried on with a smaller evaluation.problems judges fewer in the end
+    both = {record["problem"] for record in last}  # a run resumed with a smaller evaluation.problems judges fewer in the end
     first = [record for record in greedy[0][1] if record["problem"] in both]
     code, asked = run.environment.get("code") or {}, run.settings
     rollout = asked["rollout"]

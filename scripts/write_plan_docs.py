@@ -269,7 +269,7 @@ def _targets() -> str:
         "## Hours to published accuracies",
         "",
         "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume",
-        "that as many teach as much here. Three figures say how little is known. *By the plan* is the least, since it hopes too much",
+        "that as many teach as much here. Three figures say how little is known. *By the plan* is the smallest, since it hopes too much",
         f"in the speeds of the table above. *By others' learning* divides it by {most:.2f} and {least:.2f}, the shares of other",
         f"programs' learning that the plans foresee. *By verl's step* divides it by {whole:.3f}, the share of a whole step, which verl",
         f"sampled without graphs. On CPUs the plan says {here:.0f} s for a step of `gsm8k-1.5b-cpu`; 102 s were measured on cores that",
