@@ -207,9 +207,13 @@ def reached(rows: Sequence[Mapping[str, float]], level: float, unit: str = "seco
 
 def ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float | None:
     """Median over seeds of theirs divided by ours; None unless both reached the level with every seed, and neither began there."""
-    pairs = list(zip(ours, theirs, strict=True))
-    known = [b / a for a, b in pairs if a and b]
-    return median(known) if len(known) == len(pairs) else None
+    known = ratios(ours, theirs)
+    return median(known) if len(known) == len(ours) else None
+
+
+def ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    """Theirs divided by ours, of each seed with which both reached the level and neither began there."""
+    return [b / a for a, b in zip(ours, theirs, strict=True) if a and b]
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], problems: int) -> tuple[float, float, float]:
@@ -330,13 +334,13 @@ def report(numbers: Mapping[str, Any]) -> str:
             ours, theirs = (by_unit[unit][side] for side in SIDES)
             cells += [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
             less = ratio(ours, theirs)
-            each = [b / a for a, b in zip(ours, theirs, strict=True) if a and b]
+            each = ratios(ours, theirs)
             spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
             cells.append("-" if less is None else f"{less:.2f}{spread}")
         levels.append(cells)
     names = list(SIDES)
-    ratios = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
-    head = ["strict", *(f"seconds, {name}" for name in names), ratios, *(f"sampled tokens, {name}" for name in names), ratios]
+    title = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
+    head = ["strict", *(f"seconds, {name}" for name in names), title, *(f"sampled tokens, {name}" for name in names), title]
     ends = []
     for side, seeds in details["runs"].items():
         last = [one["rows"][-1] for one in seeds.values()]
