@@ -20,7 +20,8 @@ from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.turns import Turns
 from groupwise.models.decoder import Decoder
-from groupwise.models.merging import added_up
+from groupwise.models import merging
+from groupwise.models.merging import added_up, dithered, round_dithered_
 from groupwise.models.native import build, calls
 from groupwise.models.ops import rope_rotate
 from groupwise.models.packing import pack
@@ -209,6 +210,21 @@ def test_an_adapter_is_added_and_dithered_as_the_operations_do(monkeypatch, rows
     monkeypatch.setattr(calls, "_allowed", False)
     plain = added_up(weight, [(a, b, 0.5)])
     assert (plain == merged).float().mean() > 0.995, "the same thresholds: only sums that end within a rounding of one may differ"
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(5, 48), (70, 37), (100,), (3, 20, 50), (0, 16)])
+def test_masters_are_dithered_as_the_operations_do(monkeypatch, shape):
+    exact, rounded, plain = torch.randn(shape), torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16)
+    given = exact.clone()
+    round_dithered_(rounded, exact)
+    monkeypatch.setattr(calls, "_allowed", False)
+    monkeypatch.setattr(merging, "_PIECE", 64)
+    round_dithered_(plain, exact)
+    assert torch.equal(rounded, plain)
+    assert torch.equal(exact, given), "masters stay what they are"
+    whole = dithered(exact.clone().view(-1, shape[-1]), BF16).view(shape)
+    assert torch.equal(rounded, whole), "in pieces the pattern is the whole tensor's"
 
 
 @needs_kernels

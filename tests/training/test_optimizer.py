@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import OptimizerConfig
+from groupwise.models.merging import dithered
 from groupwise.training.optimizer import MasterAdamW, learning_rate_at
 
 
@@ -51,7 +52,7 @@ def test_fp32_is_torch_s_adamw_step_for_step():
     assert torch.equal(ours[2][1], parameters_of()[2][1]), "a frozen parameter stays"
 
 
-def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run():
+def test_bf16_weights_are_the_dithered_masters_of_an_fp32_run():
     """bf16 weights with masters walk the path of an fp32 run that is given the same (bf16) gradients."""
     narrow = parameters_of(torch.bfloat16)
     wide = [(n, nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)) for n, p in narrow]
@@ -64,7 +65,25 @@ def test_bf16_weights_are_the_rounded_masters_of_an_fp32_run():
         fp32.step(1e-3)
     for (_, a), (_, b), master in zip(narrow[:2], wide[:2], ours.masters, strict=True):
         torch.testing.assert_close(master, b.detach(), rtol=1e-6, atol=1e-7)
-        assert torch.equal(a, master.to(torch.bfloat16))
+        assert torch.equal(a, dithered(master.clone().view(-1, master.shape[-1]), torch.bfloat16).view_as(a))
+
+
+def test_updates_far_below_half_a_step_of_bf16_reach_the_weights_on_average():
+    """Weights of 0.125 to 0.25 are 2**-10 apart in bf16. Twenty steps of 1e-5 are 0.2 of that: rounded to the nearest, not one weight
+    would move; dithered, one in five does, and a product with many of them changes by what the masters changed."""
+    start = torch.linspace(0.125, 0.24, 64 * 256).view(64, 256).to(torch.bfloat16)
+    weight = nn.Parameter(start.clone())
+    optimizer = MasterAdamW([("w", weight)], config_of())
+    for _ in range(20):
+        weight.sum().backward()
+        optimizer.step(1e-5)
+    master = optimizer.masters[0]
+    torch.testing.assert_close(master, start.float() - 2e-4, rtol=0, atol=1e-7)
+    assert torch.equal(master.to(torch.bfloat16), start), "what rounding to the nearest would give"
+    moved = (weight.detach() != start).float().mean()
+    assert abs(float(moved) - 2e-4 * 2**10) < 0.01
+    rows = (weight.detach().float() - start.float()).sum(1)
+    torch.testing.assert_close(rows, torch.full_like(rows, 256 * -2e-4), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize(("precision", "low", "high"), [("masters", 0.95, 1.05), ("stochastic", 0.9, 1.1), ("pure", 0.0, 0.01)])

@@ -26,10 +26,12 @@ from groupwise.models.layer import Block, Kept, Layer, Shape, blocked_backward, 
 from groupwise.models.native import calls as native
 from groupwise.models.quantised import dense_weight
 
-__all__ = ["Factor", "MergedLayer", "Projection", "added_up", "dithered", "is_adapted_layer", "merged_weight"]
+__all__ = ["Factor", "MergedLayer", "Projection", "added_up", "dithered", "is_adapted_layer", "merged_weight", "round_dithered_"]
 
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of fp32's mantissa, of 23, that a narrower type has no room for."""
+_PIECE = 2**22
+"""Numbers rounded at a time: bounds the fp32 copies."""
 _GOLDEN, _PLASTIC = 0x9E37, 0xC13F
 """Odd multipliers: rows and columns walk through all thresholds evenly (Weyl sequences of the golden ratio and a second one)."""
 
@@ -39,19 +41,33 @@ def is_adapted_layer(layer: Any) -> bool:
     return hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
 
 
-def dithered(exact: Tensor, dtype: torch.dtype) -> Tensor:
+def dithered(exact: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
     """``exact`` ``[rows, columns]`` in fp32, which is overwritten, rounded to ``dtype`` by a fixed pattern of thresholds.
 
-    What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself.
+    What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself. ``first_row``: where
+    in its tensor ``exact`` begins, since the pattern is the whole tensor's.
     """
     bits = _DROPPED_BITS.get(dtype)
     if bits is None:
         return exact.to(dtype)
     rows, columns = (torch.arange(n, dtype=torch.int32, device=exact.device) for n in exact.shape)
-    thresholds = (rows[:, None] * _GOLDEN + (columns * _PLASTIC)[None]).bitwise_and_((1 << bits) - 1)
+    thresholds = ((rows[:, None] + first_row) * _GOLDEN + (columns * _PLASTIC)[None]).bitwise_and_((1 << bits) - 1)
     whole = exact.view(torch.int32)
     whole.add_(thresholds).bitwise_and_(-(1 << bits))
     return exact.to(dtype)
+
+
+def round_dithered_(weights: Tensor, exact: Tensor) -> None:
+    """Write fp32 ``exact``, which stays what it is, into ``weights`` of the same shape, ``dithered``. They may be on different devices:
+    from pinned memory this returns before it is done."""
+    rounded, given = ((x if x.dim() > 1 else x.view(1, -1)).flatten(0, -2) for x in (weights, exact))
+    if given.is_contiguous() and rounded.is_contiguous() and given.device == rounded.device and native.fits(rounded):
+        native.dither(given, rounded)
+        return
+    rows = max(1, _PIECE // max(1, given.shape[1]))
+    for start in range(0, len(given), rows):
+        own = given[start : start + rows].to(rounded.device, copy=True, non_blocking=True)
+        rounded[start : start + rows].copy_(dithered(own, weights.dtype, start))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from groupwise.config.schema import OptimizerConfig
 from groupwise.errors import ConfigError
 from groupwise.memory import DEVICE_WIDE
 from groupwise.metrics import Mean
+from groupwise.models.merging import round_dithered_
 from groupwise.models.quiet import quieten_bitsandbytes
 
 __all__ = [
@@ -356,11 +357,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the weights, in place."""
-        pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
-        if pairs:
-            # From pinned masters this returns before it is done. They change again after a gradient has come, which comes after it.
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
+        """Round the masters into the weights, in place: by fixed thresholds, so that on average nothing of an update is lost."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                # From pinned masters this returns before it is done. They change again after a gradient has come, which comes after it.
+                round_dithered_(parameter, master)
 
     def clear(self) -> None:
         self._sums.clear()

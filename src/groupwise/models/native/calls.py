@@ -21,6 +21,7 @@ __all__ = [
     "by_heads",
     "decode_attention",
     "delta",
+    "dither",
     "draw",
     "fits",
     "gated",
@@ -59,6 +60,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_logit_gradients": (*[_POINTER] * 6, _COUNT, _COUNT, _REAL),
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
     "gw_merge": (*[_POINTER] * 4, *[_COUNT] * 3, _REAL),
+    "gw_dither": (_POINTER, _POINTER, _COUNT, _COUNT),
 }
 _functions: dict[str, Any] = {}
 _allowed = True
@@ -267,3 +269,8 @@ def merge(frozen: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> 
     """Write ``frozen + scaling * b @ a`` into ``out`` ``[rows, width]``, rounded as ``merging.dithered`` rounds; ``frozen`` is as ``out``,
     ``a`` ``[rank, width]`` and ``b`` ``[rows, rank]`` are fp32."""
     _functions["gw_merge"](frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)
+
+
+def dither(exact: Tensor, out: Tensor) -> None:
+    """Write fp32 ``exact`` ``[rows, width]`` into ``out``, rounded as ``merging.dithered`` rounds. Any width."""
+    _functions["gw_dither"](exact.data_ptr(), out.data_ptr(), *exact.shape)

@@ -611,7 +611,7 @@ void gw_rotate(
     }
 }
 
-/* ---- Adapters ---- */
+/* ---- Weights rounded from fp32: masters, and adapters merged ---- */
 
 enum { GOLDEN = 0x9E37, PLASTIC = 0xC13F }; /* as models/merging.py has them */
 
@@ -644,5 +644,23 @@ void gw_merge(
         if (row + 8 <= rows) merge_rows(frozen, a, b, out, row, 8, width, rank, scaling);
         else
             for (int64_t last = row; last < rows; last++) merge_rows(frozen, a, b, out, last, 1, width, rank, scaling);
+    }
+}
+
+/* fp32 `exact` [rows, width] into out, rounded by the thresholds of merging.py's `dithered`. */
+void gw_dither(const float *exact, bf16 *out, int64_t rows, int64_t width) {
+    bits steps;
+    for (int i = 0; i < LANES; i++) steps[i] = (uint32_t)i * PLASTIC;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const uint32_t *in = (const uint32_t *)(exact + row * width);
+        bf16 *to = out + row * width;
+        const uint32_t first = (uint32_t)row * GOLDEN;
+        int64_t c = 0;
+        for (; c + LANES <= width; c += LANES) {
+            const bits thresholds = (steps + first + (uint32_t)c * PLASTIC) & 0xffff;
+            *(half_vec *)(to + c) = __builtin_convertvector((*(const bits *)(in + c) + thresholds) >> 16, half_vec);
+        }
+        for (; c < width; c++) to[c] = (in[c] + ((first + (uint32_t)c * PLASTIC) & 0xffff)) >> 16;
     }
 }
