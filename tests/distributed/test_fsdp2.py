@@ -5,6 +5,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from groupwise.models.merging import dithered
 from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters, note_first_gradient
 from tests.distributed.two_processes import (
@@ -112,3 +113,48 @@ def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone(
     with pytest.raises(torch.OutOfMemoryError) as caught:
         PassBudget(100, fixed=True).attempt(fails, lambda: 80, lambda: pytest.fail("it was tried again"))
     assert "set training.micro_batch_tokens=40," in caught.value.__notes__[0]
+
+
+def gather_twice(rank, folder):
+    """One of two processes: what FSDP2 gathers of rows that no bf16 holds, before and after an update of them, written by the first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from groupwise.training.sharding.fsdp2 import _round_when_gathered, _rounded
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(7, 5)  # 5 rows: 3 and 2
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    layer(torch.randn(2, 7))
+    layer.reshard()
+    _round_when_gathered(layer, torch.bfloat16)
+    found = {}
+    for name in ("before", "after"):
+        rows = {key: _rounded(p, torch.bfloat16) for key, p in layer.named_parameters()}
+        layer.unshard()
+        for key, p in layer.named_parameters():
+            found[f"{name}.{key}"] = p.detach().clone()
+            first = 3 * rank
+            assert torch.equal(p[first : first + len(rows[key])], rows[key]), "the rows that a checkpoint gets"
+        layer.reshard()
+        for p in layer.parameters():
+            p.data.mul_(1 + 2**-10)
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_gathered_weights_are_those_of_one_process_dithered(tmp_path):
+    """Divided or whole, masters become the same weights: thresholds go by the place in the whole tensor."""
+    torch.multiprocessing.spawn(gather_twice, args=(tmp_path,), nprocs=2)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(7, 5)
+    found = torch.load(tmp_path / "found.pt")
+    for factor, name in ((1, "before"), (1 + 2**-10, "after")):
+        for key, exact in layer.state_dict().items():
+            whole = dithered((exact * factor).view(-1, exact.shape[-1]), torch.bfloat16).view_as(exact)
+            assert torch.equal(found[f"{name}.{key}"], whole)
+            if key == "weight":
+                assert not torch.equal(whole, (exact * factor).to(torch.bfloat16)), "to the nearest it would be others"

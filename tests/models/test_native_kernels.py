@@ -19,8 +19,8 @@ from groupwise.engines import SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.turns import Turns
-from groupwise.models.decoder import Decoder
 from groupwise.models import merging
+from groupwise.models.decoder import Decoder
 from groupwise.models.merging import added_up, dithered, round_dithered_
 from groupwise.models.native import build, calls
 from groupwise.models.ops import rope_rotate

@@ -41,33 +41,46 @@ def is_adapted_layer(layer: Any) -> bool:
     return hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
 
 
-def dithered(exact: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
-    """``exact`` ``[rows, columns]`` in fp32, which is overwritten, rounded to ``dtype`` by a fixed pattern of thresholds.
+def dithered(exact: Tensor, dtype: torch.dtype, start: int = 0, width: int | None = None) -> Tensor:
+    """``exact`` in fp32 and contiguous, which is overwritten, rounded to ``dtype`` by a fixed pattern of thresholds over rows and columns.
 
-    What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself. ``first_row``: where
-    in its tensor ``exact`` begins, since the pattern is the whole tensor's.
+    What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself. Of a tensor with rows
+    of ``width``, by default those of ``exact``, it is the numbers from ``start`` on: a part is rounded as the whole is.
     """
     bits = _DROPPED_BITS.get(dtype)
     if bits is None:
         return exact.to(dtype)
-    rows, columns = (torch.arange(n, dtype=torch.int32, device=exact.device) for n in exact.shape)
-    thresholds = ((rows[:, None] + first_row) * _GOLDEN + (columns * _PLASTIC)[None]).bitwise_and_((1 << bits) - 1)
-    whole = exact.view(torch.int32)
+    width = width or exact.shape[-1]
+    whole = exact.view(torch.int32).view(-1)
+    if start % width == whole.numel() % width == 0:
+        first, whole = start // width, whole.view(-1, width)
+        rows = torch.arange(first, first + len(whole), dtype=torch.int32, device=exact.device)[:, None]
+        columns = torch.arange(width, dtype=torch.int32, device=exact.device)[None]
+    else:
+        places = torch.arange(start, start + whole.numel(), device=exact.device)
+        rows, columns = (places // width).int(), (places % width).int()
+    thresholds = (rows * _GOLDEN + columns * _PLASTIC).bitwise_and_((1 << bits) - 1)
     whole.add_(thresholds).bitwise_and_(-(1 << bits))
     return exact.to(dtype)
 
 
-def round_dithered_(weights: Tensor, exact: Tensor) -> None:
-    """Write fp32 ``exact``, which stays what it is, into ``weights`` of the same shape, ``dithered``. They may be on different devices:
-    from pinned memory this returns before it is done."""
-    rounded, given = ((x if x.dim() > 1 else x.view(1, -1)).flatten(0, -2) for x in (weights, exact))
-    if given.is_contiguous() and rounded.is_contiguous() and given.device == rounded.device and native.fits(rounded):
-        native.dither(given, rounded)
+def round_dithered_(weights: Tensor, exact: Tensor, start: int = 0, width: int | None = None) -> None:
+    """Write ``exact``, which stays what it is, into ``weights`` of the same shape: ``dithered`` where it is fp32 and they are narrower.
+
+    Both are contiguous. They may be on different devices: from pinned memory this returns before it is done.
+    """
+    if exact.dtype != torch.float32 or weights.dtype not in _DROPPED_BITS:
+        weights.copy_(exact, non_blocking=True)
         return
-    rows = max(1, _PIECE // max(1, given.shape[1]))
-    for start in range(0, len(given), rows):
-        own = given[start : start + rows].to(rounded.device, copy=True, non_blocking=True)
-        rounded[start : start + rows].copy_(dithered(own, weights.dtype, start))
+    width, rounded, given = width or exact.shape[-1], weights.view(-1), exact.view(-1)
+    in_rows = start % width == given.numel() % width == 0
+    if in_rows and given.device == rounded.device and native.fits(rounded):
+        native.dither(given, rounded, start // width, width)
+        return
+    size = max(1, _PIECE // width) * width
+    for first in range(0, given.numel(), size):
+        own = given[first : first + size].to(rounded.device, copy=True, non_blocking=True)
+        rounded[first : first + size].copy_(dithered(own, weights.dtype, start + first, width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from groupwise.models.scorer import Scorer, make_reference
-from groupwise.training.sharding.divided import local
+from groupwise.training.sharding.divided import local, round_local_
 
 __all__ = ["Reference"]
 
@@ -67,7 +67,7 @@ class Reference:
             if self._average:
                 average = self._average[name]
                 average.lerp_(policy[name].to(average.device, torch.float32), self.mixing)
-            local(parameter).copy_(self._average[name] if self._average else policy[name])
+            round_local_(parameter, self._average[name] if self._average else policy[name])
 
     def state(self) -> dict[str, Tensor]:
         """Weights by name, in fp32 where they are averages; for a checkpoint."""
@@ -78,4 +78,4 @@ class Reference:
         for name, parameter in self.scorer.named_parameters():
             if self._average:
                 self._average[name].copy_(state[name])
-            local(parameter).copy_(state[name])
+            round_local_(parameter, state[name])

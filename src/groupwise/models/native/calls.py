@@ -60,7 +60,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_logit_gradients": (*[_POINTER] * 6, _COUNT, _COUNT, _REAL),
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
     "gw_merge": (*[_POINTER] * 4, *[_COUNT] * 3, _REAL),
-    "gw_dither": (_POINTER, _POINTER, _COUNT, _COUNT),
+    "gw_dither": (_POINTER, _POINTER, *[_COUNT] * 3),
 }
 _functions: dict[str, Any] = {}
 _allowed = True
@@ -271,6 +271,7 @@ def merge(frozen: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> 
     _functions["gw_merge"](frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)
 
 
-def dither(exact: Tensor, out: Tensor) -> None:
-    """Write fp32 ``exact`` ``[rows, width]`` into ``out``, rounded as ``merging.dithered`` rounds. Any width."""
-    _functions["gw_dither"](exact.data_ptr(), out.data_ptr(), *exact.shape)
+def dither(exact: Tensor, out: Tensor, first_row: int, width: int) -> None:
+    """Write fp32 ``exact``, rows of any ``width`` from ``first_row`` of their tensor on, into ``out``, rounded as ``merging.dithered``
+    rounds."""
+    _functions["gw_dither"](exact.data_ptr(), out.data_ptr(), first_row, exact.numel() // width, width)

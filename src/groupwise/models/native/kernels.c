@@ -647,15 +647,15 @@ void gw_merge(
     }
 }
 
-/* fp32 `exact` [rows, width] into out, rounded by the thresholds of merging.py's `dithered`. */
-void gw_dither(const float *exact, bf16 *out, int64_t rows, int64_t width) {
+/* fp32 `exact` [rows, width], rows from `start` of their tensor on, into out, rounded by the thresholds of merging.py's `dithered`. */
+void gw_dither(const float *exact, bf16 *out, int64_t start, int64_t rows, int64_t width) {
     bits steps;
     for (int i = 0; i < LANES; i++) steps[i] = (uint32_t)i * PLASTIC;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const uint32_t *in = (const uint32_t *)(exact + row * width);
         bf16 *to = out + row * width;
-        const uint32_t first = (uint32_t)row * GOLDEN;
+        const uint32_t first = (uint32_t)(start + row) * GOLDEN;
         int64_t c = 0;
         for (; c + LANES <= width; c += LANES) {
             const bits thresholds = (steps + first + (uint32_t)c * PLASTIC) & 0xffff;

@@ -8,6 +8,7 @@ merged and let go of in turn, so that a process holds the merged weights beside 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -23,10 +24,14 @@ from groupwise.errors import ConfigError, RankError
 from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.layer import Blocks, copy_filled
 from groupwise.models.load import Policy
+from groupwise.models.merging import round_dithered_
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.replicas import Replicas
 
-__all__ = ["AdapterOnDivided", "Divided", "Rows", "lean", "local", "materialize", "read_by_one", "read_rows", "rows_of"]
+__all__ = [
+    "AdapterOnDivided", "Divided", "Rows", "lean", "local", "materialize", "read_by_one", "read_rows", "round_local_", "rows_of",
+    "start_of",
+]  # fmt: skip
 
 Rows = tuple[int, int]
 """First row, and the one after the last."""
@@ -39,6 +44,23 @@ def local(tensor: Tensor) -> Tensor:
         return stretch.detach()
     piece = getattr(tensor, "to_local", None)
     return tensor.detach() if piece is None else piece().detach()
+
+
+def start_of(tensor: Tensor) -> int:
+    """Where in the flattened tensor that begins which this process holds of it."""
+    stretch: Tensor | None = getattr(tensor, "ds_tensor", None)
+    if stretch is not None:
+        return stretch.numel() * torch.distributed.get_rank()
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return 0
+    return rows_of(tensor.shape[0], mesh.get_local_rank(), mesh.size())[0] * math.prod(tensor.shape[1:])
+
+
+def round_local_(weights: Tensor, exact: Tensor) -> None:
+    """Write ``exact``, this process's part of a tensor, into its part of ``weights``, as the whole tensor would be rounded."""
+    shape: torch.Size = getattr(weights, "ds_shape", weights.shape)
+    round_dithered_(local(weights), exact, start_of(weights), shape[-1])
 
 
 def rows_of(length: int, rank: int, size: int) -> Rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,21 @@ from groupwise.metrics import Mean
 from groupwise.models.decoder import Decoder
 from groupwise.models.families import why_uncovered
 from groupwise.models.layer import Blocks
+from groupwise.models.merging import round_dithered_
 from groupwise.models.scorer import Scorer
 from groupwise.training.optimizer import LossScale, MasterAdamW, adds_up_itself
-from groupwise.training.sharding.divided import Divided, Rows, lean, local, materialize, read_by_one, read_rows, rows_of
+from groupwise.training.sharding.divided import (
+    Divided,
+    Rows,
+    lean,
+    local,
+    materialize,
+    read_by_one,
+    read_rows,
+    round_local_,
+    rows_of,
+    start_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -73,6 +86,9 @@ class FSDP2(Divided):
         scorer.inside = _inside(blocks)
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
+        if masters:
+            for module in self._modules():
+                _round_when_gathered(module, self.dtype)
 
     def _divide(self, blocks: Blocks, kept: torch.dtype, prepare: Callable[[nn.Module], None] | None = None) -> None:
         """Rows in dtype ``kept``, gathered as the policy's; each layer is materialized, divided and freed before the next."""
@@ -101,7 +117,7 @@ class FSDP2(Divided):
         blocks.to_empty(device=scorer.device)
         with torch.no_grad():
             for (_, mine), (_, policys) in zip(twin.named_parameters(), scorer.named_parameters(), strict=True):
-                local(mine).copy_(local(policys))
+                round_local_(mine, local(policys))
         twin.inside = _inside(blocks)
         return twin
 
@@ -142,7 +158,7 @@ class FSDP2(Divided):
         return [self.blocks, *self.blocks.layers]
 
     def whole_weights(self) -> Mapping[str, Tensor]:
-        return self._gather({name: local(p).to(self.dtype) for name, p in self.blocks.named_parameters()})
+        return self._gather({name: _rounded(p, self.dtype) for name, p in self.blocks.named_parameters()})
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._gather(pieces)
@@ -200,6 +216,43 @@ def _inside(blocks: Blocks) -> Callable[..., Any]:
     return run
 
 
+def _rounded(divided: Tensor, dtype: torch.dtype) -> Tensor:
+    """This process's rows in ``dtype``, as the whole tensor would be rounded."""
+    rows = torch.empty_like(local(divided), dtype=dtype)
+    round_dithered_(rows, local(divided), start_of(divided), divided.shape[-1])
+    return rows
+
+
+def _round_when_gathered(module: Any, dtype: torch.dtype) -> None:
+    """Let torch gather the rows of ``module``, without its children's, as ``_rounded`` gives them: by itself it rounds to the nearest.
+
+    Its hooks for that are methods of the local tensors (``fsdp_pre_all_gather``), looked up by name, and it looks for them when it
+    divides; tensors divided already are told here.
+    """
+    for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        divided, size = parameter.sharded_param, parameter.padded_sharded_param_size
+        parameter.sharded_param._local_tensor.fsdp_pre_all_gather = partial(_before_gather, divided, size, dtype)
+        parameter.sharded_param._local_tensor.fsdp_post_all_gather = _after_gather
+        parameter._init_extensions()
+
+
+def _before_gather(
+    divided: Tensor, size: torch.Size, dtype: torch.dtype, mesh: Any, whole_size: Any, whole_stride: Any, module: Any, policy: Any
+) -> tuple[tuple[Tensor], None]:
+    """What this process sends: its rows, filled up to as many as each one sends."""
+    rows = _rounded(divided, dtype)
+    if rows.shape != size:
+        filled = rows.new_zeros(size)
+        filled[: len(rows)] = rows
+        rows = filled
+    return (rows,), None
+
+
+def _after_gather(outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    """What came is the tensor itself, and from the second time on it came to where it was."""
+    return None if out is not None else (outputs[0], outputs)
+
+
 class ShardedAdamW(MasterAdamW):
     """``MasterAdamW`` over this process's rows. Clipping goes by the norm over all of them."""
 
@@ -247,8 +300,8 @@ class ShardedAdamW(MasterAdamW):
     def close(self) -> None:
         """Round to the weights that compute: what comes after begins with them, as where masters are apart from them."""
         super().close()
-        for parameter in self.parameters:
-            parameter.copy_(parameter.to(self.dtype))
+        for parameter, divided in zip(self.parameters, self.divided, strict=True):
+            parameter.copy_(_rounded(divided, self.dtype))
 
     @property
     def _names_masters(self) -> bool:

@@ -38,7 +38,7 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.families import why_uncovered
 from groupwise.models.layer import Blocks
 from groupwise.models.scorer import Scorer
-from groupwise.training.sharding.divided import Divided, lean, local, materialize, read_by_one
+from groupwise.training.sharding.divided import Divided, lean, local, materialize, read_by_one, round_local_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -214,8 +214,17 @@ class ZeroAdamW:
             group["lr"] = rate
         with exchanging():
             self.engine.step()
+        if "master" in self._keys:
+            self._publish()
         norm = float(self.zero._global_grad_norm)
         return norm, not self.zero.overflow and math.isfinite(norm)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Round the masters into the weights by fixed thresholds: DeepSpeed has rounded them to the nearest. A collective call."""
+        reach = "full" if self.stage == 2 else "local"
+        for _, parameter in self.named:
+            round_local_(parameter, getattr(self.access, f"safe_get_{reach}_fp32_param")(parameter))
 
     def gradients(self) -> list[Tensor | None]:
         """DeepSpeed's own affair."""
