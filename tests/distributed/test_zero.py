@@ -12,6 +12,7 @@ from transformers import GPT2Config, LlamaConfig
 from groupwise.config.schema import Config
 from groupwise.distributed.sharding import zero_of_launcher
 from groupwise.errors import ConfigError
+from groupwise.models.merging import dithered
 from groupwise.training.loop import train
 from groupwise.training.sharding.zero import check_zero
 from tests.distributed.run_ranks import letters
@@ -69,6 +70,12 @@ def test_two_processes_are_one(runs):
         row, other = numbers(one)[0], numbers(two)[0]
         assert "optimizer/updates_lost" in row  # DeepSpeed's optimiser does not say it
         assert other == pytest.approx({name: row[name] for name in other}, rel=2e-2, abs=1e-3)
+        for folder in (one, two):  # DeepSpeed rounds to the nearest by itself
+            masters = load_file(folder / "checkpoints/step-3/optimizer.safetensors")
+            written = load_file(folder / "checkpoints/step-3/model/model.safetensors")
+            exact = masters["master.embedding"]
+            assert torch.equal(written["model.embed_tokens.weight"], dithered(exact.clone(), torch.bfloat16))
+            assert not torch.equal(exact, exact.bfloat16().float())
         return
     assert_same_run(one, two, without="optimizer/updates_lost")
     file = Path("checkpoints/step-3/optimizer.safetensors")
