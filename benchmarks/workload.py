@@ -63,7 +63,7 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
 def step_config(
     model: str, *, groups: int = 4, completions: int = 8, max_tokens: int = 128, rank: int = 0, device: str = "cpu"
 ) -> Config:
-    """W's settings. The learning rate is far below what bf16 weights can hold: optimiser and masters do all their work, but the
+    """W's settings. The learning rate is far below what fp32 masters can hold: the optimiser does all its work, but the
     policy stays the model it is, so that every step of a run samples from the same distribution. ``rank``: of an adapter, in place of all
     weights; 0 for none."""
     return Config.model_validate(

@@ -3,8 +3,8 @@
     python -m experiments.bf16_weights
 
 Gradients of real batches of the real small model; then AdamW replays them, tensor by tensor, once with bf16 weights and moments
-alone and once with fp32 masters whose rounded copy is the weights, at several rates. The gradients are those at the first weights,
-which at these rates hardly move in so few steps.
+alone and once with fp32 masters whose rounded copy is the weights, at several rates. The copy is rounded as groupwise does, by fixed
+thresholds, and to the nearest. The gradients are those at the first weights, which at these rates hardly move in so few steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from experiments.common import Experiment, describe, main, markdown_table
 from experiments.real import VARYING_REWARD, workbench
 from groupwise.algorithm import Objective, policy_loss
+from groupwise.models.merging import round_dithered_
 
 __all__ = ["EXPERIMENT", "measure", "replay"]
 
@@ -29,14 +30,17 @@ def replay(start: Tensor, gradients: Sequence[Tensor], rate: float) -> dict[str,
     """AdamW on one tensor, with bf16 weights alone and with an fp32 master. Sums over the tensor, a number per step:
 
     ``meant``: weights that AdamW in fp32 moved in this step; ``lost``: those of them whose bf16 weight stayed as it was, without
-    masters; ``moved_plain`` and ``moved_masters``: weights that by now differ from the start; ``kept_plain``: how much of the fp32
-    displacement the plain bf16 weights have (its projection), ``wanted``: the squared displacement itself.
+    masters; ``moved_plain`` and ``moved_masters`` (rounded to the nearest): weights that by now differ from the start; ``kept_plain``,
+    ``kept_nearest`` and ``kept_dithered``: how much of the fp32 displacement the bf16 weights have (its projection), without masters and
+    by either rounding of them, ``wanted``: the squared displacement itself.
     """
     plain = start.clone().requires_grad_()
     master = start.float().requires_grad_()
     settings = {"lr": rate, "betas": (0.9, 0.99), "weight_decay": 0.0}
     optimizers = [torch.optim.AdamW([tensor], **settings) for tensor in (plain, master)]  # type: ignore[arg-type]
-    found: dict[str, list[float]] = {key: [] for key in ("meant", "lost", "moved_plain", "moved_masters", "kept_plain", "wanted")}
+    names = ("meant", "lost", "moved_plain", "moved_masters", "kept_plain", "kept_nearest", "kept_dithered", "wanted")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    dithered = torch.empty_like(start)
     for gradient in gradients:
         before_plain, before_master = plain.detach().clone(), master.detach().clone()
         plain.grad, master.grad = gradient.to(plain.dtype), gradient.float()
@@ -47,8 +51,11 @@ def replay(start: Tensor, gradients: Sequence[Tensor], rate: float) -> dict[str,
         found["meant"].append(int(meant.sum()))
         found["lost"].append(int((meant & (plain.detach() == before_plain)).sum()))
         found["moved_plain"].append(int((plain.detach() != start).sum()))
-        found["moved_masters"].append(int((master.detach().to(start.dtype) != start).sum()))
-        found["kept_plain"].append(float(((plain.detach().float() - start.float()) * displacement).sum(dtype=torch.float64)))
+        nearest = master.detach().to(start.dtype)
+        round_dithered_(dithered, master.detach())
+        found["moved_masters"].append(int((nearest != start).sum()))
+        for name, weights in (("kept_plain", plain.detach()), ("kept_nearest", nearest), ("kept_dithered", dithered)):
+            found[name].append(float(((weights.float() - start.float()) * displacement).sum(dtype=torch.float64)))
         found["wanted"].append(float(displacement.square().sum(dtype=torch.float64)))
     return found
 
@@ -87,7 +94,7 @@ def measure(steps: int = 6, settings: Sequence[str] = ()) -> dict[str, Any]:
             "rounded_away": round(sum(sums["lost"]) / sum(sums["meant"]), 5),
             "moved_plain": [round(x / trained, 5) for x in sums["moved_plain"]],
             "moved_masters": [round(x / trained, 5) for x in sums["moved_masters"]],
-            "kept": round(sums["kept_plain"][-1] / sums["wanted"][-1], 4),
+            **{name: round(sums[name][-1] / sums["wanted"][-1], 4) for name in ("kept_plain", "kept_nearest", "kept_dithered")},
         }
     sizes = torch.cat([w.flatten().abs().float() for w in weights])
     return {
@@ -126,17 +133,20 @@ def report(numbers: Mapping[str, Any]) -> str:
         "single updates rounded away",
         "weights changed, bf16 alone",
         "with fp32 masters",
-        "displacement kept by bf16 alone",
+        "displacement kept: bf16 alone",
+        "masters to the nearest",
+        "masters dithered",
     ]
     rows = [
-        [rate, f"{x['rounded_away']:.1%}", f"{x['moved_plain'][-1]:.1%}", f"{x['moved_masters'][-1]:.1%}", f"{x['kept']:.0%}"]
+        [rate, f"{x['rounded_away']:.1%}", f"{x['moved_plain'][-1]:.1%}", f"{x['moved_masters'][-1]:.1%}",
+         *(f"{x[name]:.0%}" for name in ("kept_plain", "kept_nearest", "kept_dithered"))]
         for rate, x in numbers["rates"].items()
     ]
     return (
         f"![Updates rounded away, and weights changed](../docs/figures/bf16_weights.svg)\n\n{markdown_table(header, rows)}\n\n"
         f"SmolLM2-135M-Instruct, {numbers['weights'] / 1e6:.0f} million weights, their median size {numbers['median_weight']:.3f}; "
         f"{numbers['steps']} steps of AdamW, 2 x 8 completions each. Displacement kept: the part of the fp32 displacement, by projection, "
-        f"that bf16 weights alone have after the last step. {describe(numbers)}"
+        f"that bf16 weights have after the last step. Weights changed: of masters, rounded to the nearest. {describe(numbers)}"
     )
 
 

@@ -4,7 +4,7 @@
 most of it: the base's numbers lie on the grid of their dtype, a young adapter changes them by less than half a step of that grid, and
 then nothing would change at all. So the rounding is dithered: each weight has a fixed threshold, evenly spaced, above which it takes the
 next step. On average a merged weight is the exact one, an adapter that adds nothing changes nothing, and the same factors always give
-the same weights: those that sample are those that learn.
+the same weights: those that sample are those that learn. The optimiser's fp32 masters are rounded into weights in the same way.
 
 The frozen weights are those of the model's own layers, or lie fused in a ``Block`` that machinery gathers and lets go of.
 """
