@@ -138,8 +138,13 @@ def report(numbers: Mapping[str, Any]) -> str:
         "masters dithered",
     ]
     rows = [
-        [rate, f"{x['rounded_away']:.1%}", f"{x['moved_plain'][-1]:.1%}", f"{x['moved_masters'][-1]:.1%}",
-         *(f"{x[name]:.0%}" for name in ("kept_plain", "kept_nearest", "kept_dithered"))]
+        [
+            rate,
+            f"{x['rounded_away']:.1%}",
+            f"{x['moved_plain'][-1]:.1%}",
+            f"{x['moved_masters'][-1]:.1%}",
+            *(f"{x[name]:.0%}" for name in ("kept_plain", "kept_nearest", "kept_dithered")),
+        ]
         for rate, x in numbers["rates"].items()
     ]
     return (

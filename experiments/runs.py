@@ -23,7 +23,18 @@ from typing import Any
 from experiments.common import ROOT, environment
 from groupwise.tracking.environment import usable_cpus
 
-__all__ = ["CURVES", "Budget", "Job", "Variant", "carry_out", "grpo_job", "run_all", "warm_start_job", "warm_starts"]
+__all__ = [
+    "CURVES",
+    "Budget",
+    "Job",
+    "Variant",
+    "carry_out",
+    "carry_out_all",
+    "grpo_job",
+    "run_all",
+    "warm_start_job",
+    "warm_starts",
+]
 
 CURVES = ("accuracy/strict", "reward/mean", "policy/loss", "policy/kl", "policy/entropy", "optimizer/grad_norm", "time/step_s",
           "rollout/staleness", "policy/sampler_mismatch", "policy/correction_cut", "policy/clip_share",
@@ -150,7 +161,7 @@ def _suffix(start: Sequence[str]) -> str:
 def warm_starts(seeds: Sequence[int], budget: Budget, work: Path, settings: Sequence[str] = ()) -> dict[int, Path]:
     """The folders of the seeds' starting points, made where they are not there yet."""
     jobs = {seed: warm_start_job(seed, budget, work, settings) for seed in seeds}
-    if failed := _do([*jobs.values()], jobs=1):
+    if failed := carry_out_all([*jobs.values()], jobs=1):
         raise SystemExit(f"{', '.join(failed)} failed: see the logs in {work}")
     return {seed: Path(str(job.keep_model)) for seed, job in jobs.items()}
 
@@ -182,7 +193,7 @@ def run_all(
         for start in dict.fromkeys(v.start for v in variants)
     }
     runs = {(v.name, seed): grpo_job(v, seed, budget, work, settings, starts[seed, v.start]) for seed in seeds for v in variants}
-    failed = [*_do([*starts.values()], jobs), *_do([*runs.values()], jobs)] if jobs else []
+    failed = [*carry_out_all([*starts.values()], jobs), *carry_out_all([*runs.values()], jobs)] if jobs else []
     finished = [job for job in runs.values() if job.done]
     if not finished:
         raise SystemExit("no run is finished: see the logs in " + str(work))
@@ -209,7 +220,7 @@ def _result(job: Job) -> dict[str, Any]:
     return {key: found[key] for key in ("curves", "evaluations", "seconds")}
 
 
-def _do(jobs_to_do: Sequence[Job], jobs: int) -> list[str]:
+def carry_out_all(jobs_to_do: Sequence[Job], jobs: int) -> list[str]:
     """Run what is not done, ``jobs`` at a time; the names of those that failed."""
     waiting = [job for job in jobs_to_do if not job.done]
     if not waiting:

@@ -129,8 +129,9 @@ def test_updates_of_1e_6_are_lost_in_bf16_and_kept_in_masters():
     assert small["kept_plain"][-1] < 0.1 * small["wanted"][-1]
     assert large["kept_plain"][-1] == pytest.approx(large["wanted"][-1], rel=0.1)
     assert small["kept_nearest"][-1] < 0.1 * small["wanted"][-1], "nor has the nearest number of masters, yet"
-    for found in (small, large):
-        assert found["kept_dithered"][-1] == pytest.approx(found["wanted"][-1], rel=0.3)
+    many = bf16_weights.replay((0.1 * torch.randn(700, 512)).bfloat16(), [torch.randn(700, 512) for _ in range(4)], 1e-6)
+    for found, rel in ((many, 0.1), (large, 0.05)):
+        assert found["kept_dithered"][-1] == pytest.approx(found["wanted"][-1], rel=rel)
     steady = bf16_weights.replay(start, [torch.ones(64, 64)] * 60, 1e-6)
     assert steady["moved_masters"][-1] > 2 * steady["moved_masters"][0], "in masters the same small step adds up"
     assert steady["moved_plain"][-1] < 0.5 * steady["moved_masters"][-1]
