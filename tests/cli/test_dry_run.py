@@ -402,20 +402,6 @@ def test_a_dry_run_says_what_resuming_would_do(groupwise, small, tmp_path):
     assert "every checkpoint in" in groupwise(*look, "training.steps=3").stderr
 
 
-def test_a_run_is_resumed_by_the_name_of_its_folder_alone(groupwise, small, tmp_path):
-    folder = tmp_path / "run"
-    assert groupwise("train", "quickstart", *small, "output.checkpoint_every=1", "--run-folder", folder).exit_code == 0
-    refused = groupwise("train", folder)
-    assert refused.exit_code == 2
-    assert "is a run's folder: add --resume to continue that run" in refused.stderr
-    assert "name one of the two" in groupwise("train", folder, "--resume", "--run-folder", tmp_path / "other").stderr
-    assert "there is nothing to resume" in groupwise("train", folder, "--resume", "--dry-run").stdout
-    longer = groupwise("train", folder, "--resume", "training.steps=3", "--accept-changes")
-    assert longer.exit_code == 0, longer.output
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-    assert json.loads((folder / "environment.json").read_text())["recipe"] == "quickstart"
-
-
 def test_a_dry_run_of_resuming_says_what_the_run_itself_would(groupwise, small, tmp_path):
     """Without checkpoints: more steps, a final model that is not judged, a run that goes on, and a file."""
     folder, file = tmp_path / "run", tmp_path / "file"

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-Source = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE|RUN", help="A recipe's name, or a YAML file; with --resume also a run's folder.")
-]
+Source = Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="A recipe's name, or a YAML file.")]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Check settings, data, rewards, prompts and the model's files; load no weights."),
@@ -65,8 +63,7 @@ def train(
       groupwise train quickstart
       groupwise train gsm8k-1.5b-24gb completions_per_prompt=4 training.seed=1 --dry-run
       groupwise train mine.yaml 'rewards.functions=[correctness, my_rewards.py:short]'
-      groupwise train mine.yaml --run-folder runs/first-try
-      groupwise train runs/first-try --resume
+      groupwise train mine.yaml --run-folder runs/first-try --resume
       groupwise train gsm8k-0.5b --num-processes 8
 
     Exit code 1 means that training could not continue; 130, 143 and 129 that Ctrl-C, SIGTERM or a closed terminal stopped it, after it
@@ -76,7 +73,6 @@ def train(
     from groupwise.config.load import find_source
     from groupwise.models.embedded import fetch_model
 
-    source, run_folder = _of_run(source, run_folder, resume)
     config = load_config(source, overrides or ())
     fetch_model(config.model)
     if dry_run:
@@ -111,25 +107,6 @@ def train(
     )  # fmt: skip
     if as_json and is_first_process():
         print_json({"folder": str(result.folder), "summary": result.summary})
-
-
-def _of_run(source: str, run_folder: Path | None, resume: bool) -> tuple[str, Path | None]:
-    """Config and folder of the run whose folder ``source`` is; what was given where it is none. Raises ConfigError where it is not clear
-    what is to be done with it."""
-    from groupwise.config import recipes
-    from groupwise.errors import ConfigError
-    from groupwise.tracking.run_folder import RunFolder
-
-    run = RunFolder(Path(source).expanduser())
-    if not run.config.is_file() or source in {recipe.name for recipe in recipes()}:
-        return source, run_folder
-    if not resume:
-        raise ConfigError(
-            f"{source} is a run's folder: add --resume to continue that run, or name {run.config} to begin another with its settings"
-        )
-    if run_folder not in (None, run.path):
-        raise ConfigError(f"{source} is a run's folder and --run-folder names {run_folder}: name one of the two")
-    return str(run.config), run.path
 
 
 def _newest(config: Config, recipe: str, shown: Console) -> Path | None:

@@ -287,6 +287,10 @@ def find_source(source: str | Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
+        if (path / "config.yaml").is_file():
+            raise ConfigError(
+                f"{source} is a run's folder: to resume it name the recipe or file that it began with, and --run-folder {source} --resume"
+            )
         raise ConfigError(f"{source} is a folder, but a config is one file: name the YAML file in it")
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise ConfigError(f"the config file {source} does not exist: check the path, or name a recipe ({', '.join(shipped)})")

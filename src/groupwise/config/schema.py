@@ -332,9 +332,8 @@ class OptimizerConfig(Section):
     """Largest global norm of the gradient; null switches clipping off."""
     precision: Literal["masters", "masters-8bit", "stochastic", "pure"] = "masters"
     """What the optimiser steps on where weights are not float32, with bytes a weight. `masters`: fp32 copies and moments, 18; weights
-    are rounded from them so that on average nothing is lost.
-    `masters-8bit`: 8-bit moments (package bitsandbytes), 12. `stochastic`: bf16 weights, rounded stochastically, 10. `pure`:
-    bf16, 8; loses most updates at rates near 1e-6."""
+    are rounded from them so that on average nothing is lost. `masters-8bit`: the same with 8-bit moments (package bitsandbytes),
+    12. `stochastic`: bf16 weights, rounded stochastically, 10. `pure`: bf16, 8; loses most updates at rates near 1e-6."""
     offload: bool = False
     """Keep masters, moments and fp32 gradients in the machine's memory: 16 bytes a weight less on the GPU."""
     decay: Literal["all", "matrices"] = "all"

@@ -67,19 +67,26 @@ def dithered(exact: Tensor, dtype: torch.dtype, start: int = 0, width: int | Non
 def round_dithered_(weights: Tensor, exact: Tensor, start: int = 0, width: int | None = None) -> None:
     """Write ``exact``, which stays what it is, into ``weights`` of the same shape: ``dithered`` where it is fp32 and they are narrower.
 
-    Both are contiguous. They may be on different devices: from pinned memory this returns before it is done.
+    They may be on different devices: from pinned memory to a GPU this returns before it is done.
     """
-    if exact.dtype != torch.float32 or weights.dtype not in _DROPPED_BITS:
-        weights.copy_(exact, non_blocking=True)
+    soon = weights.device.type != "cpu"
+    if exact.dtype != torch.float32 or weights.dtype not in _DROPPED_BITS or not exact.numel():
+        weights.copy_(exact, non_blocking=soon)
         return
-    width, rounded, given = width or exact.shape[-1], weights.view(-1), exact.view(-1)
+    if not weights.is_contiguous():
+        whole = torch.empty_like(weights, memory_format=torch.contiguous_format)
+        round_dithered_(whole, exact, start, width)
+        weights.copy_(whole)
+        return
+    width = width or (exact.shape[-1] if exact.dim() else 1)
+    rounded, given = weights.view(-1), exact.contiguous().view(-1)
     in_rows = start % width == given.numel() % width == 0
     if in_rows and given.device == rounded.device and native.fits(rounded):
         native.dither(given, rounded, start // width, width)
         return
     size = max(1, _PIECE // width) * width
     for first in range(0, given.numel(), size):
-        own = given[first : first + size].to(rounded.device, copy=True, non_blocking=True)
+        own = given[first : first + size].to(rounded.device, copy=True, non_blocking=soon)
         rounded[first : first + size].copy_(dithered(own, weights.dtype, start + first, width))
 
 

@@ -170,11 +170,11 @@ _BUS_BYTES_PER_S = 20e9
 
 
 def _update_s(setup: Setup, bandwidth: float) -> float:
-    """Seconds of an update. In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, weights the
-    other."""
+    """Seconds of an update. In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, masters
+    the other, to be rounded there."""
     if not (setup.device == "cuda" and setup.config.optimizer.offload):
         return _optimizer_bytes(setup) / bandwidth
-    crossing = 2 * setup.weight_bytes * setup.trained / _BUS_BYTES_PER_S
+    crossing = (setup.weight_bytes + 4) * setup.trained / _BUS_BYTES_PER_S
     return crossing + _optimizer_bytes(setup) / HARDWARE["cpu"].bytes_per_s
 
 

@@ -219,7 +219,7 @@ _WEIGHTS = {"none": "s P", "4bit": "0.516 L matrices + s (the rest)", "8bit": "L
 
 def _weights(setup: Setup) -> Item:
     if setup.sharding == "fsdp2" and _has_masters(setup):
-        return Item("weights", 0, "the masters, rounded when they are gathered")
+        return Item("weights", 0, "the masters, dithered when they are gathered")
     return _shared(setup, "weights", "weights", setup.weights, _WEIGHTS[setup.quantised])
 
 

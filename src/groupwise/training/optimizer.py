@@ -2,7 +2,7 @@
 
 bf16 weights have 8 bits of precision: an update below about 1/256 of a weight is rounded away, and at learning rates near 1e-6 most
 are. So by default the optimiser keeps fp32 masters, adds gradients up in fp32, steps there, and hands the weights a rounded copy. To
-the nearest, the copy would stay behind: a master that has moved by less than half a step of bf16 would have moved in vain. It is
+the nearest, the copy would stay behind: a move of a master by less than half a step of bf16 would not show. It is
 dithered instead (``models.merging``), as adapters are, so that on average weights are their masters. ``optimizer.precision`` names what
 costs less.
 """

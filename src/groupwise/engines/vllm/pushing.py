@@ -31,6 +31,7 @@ from groupwise.engines.vllm.transfer import Adapter, Named, Offer, Source, devic
 from groupwise.engines.vllm.wire import Wire, nccl_version
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
+from groupwise.models.merging import merged_weight
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
@@ -55,7 +56,7 @@ def check_pushable(model: Any, name: str) -> None:
 @torch.no_grad()
 def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint would hold, under its name there, where it lies. Tied ones come once, under the first name. An
-    adapter is added up in fp32 and rounded once, layer by layer: no second copy of the model; with ``base_alone`` it is left out.
+    adapter is added up in fp32 and dithered, layer by layer, as for learning; with ``base_alone`` it is left out.
     """
     seen: set[int] = set()
     merged = dict(_merged_layers(model)) if is_adapted(model) and not base_alone else {}
@@ -64,9 +65,9 @@ def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, T
         if any(part.startswith("lora_") for part in parts):
             continue
         layer = name.partition(".base_layer.")[0]
-        delta = merged.get(layer) if name.endswith(".base_layer.weight") else None
-        if delta is not None:
-            tensor = (tensor.float() + delta().float()).to(tensor.dtype)
+        adapted = merged.get(layer) if name.endswith(".base_layer.weight") else None
+        if adapted is not None:
+            tensor = merged_weight(adapted)
         elif tensor.data_ptr() in seen:
             continue
         else:
@@ -75,11 +76,10 @@ def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, T
 
 
 def _merged_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Adapted layers by name, each with what computes its scaled B A."""
-    adapter = model.active_adapter
+    """Adapted layers by name."""
     for name, layer in base_module(model).named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
-            yield name, lambda layer=layer: layer.get_delta_weight(adapter)
+            yield name, layer
 
 
 def adapter_alone(model: Any, found: dict[str, Any]) -> tuple[Adapter, Named] | None:

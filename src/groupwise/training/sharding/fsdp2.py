@@ -2,12 +2,13 @@
 
 A layer's weights are gathered when the layer is computed, forward and backward, and let go of again; its gradient is added up over the
 processes, in fp32, and each keeps its rows. With ``optimizer.precision`` ``masters`` the rows are the fp32 masters themselves, and what
-is gathered is their copy rounded to the weights' dtype: so a process holds 16 bytes a parameter divided by the number of processes
-(masters, gradients, two moments), and the whole weights only while it samples.
+is gathered is their copy in the weights' dtype, dithered (``models.merging``): so a process holds 16 bytes a parameter divided by the
+number of processes (masters, gradients, two moments), and the whole weights only while it samples.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from groupwise.config.combinations import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RankError
 from groupwise.metrics import Mean
 from groupwise.models.decoder import Decoder
 from groupwise.models.families import why_uncovered
@@ -60,9 +61,10 @@ def check_fsdp2(config: Config, hf_config: PreTrainedConfig) -> None:
 def _torch_fits() -> bool:
     try:
         from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     except ImportError:
         return False
-    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms") and hasattr(FSDPParam, "_init_extensions")
 
 
 class FSDP2(Divided):
@@ -86,7 +88,7 @@ class FSDP2(Divided):
         scorer.inside = _inside(blocks)
         with torch.no_grad():  # torch settles the order of its modules in their first pass
             scorer.logprobs(self._idle)
-        if masters:
+        if kept != self.dtype:
             for module in self._modules():
                 _round_when_gathered(module, self.dtype)
 
@@ -149,10 +151,19 @@ class FSDP2(Divided):
             self._optimizer.collect()
 
     def check(self) -> None:
-        """Every module's gathered weights are the same bits on all processes, and as many on each: raises RankError otherwise."""
+        """Every module's gathered weights are the same bits on all processes, and those that are saved: raises RankError otherwise."""
         for module in self._modules():
+            own = {name: (start_of(p), _rounded(p, self.dtype)) for name, p in module.named_parameters(recurse=False)}
             with self.gathered(module):
-                self.world.check_equal("the gathered weights", [p.detach() for p in module.parameters(recurse=False)])
+                gathered = {name: p.detach() for name, p in module.named_parameters(recurse=False)}
+                self.world.check_equal("the gathered weights", list(gathered.values()))
+                for name, (start, rows) in own.items():
+                    if not torch.equal(gathered[name].view(-1)[start : start + rows.numel()], rows.view(-1)):
+                        raise RankError(
+                            f"the weights {name} that FSDP2 gathers are not the rows that a checkpoint gets: this version of torch "
+                            f"({torch.__version__}) rounds them otherwise; use training.sharding=none",
+                            self.world.rank,
+                        )
 
     def _modules(self) -> list[Any]:
         return [self.blocks, *self.blocks.layers]
@@ -231,16 +242,20 @@ def _round_when_gathered(module: Any, dtype: torch.dtype) -> None:
     """
     for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
         divided, size = parameter.sharded_param, parameter.padded_sharded_param_size
-        parameter.sharded_param._local_tensor.fsdp_pre_all_gather = partial(_before_gather, divided, size, dtype)
-        parameter.sharded_param._local_tensor.fsdp_post_all_gather = _after_gather
+        rows = divided._local_tensor  # by a weak reference: it would hold itself
+        rows.fsdp_pre_all_gather = partial(_before_gather, weakref.ref(rows), start_of(divided), divided.shape[-1], size, dtype)
+        rows.fsdp_post_all_gather = _after_gather
         parameter._init_extensions()
 
 
 def _before_gather(
-    divided: Tensor, size: torch.Size, dtype: torch.dtype, mesh: Any, whole_size: Any, whole_stride: Any, module: Any, policy: Any
-) -> tuple[tuple[Tensor], None]:
+    held: Any, start: int, width: int, size: torch.Size, dtype: torch.dtype, mesh: Any, whole_size: Any, whole_stride: Any, module: Any,
+    policy: Any,
+) -> tuple[tuple[Tensor], None]:  # fmt: skip
     """What this process sends: its rows, filled up to as many as each one sends."""
-    rows = _rounded(divided, dtype)
+    exact = held()
+    rows = torch.empty_like(exact, dtype=dtype)
+    round_dithered_(rows, exact, start, width)
     if rows.shape != size:
         filled = rows.new_zeros(size)
         filled[: len(rows)] = rows

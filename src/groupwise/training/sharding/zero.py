@@ -214,7 +214,6 @@ class ZeroAdamW:
             group["lr"] = rate
         with exchanging():
             self.engine.step()
-        if "master" in self._keys:
             self._publish()
         norm = float(self.zero._global_grad_norm)
         return norm, not self.zero.overflow and math.isfinite(norm)
@@ -222,6 +221,8 @@ class ZeroAdamW:
     @torch.no_grad()
     def _publish(self) -> None:
         """Round the masters into the weights by fixed thresholds: DeepSpeed has rounded them to the nearest. A collective call."""
+        if "master" not in self._keys:
+            return
         reach = "full" if self.stage == 2 else "local"
         for _, parameter in self.named:
             round_local_(parameter, getattr(self.access, f"safe_get_{reach}_fp32_param")(parameter))
@@ -254,7 +255,7 @@ class ZeroAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave, or ``MasterAdamW.state`` in one process. The weights are the model's to restore.
+        """Restore what ``state`` gave, or ``MasterAdamW.state`` in one process. Weights that have no masters are the model's to restore.
 
         Raises ValueError for the state of another model or another precision, before anything is changed.
         """
@@ -266,6 +267,8 @@ class ZeroAdamW:
                 self._set(parameter, key, piece)
         for kept in self.zero.optimizer.state.values():
             kept["step"].fill_(float(state[f"step.{self.named[0][0]}"]))
+        with exchanging():
+            self._publish()
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
         mine = {f"{key}.{name}" for name, _ in self.named for key in (*self._keys, "step")}
