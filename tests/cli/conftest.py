@@ -54,6 +54,7 @@ def small(tiny_model, problems):
         "training.steps=2",
         "warm_start.steps=0",
         "algorithm.kl=null",
+        "optimizer.schedule=constant",
     ]
 
 

@@ -119,7 +119,7 @@ REWARDS = (
         "training": steps(8)}),
     ill("a reward model that reads 12 tokens", "judged-in-part", change=lambda clinic: {"training": steps(6), "rewards": {
         "functions": [{"model": {"name": str(clinic.judge), "device": "cpu", "max_input_tokens": 12}}]}}),
-    ill("answers asked for after ####, written in tags", "strict-misses-right-answers", model="pupil", data="sevens", rollout=FORM,
+    ill("answers asked for after ####, written in tags", "strict-misses-right-answers", model="tutored", data="sevens", rollout=FORM,
         prompt={"system": "Answer after ####."}, training=steps(8), rewards=functions("correctness"), optimizer={"learning_rate": 1e-5}),
     ill("length paid above being right", "reward-against-the-answer", model="pupil", data="sevens", rollout=FORM, training=steps(12),
         rewards=functions({"function": "correctness", "weight": 0.1}, {"function": "long", "weight": 3}),

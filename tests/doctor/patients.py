@@ -67,6 +67,12 @@ class Clinic:
         return self.made("pupil", lambda path: self.teach(path, self.sevens, 84))
 
     @cached_property
+    def tutored(self) -> Path:
+        """Taught for longer. How much of it a pupil knows after a number of steps differs between processors; this is the middle of a wide
+        range in which it knows the answer, and not always the form."""
+        return self.made("tutored", lambda path: self.teach(path, self.sevens, 120))
+
+    @cached_property
     def endless(self) -> Path:
         """The pupil, whose tokenizer names another token as the end."""
         return self.made("endless", lambda path: other_end(shutil.copytree(self.pupil, path)))
