@@ -42,7 +42,7 @@ def to_the_nearest() -> None:
         for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
             parameter.copy_(master)
 
-    MasterAdamW.publish = publish  # type: ignore[method-assign]
+    MasterAdamW.publish = publish  # type: ignore[assignment,method-assign]
 
 
 def _jobs(seeds: Sequence[int], work: Path, budget: Budget, settings: Sequence[str]) -> dict[str, dict[int, Job]]:
