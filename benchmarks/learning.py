@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> Result:
     that both sides reach with every seed, the median over seeds; None where they reach none."""
     work = (args.work or ROOT / "runs" / name_of({"recipe": args.recipe})).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    if (config := _config(args)).warm_start.steps:
+    _arguments(config := _config(args), args.rows, args.save_steps)  # refuses what TRL has no name for, before any run
+    if config.warm_start.steps:
         starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
     else:
         starts = dict.fromkeys(args.seeds, Path(config.model.name))

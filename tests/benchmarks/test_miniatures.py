@@ -108,7 +108,7 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path, recipe: str, more
         *more,
     ]
     task = ["rollout.max_completion_tokens=8", "data.arithmetic.problems=300", "data.holdout=8"]
-    task += ADAPTER if recipe != "quickstart" else []
+    task += ADAPTER if recipe != "quickstart" else ["optimizer.schedule=constant"]
     given = [f"model.name={tiny_folder}", *task, "--sides", *sides]
     result = run(learning, *given, *size)
     for side in sides:
