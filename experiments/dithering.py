@@ -98,8 +98,8 @@ def report(numbers: Mapping[str, Any]) -> str:
     return (
         f"![Right answers after 12 supervised steps, by how weights are rounded](../docs/figures/dithering.svg)\n\n"
         f"{markdown_table(['weights', *COLUMNS], rows)}\n\n"
-        f"SmolLM2-135M-Instruct, {numbers['problems']} held-out problems, one answer each at temperature 1; means, and in brackets each seed ({seeds}). "
-        f"{describe(numbers)}"
+        f"SmolLM2-135M-Instruct, {numbers['problems']} held-out problems, one answer each at temperature 1; means, and in brackets each "
+        f"seed ({seeds}). {describe(numbers)}"
     )
 
 
