@@ -84,9 +84,15 @@ def test_a_process_that_fails_ends_both_with_its_error(two_processes):
     assert "process 1 of 2 failed: reward 'letters' on problem" in (folder / "error-0.txt").read_text()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("masters", "bfloat16"), ("masters", "float16"), ("pure", "bfloat16"), ("stochastic", "bfloat16")]
+    ("precision", "dtype"),
+    [
+        ("masters", "bfloat16"),  # the run itself looks whether what is gathered is what is saved
+        pytest.param("masters", "float16", marks=pytest.mark.soak),
+        pytest.param("pure", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("stochastic", "bfloat16", marks=pytest.mark.soak),
+    ],
 )
 def test_every_precision_carries_on_and_is_read_by_one_process(tiny_folder, sums, tmp_path, dtype, precision):
     """Two processes write, two resume bit for bit, one finds every tensor it wants; with checkpointed gradients and a reference."""

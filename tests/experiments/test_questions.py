@@ -8,13 +8,15 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from experiments import accumulation, bf16_weights, group_size, loss_at_zero, loss_spikes, ratio, stop_token
+from experiments import accumulation, bf16_weights, dithering, group_size, loss_at_zero, loss_spikes, ratio, stop_token
 from experiments.common import FIGURES, PAGE, ROOT, environment, main, read_block, read_numbers
 from experiments.comparison import newcombe_interval
 from experiments.toy import STOP, ToyPolicy, backward, objective
+from groupwise.config.schema import OptimizerConfig
 from groupwise.metrics import wilson_interval
+from groupwise.training.optimizer import MasterAdamW
 
-MODULES = [loss_at_zero, ratio, accumulation, loss_spikes, bf16_weights, stop_token, group_size]
+MODULES = [loss_at_zero, ratio, accumulation, loss_spikes, bf16_weights, dithering, stop_token, group_size]
 EXPERIMENTS = [module.EXPERIMENT for module in MODULES]
 ANSWERS = ROOT / "docs" / "explanation" / "questions.md"
 
@@ -135,6 +137,18 @@ def test_updates_of_1e_6_are_lost_in_bf16_and_kept_in_masters():
     steady = bf16_weights.replay(start, [torch.ones(64, 64)] * 60, 1e-6)
     assert steady["moved_masters"][-1] > 2 * steady["moved_masters"][0], "in masters the same small step adds up"
     assert steady["moved_plain"][-1] < 0.5 * steady["moved_masters"][-1]
+
+
+def test_the_other_side_of_dithering_is_rounded_to_the_nearest(monkeypatch):
+    monkeypatch.setattr(MasterAdamW, "publish", MasterAdamW.publish)  # put back afterwards
+    weight = torch.nn.Parameter(torch.linspace(0.125, 0.24, 512).view(2, 256).bfloat16())
+    for nearest in (False, True):
+        if nearest:
+            dithering.to_the_nearest()
+        optimizer = MasterAdamW([("w", weight)], OptimizerConfig())
+        optimizer.masters[0].add_(2e-4)
+        optimizer.publish()
+        assert torch.equal(weight.detach(), optimizer.masters[0].bfloat16()) is nearest
 
 
 def test_a_masked_stop_token_has_no_gradient_of_its_own(batch):

@@ -227,6 +227,19 @@ def test_masters_are_dithered_as_the_operations_do(monkeypatch, shape):
     assert torch.equal(rounded, whole), "in pieces the pattern is the whole tensor's"
 
 
+def test_masters_of_any_layout_are_dithered():
+    exact = torch.randn(6, 40)
+    expected = dithered(exact.clone(), BF16)
+    turned = torch.zeros(40, 6, dtype=BF16).t()
+    round_dithered_(turned, exact)
+    assert torch.equal(turned, expected)
+    round_dithered_(turned, exact.t().contiguous().t())
+    assert torch.equal(turned, expected)
+    single = torch.zeros((), dtype=BF16)
+    round_dithered_(single, torch.tensor(0.2))
+    assert torch.equal(single, dithered(torch.tensor([0.2]), BF16)[0])
+
+
 @needs_kernels
 @pytest.mark.parametrize("window", [None, 1, 20, 60, 1000])
 def test_decode_attention_against_every_row_alone(window):

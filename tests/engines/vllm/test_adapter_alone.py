@@ -15,7 +15,8 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.backend import _Adapters, _Load
 from groupwise.engines.vllm.pushing import adapter_alone, named_weights
 from groupwise.engines.vllm.transfer import Adapter
-from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.adapters import attach, base_module, peft_config_of
+from groupwise.models.merging import is_adapted_layer, merged_weight
 from tests.engines.vllm.test_worker import Recorder
 
 SAMPLED = SamplingSettings(max_tokens=6)
@@ -45,6 +46,22 @@ def agrees(model, backend):
     held = dict(backend.model.named_parameters())
     for name, expected in named_weights(model):
         torch.testing.assert_close(held[name], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merged_adapter_is_pushed_as_it_is_learnt(adapted):
+    """Dithered: to the nearest, what a young adapter adds to bf16 weights would not arrive."""
+    model = adapted().bfloat16()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1e-3)
+    layers = {name: layer for name, layer in base_module(model).named_modules() if is_adapted_layer(layer)}
+    pushed = dict(named_weights(model))
+    assert layers
+    for name, layer in layers.items():
+        weight = pushed[f"{name}.weight"]
+        assert torch.equal(weight, merged_weight(layer))
+        assert not torch.equal(weight, layer.base_layer.weight)
 
 
 def test_the_base_goes_once_and_then_the_factors_alone(serve, engine_over, tiny_llama, adapted, make_prompts, shifted, scored):

@@ -31,7 +31,7 @@ from groupwise.engines.vllm.transfer import Adapter, Named, Offer, Source, devic
 from groupwise.engines.vllm.wire import Wire, nccl_version
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.adapters import base_module, is_adapted, why_not_mergeable
-from groupwise.models.merging import merged_weight
+from groupwise.models.merging import is_adapted_layer, merged_weight
 
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
@@ -59,7 +59,7 @@ def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, T
     adapter is added up in fp32 and dithered, layer by layer, as for learning; with ``base_alone`` it is left out.
     """
     seen: set[int] = set()
-    merged = dict(_merged_layers(model)) if is_adapted(model) and not base_alone else {}
+    merged = _adapted_layers(model) if is_adapted(model) and not base_alone else {}
     for name, tensor in base_module(model).state_dict().items():
         parts = name.split(".")
         if any(part.startswith("lora_") for part in parts):
@@ -75,11 +75,8 @@ def named_weights(model: Any, base_alone: bool = False) -> Iterator[tuple[str, T
         yield name.replace(".base_layer.", "."), tensor.detach().contiguous()
 
 
-def _merged_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Adapted layers by name."""
-    for name, layer in base_module(model).named_modules():
-        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
-            yield name, layer
+def _adapted_layers(model: Any) -> dict[str, Any]:
+    return {name: layer for name, layer in base_module(model).named_modules() if is_adapted_layer(layer)}
 
 
 def adapter_alone(model: Any, found: dict[str, Any]) -> tuple[Adapter, Named] | None:
@@ -87,7 +84,7 @@ def adapter_alone(model: Any, found: dict[str, Any]) -> tuple[Adapter, Named] | 
     if not is_adapted(model) or not found.get("adapter_rank"):
         return None
     config, active = model.peft_config[model.active_adapter], model.active_adapter
-    layers = {name: layer for name, layer in base_module(model).named_modules() if hasattr(layer, "lora_A")}
+    layers = _adapted_layers(model)
     if config.r > found["adapter_rank"] or config.rank_pattern or config.alpha_pattern or "lm_head" in layers:
         return None
     told = {

@@ -229,8 +229,12 @@ def _inside(blocks: Blocks) -> Callable[..., Any]:
 
 def _rounded(divided: Tensor, dtype: torch.dtype) -> Tensor:
     """This process's rows in ``dtype``, as the whole tensor would be rounded."""
-    rows = torch.empty_like(local(divided), dtype=dtype)
-    round_dithered_(rows, local(divided), start_of(divided), divided.shape[-1])
+    return _rounded_rows(local(divided), start_of(divided), divided.shape[-1], dtype)
+
+
+def _rounded_rows(exact: Tensor, start: int, width: int, dtype: torch.dtype) -> Tensor:
+    rows = torch.empty_like(exact, dtype=dtype)
+    round_dithered_(rows, exact, start, width)
     return rows
 
 
@@ -253,9 +257,7 @@ def _before_gather(
     policy: Any,
 ) -> tuple[tuple[Tensor], None]:  # fmt: skip
     """What this process sends: its rows, filled up to as many as each one sends."""
-    exact = held()
-    rows = torch.empty_like(exact, dtype=dtype)
-    round_dithered_(rows, exact, start, width)
+    rows = _rounded_rows(held(), start, width, dtype)
     if rows.shape != size:
         filled = rows.new_zeros(size)
         filled[: len(rows)] = rows
