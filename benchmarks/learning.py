@@ -57,7 +57,8 @@ def options() -> argparse.ArgumentParser:
     out.add_argument(
         "--save-steps", type=int, default=0, help="steps from one checkpoint, where a stopped run goes on, to the next"
     )
-    out.add_argument("--work", type=Path, help="what is finished is kept here; runs/learning, or runs/learning-RECIPE")
+    out.add_argument("--name", help="of the figure, its numbers and its block of the page; learning, or learning-RECIPE")
+    out.add_argument("--work", type=Path, help="what is finished is kept here; runs/NAME")
     out.add_argument(
         "--show",
         type=Path,
@@ -72,7 +73,7 @@ def options() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> Result:
     """Train and judge what is not there yet, print the tables, and return the result. Its ratio is of the times to the highest level
     that both sides reach with every seed, the median over seeds; None where they reach none."""
-    work = (args.work or ROOT / "runs" / name_of({"recipe": args.recipe})).resolve()
+    work = (args.work or ROOT / "runs" / name_of(vars(args))).resolve()
     work.mkdir(parents=True, exist_ok=True)
     _arguments(config := _config(args), args.rows, args.save_steps)  # refuses what TRL has no name for, before any run
     if config.warm_start.steps:
@@ -180,13 +181,31 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 
 
 def _judged(policy: Path, kept: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Strict accuracy of a folder's weights on the held-out problems, from its file if it was judged before."""
+    """Strict accuracy of a folder's weights on the held-out problems, from its file if it was judged before.
+
+    ``accuracy`` is of the weights as they were saved. TRL saves all of a model's weights in float32, but its autocast samples and learns
+    with them rounded to bfloat16, each to the nearest: of weights in float32, ``rounded`` is the accuracy of that policy.
+    """
     if not kept.exists():
-        # In a process of its own, which gives its memory back before the next run is trained.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            numbers = pool.submit(_evaluated, str(policy), _config(args)).result()
-        kept.write_text(json.dumps({"accuracy": numbers["strict_accuracy"], "stopped": numbers["stop_rate"]}), encoding="utf-8")
+        found = _strict(policy, _config(args))
+        if _in_float32(policy):
+            found = _strict(policy, _config(args, "model.dtype=float32")) | {"rounded": found["accuracy"]}
+        kept.write_text(json.dumps(found), encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))
+
+
+def _in_float32(policy: Path) -> bool:
+    """Whether the folder holds a whole model in float32: one of an adapter has no config.json."""
+    place = policy / "config.json"
+    saved = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
+    return saved.get("dtype", saved.get("torch_dtype")) == "float32"
+
+
+def _strict(policy: Path, config: Config) -> dict[str, float]:
+    # In a process of its own, which gives its memory back before the next run is trained.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        numbers = pool.submit(_evaluated, str(policy), config).result()
+    return {"accuracy": numbers["strict_accuracy"], "stopped": numbers["stop_rate"]}
 
 
 def _evaluated(policy: str, config: Config) -> dict[str, Any]:
@@ -257,7 +276,12 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
     seeds: list[int] = []
     measured: list[Mapping[str, Any]] = []
-    earlier = {"recipe": "quickstart", "levels": [*LEVELS], "save_steps": 0}  # of files from before these could be given
+    earlier = {
+        "recipe": "quickstart",
+        "levels": [*LEVELS],
+        "save_steps": 0,
+        "name": None,
+    }  # of files from before these could be given
     settings = [{**earlier, **{key: value for key, value in part["settings"].items() if key != "seeds"}} for part in parts]
     for part, of_it in zip(parts, settings, strict=True):
         if part["details"]["runs"].keys() != runs.keys():
@@ -343,11 +367,13 @@ def report(numbers: Mapping[str, Any]) -> str:
     title = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
     head = ["strict", *(f"seconds, {name}" for name in names), title, *(f"sampled tokens, {name}" for name in names), title]
     ends = []
+    rounded = any("rounded" in one["rows"][-1] for seeds in details["runs"].values() for one in seeds.values())
     for side, seeds in details["runs"].items():
         last = [one["rows"][-1] for one in seeds.values()]
         ends.append([
             side,
             ", ".join(f"{row['accuracy']:.1%}" for row in last),
+            *([", ".join(f"{row['rounded']:.1%}" if "rounded" in row else "-" for row in last)] if rounded else []),
             ", ".join(f"{row['stopped']:.1%}" for row in last),
             ", ".join(f"{row['seconds']:,.0f}" for row in last),
             ", ".join(f"{row['sampled_tokens']:,.0f}" for row in last),
@@ -373,7 +399,9 @@ def report(numbers: Mapping[str, Any]) -> str:
         f"When each accuracy was first reached ({_named(settings['seeds'])}; before training {starts}):",
         markdown_table(head, levels),
         f"After {settings['steps']} steps:",
-        markdown_table(["", "strict", "stopped", "seconds", "sampled tokens", "GiB"], ends),
+        markdown_table(
+            ["", "strict", *(["strict, rounded"] if rounded else []), "stopped", "seconds", "sampled tokens", "GiB"], ends
+        ),
         "Groupwise less TRL, in points of accuracy, with 95% intervals:",
         markdown_table(["", "points"], shown),
         " ".join(places),
@@ -386,6 +414,8 @@ def _named(seeds: Sequence[int]) -> str:
 
 def name_of(settings: Mapping[str, Any]) -> str:
     """Of the figure, its numbers and its block of the page."""
+    if settings.get("name"):
+        return str(settings["name"])
     return "learning" if settings["recipe"] == "quickstart" else f"learning-{settings['recipe']}"
 
 
