@@ -85,6 +85,19 @@ def test_beyond_one_machine_the_network_s_rate_counts():
     )
 
 
+def test_an_offloaded_update_crosses_the_bus_with_gradients_and_masters():
+    """A gradient of 2 bytes one way and a master of 4 the other, at 20 GB/s; the optimiser's traffic is then the machine's memory's."""
+    card, own = HARDWARE["a100-80gb"], HARDWARE["cpu"].bytes_per_s
+    common = ["training.sharding=none", "algorithm.kl=null", "optimizer.precision=masters"]
+    near, away = (
+        make_plan(load_config("gsm8k-1.5b-8gpu", [*common, f"optimizer.offload={offload}"]), card).setup
+        for offload in ("false", "true")
+    )
+    slower = step_cost(away, card).optimizer_s - step_cost(near, card).optimizer_s
+    traffic = (4 + 2 * 8 + 2 * 4 + 2) * near.trained
+    assert slower == pytest.approx(6 * near.trained / 20e9 + traffic * (1 / own - 1 / (card.bytes_per_s * card.bandwidth_share)))
+
+
 def test_an_hour_and_an_epoch_are_those_of_the_step():
     made = make_plan(load_config("polaris-3b"), HARDWARE["a100-40gb"])
     found = made.to_json()
