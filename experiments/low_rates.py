@@ -24,7 +24,7 @@ VARIANTS = {
 COMPARISON = Comparison(
     "low_rates", __doc__ or "", VARIANTS, "variants", timed=False, equal="steps", work="low_rates", jobs=1,
     settings=("optimizer.schedule=constant",),
-    budget=Budget(steps=30, prompts_per_step=8, completions_per_prompt=8, evaluate_every=10, problems=250),
+    budget=Budget(steps=20, prompts_per_step=8, completions_per_prompt=8, evaluate_every=10, problems=250),
 )  # fmt: skip
 
 if __name__ == "__main__":
