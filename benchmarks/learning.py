@@ -3,7 +3,8 @@
 The task, model and rewards of the quickstart, or of another recipe. Where it has a warm start, each seed has its own; from its weights both
 libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one after the other and by turns who
 is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards by one evaluator on the same
-held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is left.
+held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is left. With
+``model.dtype=float32`` both compute in float32; else both keep float32 weights and compute in bfloat16, each as it rounds them.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}
     return {
         **small, **(saving if save_steps else {"save_strategy": "no"}),
-        "use_cpu": True, "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": rows,
+        "use_cpu": True, "bf16": config.model.dtype != "float32", "gradient_checkpointing": False, "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": batch // rows, "num_generations": rollout.completions_per_prompt,
         "max_completion_length": rollout.max_completion_tokens, "num_iterations": 1, "temperature": rollout.temperature,
         "top_p": 1.0, "top_k": 0, "beta": 0.0, "epsilon": loss.epsilon, "loss_type": "grpo", "scale_rewards": "group",
@@ -187,9 +188,10 @@ def _judged(policy: Path, kept: Path, args: argparse.Namespace) -> dict[str, flo
     with them rounded to bfloat16, each to the nearest: of weights in float32, ``rounded`` is the accuracy of that policy.
     """
     if not kept.exists():
-        found = _strict(policy, _config(args))
-        if _in_float32(policy):
-            found = _strict(policy, _config(args, "model.dtype=float32")) | {"rounded": found["accuracy"]}
+        in_float32 = _in_float32(policy)
+        found = _strict(policy, _config(args, *(["model.dtype=float32"] if in_float32 else [])))
+        if in_float32 and _config(args).model.dtype != "float32":
+            found["rounded"] = _strict(policy, _config(args, "model.dtype=bfloat16"))["accuracy"]
         kept.write_text(json.dumps(found), encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))
 
