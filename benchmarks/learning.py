@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -184,14 +184,13 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
 def _judged(policy: Path, kept: Path, args: argparse.Namespace) -> dict[str, float]:
     """Strict accuracy of a folder's weights on the held-out problems, from its file if it was judged before.
 
-    ``accuracy`` is of the weights as they were saved. TRL saves all of a model's weights in float32, but its autocast samples and learns
-    with them rounded to bfloat16, each to the nearest: of weights in float32, ``rounded`` is the accuracy of that policy.
+    ``accuracy`` is of the policy that is trained. TRL keeps and saves all of a model's weights in float32, but its autocast samples and
+    learns with them rounded to bfloat16, each to the nearest: they are judged so, and ``float32`` is their accuracy as they were saved.
     """
     if not kept.exists():
-        in_float32 = _in_float32(policy)
-        found = _strict(policy, _config(args, *(["model.dtype=float32"] if in_float32 else [])))
-        if in_float32 and _config(args).model.dtype != "float32":
-            found["rounded"] = _strict(policy, _config(args, "model.dtype=bfloat16"))["accuracy"]
+        found = _strict(policy, config := _config(args))
+        if config.model.dtype != "float32" and _in_float32(policy):
+            found["float32"] = _strict(policy, _config(args, "model.dtype=float32"))["accuracy"]
         kept.write_text(json.dumps(found), encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))
 
@@ -369,14 +368,14 @@ def report(numbers: Mapping[str, Any]) -> str:
     title = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
     head = ["strict", *(f"seconds, {name}" for name in names), title, *(f"sampled tokens, {name}" for name in names), title]
     ends = []
-    rounded = any("rounded" in one["rows"][-1] for seeds in details["runs"].values() for one in seeds.values())
+    unrounded = any("float32" in one["rows"][-1] for seeds in details["runs"].values() for one in seeds.values())
     for side, seeds in details["runs"].items():
         last = [one["rows"][-1] for one in seeds.values()]
         ends.append([
             side,
-            ", ".join(f"{row['accuracy']:.1%}" for row in last),
-            *([", ".join(f"{row['rounded']:.1%}" if "rounded" in row else "-" for row in last)] if rounded else []),
-            ", ".join(f"{row['stopped']:.1%}" for row in last),
+            _shares(row["accuracy"] for row in last),
+            *([_shares(row.get("float32") for row in last)] if unrounded else []),
+            _shares(row["stopped"] for row in last),
             ", ".join(f"{row['seconds']:,.0f}" for row in last),
             ", ".join(f"{row['sampled_tokens']:,.0f}" for row in last),
             f"{max(one['peak_memory_gib'] for one in seeds.values()):.1f}",
@@ -402,12 +401,16 @@ def report(numbers: Mapping[str, Any]) -> str:
         markdown_table(head, levels),
         f"After {settings['steps']} steps:",
         markdown_table(
-            ["", "strict", *(["strict, rounded"] if rounded else []), "stopped", "seconds", "sampled tokens", "GiB"], ends
+            ["", "strict", *(["strict, in fp32"] if unrounded else []), "stopped", "seconds", "sampled tokens", "GiB"], ends
         ),
         "Groupwise less TRL, in points of accuracy, with 95% intervals:",
         markdown_table(["", "points"], shown),
         " ".join(places),
     ])  # fmt: skip
+
+
+def _shares(values: Iterable[float | None]) -> str:
+    return ", ".join("-" if value is None else f"{value:.1%}" for value in values)
 
 
 def _named(seeds: Sequence[int]) -> str:

@@ -162,8 +162,8 @@ def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level
     assert "| after the last step, over seeds | +5.0 (-58.5 to +68.5) |" in rows  # 0 and 10 points, t of one degree of freedom
     assert "Seeds 0, 1: 2026-11-23, revision abc1234" in text
 
-    for one in numbers["details"]["runs"]["trl"].values():  # weights in float32: their policy in bfloat16 has a column
-        one["rows"][-1]["rounded"] = 0.5
+    for one in numbers["details"]["runs"]["trl"].values():  # weights in float32: as such they have a column
+        one["rows"][-1]["float32"] = 0.5
     text = learning.report(learning.joined([numbers]))
     assert "| trl | 75.0%, 65.0% | 50.0%, 50.0% | 90.0%, 90.0% | 600, 600 | 5,000, 5,000 | 4.0 |" in text
     assert "| groupwise | 75.0%, 75.0% | -, - | 90.0%, 90.0% |" in text
