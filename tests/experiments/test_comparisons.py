@@ -14,6 +14,7 @@ from experiments.comparison import _without_place, beside, compare, difference, 
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
 from experiments.learning_curves import COMPARISON as CURVES
+from experiments.low_rates import COMPARISON as LOW_RATES
 from experiments.puzzle import COMPARISON as PUZZLE
 from experiments.puzzle_large import COMPARISON as PUZZLE_LARGE
 from experiments.runs import Budget, Variant
@@ -23,7 +24,7 @@ from groupwise.config.presets import PRESETS
 from groupwise.data.order import problems_for_step
 from groupwise.errors import StoppedError
 
-COMPARISONS = [CURVES, FAULTS, AHEAD, PUZZLE, PUZZLE_LARGE, STOP_HABIT]
+COMPARISONS = [CURVES, FAULTS, AHEAD, PUZZLE, PUZZLE_LARGE, STOP_HABIT, LOW_RATES]
 
 
 def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_change(tiny_runs, tmp_path):
