@@ -67,6 +67,13 @@ def options() -> argparse.ArgumentParser:
         metavar="FILE",
         help="run nothing: figure and table in docs/ from what --output wrote, joined",
     )
+    out.add_argument(
+        "--against",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --show: a table more, of the same runs of groupwise against those that TRL had here with other settings",
+    )
     out.add_argument("settings", nargs="*", help="of the recipe, such as model.name=FOLDER")
     return out
 
@@ -304,6 +311,23 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def against(numbers: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """``numbers`` with TRL's runs of ``others``, of the same seeds and task: what it does when it is told otherwise.
+
+    Both are what ``joined`` returns. Raises SystemExit where seeds, task or what is judged differ.
+    """
+    for key in ("recipe", "problems", "seeds"):
+        if numbers["settings"][key] != others["settings"][key]:
+            raise SystemExit(
+                f"--against: {key} {others['settings'][key]}, but {numbers['settings'][key]} in --show: give the same"
+            )
+    asked = [one for one in others["settings"]["settings"] if one not in numbers["settings"]["settings"]]
+    return {
+        **numbers,
+        "against": {"asked": asked, "runs": others["details"]["runs"]["trl"], "steps": others["settings"]["steps"]},
+    }
+
+
 def _result(args: argparse.Namespace, found: dict[str, dict[int, dict[str, Any]]]) -> Result:
     best: tuple[str, float, float, float] | None = None
     levels: list[list[Any]] = []
@@ -357,12 +381,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     for level, by_unit in details["levels"].items():
         cells = [level]
         for unit in ("seconds", "sampled_tokens"):
-            ours, theirs = (by_unit[unit][side] for side in SIDES)
-            cells += [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
-            less = ratio(ours, theirs)
-            each = ratios(ours, theirs)
-            spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
-            cells.append("-" if less is None else f"{less:.2f}{spread}")
+            cells += _compared(*(by_unit[unit][side] for side in SIDES))
         levels.append(cells)
     names = list(SIDES)
     title = "ratio" if len(settings["seeds"]) == 1 else "ratio (range)"
@@ -405,8 +424,34 @@ def report(numbers: Mapping[str, Any]) -> str:
         ),
         "Groupwise less TRL, in points of accuracy, with 95% intervals:",
         markdown_table(["", "points"], shown),
+        *_against(numbers, title),
         " ".join(places),
     ])  # fmt: skip
+
+
+def _compared(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[str]:
+    """What each side took, seed by seed, and the ratio with its range where there is one."""
+    less, each = ratio(ours, theirs), ratios(ours, theirs)
+    spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
+    seconds = [", ".join("-" if t is None else f"{t:,.0f}" for t in side) for side in (ours, theirs)]
+    return [*seconds, "-" if less is None else f"{less:.2f}{spread}"]
+
+
+def _against(numbers: Mapping[str, Any], title: str) -> list[str]:
+    """Markdown of TRL's other runs against those of groupwise; nothing where there are none."""
+    if not (other := numbers.get("against")):
+        return []
+    ours, theirs = numbers["details"]["runs"]["groupwise"], other["runs"]
+    rows = [
+        [f"{level:.0%}", *_compared(*([reached(one["rows"], level) for one in side.values()] for side in (ours, theirs)))]
+        for level in numbers["settings"]["levels"]
+    ]
+    asked = ", ".join(f"`{one}`" for one in other["asked"])
+    starts = _shares(one["rows"][0]["accuracy"] for one in theirs.values())
+    return [
+        f"The same runs of groupwise against {other['steps']} steps of TRL with {asked} (before training {starts}):",
+        markdown_table(["strict", "seconds, groupwise", "seconds, trl", title], rows),
+    ]
 
 
 def _shares(values: Iterable[float | None]) -> str:
@@ -432,6 +477,8 @@ def main() -> None:
     if args.show:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.show]
         numbers = joined(parts)
+        if args.against:
+            numbers = against(numbers, joined([json.loads(path.read_text(encoding="utf-8")) for path in args.against]))
         publish(replace(EXPERIMENT, name=name_of(numbers["settings"])), numbers, FIGURES)
     else:
         finish(run(args), args.output)

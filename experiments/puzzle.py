@@ -26,7 +26,16 @@ from statistics import stdev
 from typing import Any
 
 from experiments.common import markdown_table
-from experiments.comparison import T_QUANTILES, Comparison, between_seeds, compare, difference, last_by_seed, newcombe_interval
+from experiments.comparison import (
+    T_QUANTILES,
+    Comparison,
+    between_seeds,
+    compare,
+    difference,
+    last_by_seed,
+    newcombe_interval,
+    welch_interval,
+)
 from experiments.runs import Budget, Variant
 from groupwise.config.schema import ArithmeticConfig
 from groupwise.data.arithmetic import Split, generate
@@ -99,11 +108,13 @@ def explained(numbers: Mapping[str, Any]) -> str:
     """A row a factor: the difference here, seed by seed, what the write-ups report, and the share of their gap that the points here are.
 
     The intervals are of means over seeds, from the standard deviation between runs that differ in their seed alone (Student's t with its
-    degrees of freedom), so they hold what chance does to a run. Where no variant has two seeds they are of all answers, which leaves
-    that out.
+    degrees of freedom), so they hold what chance does to a run. Beside them stand those from the two variants' own runs (Welch's t),
+    which suppose nothing of the other variants. Where no variant has two seeds they are of all answers, which leaves chance out.
     """
     rows = [row for factor in FACTORS if (row := _factor(numbers, *factor))]
-    table = markdown_table(["", "held out, points", "seed by seed", "reported, points", "of 43.3 points"], rows)
+    table = markdown_table(
+        ["", "held out, points", "by these two alone", "seed by seed", "reported, points", "of 43.3 points"], rows
+    )
     everything = _difference(numbers, *FACTORS[0][1:3])
     if everything is None:
         left = "What remains unexplained is not known without `7x12` and `2x8-cut`."
@@ -121,7 +132,7 @@ def explained(numbers: Mapping[str, Any]) -> str:
         how = (
             f"of means over seeds (Student's t), supposing that seeds move all variants alike: runs that differ in their seed alone have a "
             f"standard deviation of {100 * deviation:.1f} points ({degrees} degrees of freedom; a variant's own is {min(each):.1f} to "
-            f"{max(each):.1f})"
+            f"{max(each):.1f}); by these two alone, Welch's t"
         )
     return (
         f"{table}\n\nDifferences of the last held-out accuracies, with 95% intervals {how}. Reported: of {REPORTED} problems each, "
@@ -150,9 +161,13 @@ def _factor(numbers: Mapping[str, Any], title: str, one: str, other: str, report
     if reported is not None:
         right, others = reported
         theirs = f"{_points((right - others) / REPORTED)} {_interval(newcombe_interval(right, REPORTED, others, REPORTED))}"
+    runs = numbers["runs"]
+    both = [seed for seed in runs[one] if seed in runs[other]]
+    last = ([runs[name][seed]["evaluations"][-1]["strict_accuracy"] for seed in both] for name in (one, other))
+    alone = "-" if (ends := welch_interval(*last)) is None else _interval(ends)
     share = f"{points / GAP:.0%} [{low / GAP:.0%}, {high / GAP:.0%}]"
     seeds = ", ".join(_points(x) for x in by_seed)
-    return [f"{title} (`{one}`, `{other}`)", f"{_points(points)} {_interval((low, high))}", seeds, theirs, share]
+    return [f"{title} (`{one}`, `{other}`)", f"{_points(points)} {_interval((low, high))}", alone, seeds, theirs, share]
 
 
 def _points(share: float) -> str:

@@ -189,6 +189,24 @@ def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:
         learning.joined([{"settings": {"seeds": [0]}, "details": {"runs": {"trl": {}}}}])
 
 
+def test_trls_runs_with_other_settings_stand_beside_those_of_groupwise() -> None:
+    def numbers(seconds: float, *settings: str, **other: Any) -> dict[str, Any]:
+        rows = [{"accuracy": x, "seconds": s, "sampled_tokens": s, "stopped": 1.0} for x, s in ((0.5, 0.0), (0.7, seconds))]
+        runs = {side: {"0": {"rows": rows, "peak_memory_gib": 1.0}} for side in ("groupwise", "trl")}
+        known = {"recipe": "quickstart", "problems": 10, "seeds": [0], "steps": 3, "levels": [0.6, 0.8], "settings": [*settings]}
+        return {"settings": known | other, "measured": [], "details": learning.details_of(runs, 10, [0.6, 0.8])}
+
+    ours, theirs = numbers(40.0, "a=1"), numbers(200.0, "a=1", "model.dtype=float32", steps=5)
+    text = learning.report(learning.against(ours, theirs))
+    assert "against 5 steps of TRL with `model.dtype=float32` (before training 50.0%)" in text
+    table = text.split("against 5 steps of TRL")[1]
+    assert "| 60% | 20 | 100 | 5.00 |" in table
+    assert "| 80% | - | - | - |" in table
+    assert "against 5 steps" not in learning.report(ours)
+    with pytest.raises(SystemExit, match=r"--against: seeds \[1\], but \[0\]"):
+        learning.against(ours, theirs | {"settings": theirs["settings"] | {"seeds": [1]}})
+
+
 def test_the_interval_over_seeds_is_students() -> None:
     # three differences with mean 2 and standard deviation 1: 4.303 / sqrt(3) = 2.484
     assert learning.over_seeds([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0 - 2.4843, 2.0 + 2.4843), abs=1e-3)

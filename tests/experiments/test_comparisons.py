@@ -1,6 +1,7 @@
 """Comparisons of runs: they start alike, are kept when finished, and their figures and tables say what the numbers say."""
 
 import shutil
+import statistics
 
 import pytest
 
@@ -10,7 +11,18 @@ import groupwise
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, PAGE, describe, read_block, read_numbers
-from experiments.comparison import _without_place, beside, compare, difference, draw, held_out, newcombe_interval, pooled, report
+from experiments.comparison import (
+    _without_place,
+    beside,
+    compare,
+    difference,
+    draw,
+    held_out,
+    newcombe_interval,
+    pooled,
+    report,
+    welch_interval,
+)
 from experiments.faults import COMPARISON as FAULTS
 from experiments.faults import VARIANTS as FAULT_SETTINGS
 from experiments.learning_curves import COMPARISON as CURVES
@@ -93,6 +105,24 @@ def test_newcombes_interval_is_that_of_his_paper(right, n, others, others_n, low
     """R. G. Newcombe (1998), Statistics in Medicine 17, 873-890, table II, method 10."""
     assert newcombe_interval(right, n, others, others_n) == pytest.approx((low, high), abs=5e-5)
     assert newcombe_interval(others, others_n, right, n) == pytest.approx((-high, -low), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "quantile"),
+    [
+        ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 2.7764),  # equal variances: 4 degrees of freedom
+        ([1.0, 2.0, 3.0], [5.0, 5.0, 5.0], 4.3027),  # all of the variance on one side: its 2
+        ([0.0, 1.0], [0.0, 3.0], 8.3940),  # variances 0.5 and 4.5: 1.22 degrees of freedom, between 1 and 2
+    ],
+)
+def test_welchs_interval_has_the_degrees_of_freedom_of_both_sides(ours, theirs, quantile):
+    low, high = welch_interval(ours, theirs)
+    error = (sum(statistics.variance(side) / len(side) for side in (ours, theirs))) ** 0.5
+    assert (low + high) / 2 == pytest.approx(statistics.fmean(ours) - statistics.fmean(theirs))
+    exact = 2 * quantile * error
+    assert exact * (1 - 2e-4) < high - low < exact * 1.18
+    assert welch_interval([1.0], theirs) is None, "one number has no variance"
+    assert welch_interval([1.0, 1.0], [2.0, 2.0]) is None
 
 
 def test_a_difference_is_of_the_seeds_that_both_have():

@@ -103,11 +103,15 @@ def test_a_factors_row_has_its_difference_and_its_share_of_the_gap():
     everything = rows["all that differed"]
     # 2.306 of Student's t, times 8.29 points between seeds, times the root of 2 / 3: 15.6
     assert everything[1] == "+25.0 [+9.4, +40.6]"
-    assert everything[2] == "+20.0, +30.0, +25.0"
-    assert everything[3] == "+43.3 [+20.1, +61.0]"
-    assert everything[4].startswith("58% [")
-    assert rows["one update of a batch in place of three"][1:4] == [
+    # alone: variances 100 and 75 of three runs each, so 3.92 degrees of freedom, 2.797 of Student's t, times the root of 175 / 3: 21.4
+    assert everything[2] == "[+3.6, +46.4]"
+    assert everything[3] == "+20.0, +30.0, +25.0"
+    assert everything[4] == "+43.3 [+20.1, +61.0]"
+    assert everything[5].startswith("58% [")
+    # alone: variances 100 and 0, so 2 degrees of freedom, 4.303 times the root of 100 / 3: 24.8
+    assert rows["one update of a batch in place of three"][1:5] == [
         "+0.0 [-15.6, +15.6]",
+        "[-24.8, +24.8]",
         "-10.0, +0.0, +10.0",
         "+23.3 [-0.7, +44.0]",
     ]
@@ -119,6 +123,7 @@ def test_a_factors_row_has_its_difference_and_its_share_of_the_gap():
     )
     alone = puzzle.explained(of({"2x8": [30], "7x12": [50]}))
     assert "+20.0 [+6.4, +32.6]" in alone, "Newcombe's, of the answers"
+    assert "| +20.0 [+6.4, +32.6] | - |" in alone, "a run on each side has no deviation"
     assert "not known without" in alone
     assert "standard deviation" not in alone
 
