@@ -39,7 +39,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
 
-__all__ = ["EXPERIMENT", "difference", "draw", "joined", "main", "over_seeds", "reached", "report", "rows_of", "run"]
+__all__ = ["EXPERIMENT", "against", "difference", "draw", "joined", "main", "over_seeds", "reached", "report", "rows_of", "run"]
 
 SIDES = {"groupwise": "groupwise.trl", "trl": "trl"}
 LEVELS = (0.60, 0.70, 0.75)
@@ -322,6 +322,8 @@ def against(numbers: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, 
                 f"--against: {key} {others['settings'][key]}, but {numbers['settings'][key]} in --show: give the same"
             )
     asked = [one for one in others["settings"]["settings"] if one not in numbers["settings"]["settings"]]
+    if not asked:
+        raise SystemExit("--against: its runs have no setting that those of --show lack: give runs of TRL with other settings")
     return {
         **numbers,
         "against": {"asked": asked, "runs": others["details"]["runs"]["trl"], "steps": others["settings"]["steps"]},
@@ -473,7 +475,9 @@ EXPERIMENT = Experiment("learning", dict, draw, report, page=ROOT / "docs" / "re
 
 
 def main() -> None:
-    args = options().parse_args()
+    args = (parsed := options()).parse_args()
+    if args.against and not args.show:
+        parsed.error("--against is a table beside those of --show: give the files of both")
     if args.show:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.show]
         numbers = joined(parts)

@@ -189,7 +189,9 @@ def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:
         learning.joined([{"settings": {"seeds": [0]}, "details": {"runs": {"trl": {}}}}])
 
 
-def test_trls_runs_with_other_settings_stand_beside_those_of_groupwise() -> None:
+def test_trls_runs_with_other_settings_stand_beside_those_of_groupwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def numbers(seconds: float, *settings: str, **other: Any) -> dict[str, Any]:
         rows = [{"accuracy": x, "seconds": s, "sampled_tokens": s, "stopped": 1.0} for x, s in ((0.5, 0.0), (0.7, seconds))]
         runs = {side: {"0": {"rows": rows, "peak_memory_gib": 1.0}} for side in ("groupwise", "trl")}
@@ -205,6 +207,12 @@ def test_trls_runs_with_other_settings_stand_beside_those_of_groupwise() -> None
     assert "against 5 steps" not in learning.report(ours)
     with pytest.raises(SystemExit, match=r"--against: seeds \[1\], but \[0\]"):
         learning.against(ours, theirs | {"settings": theirs["settings"] | {"seeds": [1]}})
+    with pytest.raises(SystemExit, match="no setting that those of --show lack"):
+        learning.against(ours, numbers(200.0, "a=1"))
+    monkeypatch.setattr("sys.argv", ["learning", "--against", "float32.json"])
+    with pytest.raises(SystemExit):
+        learning.main()
+    assert "give the files of both" in capsys.readouterr().err
 
 
 def test_the_interval_over_seeds_is_students() -> None:
