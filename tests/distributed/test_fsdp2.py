@@ -1,5 +1,7 @@
 """FSDP2 over two real processes: the numbers of one process, with a part of everything in each."""
 
+import gc
+
 import pytest
 import torch
 from rich.console import Console
@@ -121,6 +123,16 @@ def test_memory_that_runs_out_in_a_pass_is_not_tried_again_by_one_process_alone(
     assert "set training.micro_batch_tokens=40," in caught.value.__notes__[0]
 
 
+def gather_and_leave(rank, folder):
+    """``gather_twice``, then what ``groupwise.distributed.open`` does at an end: Gloo's threads abort a process that they outlive."""
+    from groupwise.distributed.open import _forget_operations
+
+    gather_twice(rank, folder)
+    torch.distributed.destroy_process_group()
+    _forget_operations()
+    gc.collect()
+
+
 def gather_twice(rank, folder):
     """One of two processes: what FSDP2 gathers of rows that no bf16 holds, before and after an update of them, written by the first."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -149,12 +161,11 @@ def gather_twice(rank, folder):
             p.data.mul_(1 + 2**-10)
     if rank == 0:
         torch.save(found, folder / "found.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_gathered_weights_are_those_of_one_process_dithered(tmp_path):
     """Divided or whole, masters become the same weights: thresholds go by the place in the whole tensor."""
-    torch.multiprocessing.spawn(gather_twice, args=(tmp_path,), nprocs=2)
+    torch.multiprocessing.spawn(gather_and_leave, args=(tmp_path,), nprocs=2)
     torch.manual_seed(0)
     layer = torch.nn.Linear(7, 5)
     found = torch.load(tmp_path / "found.pt")
