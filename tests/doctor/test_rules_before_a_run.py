@@ -11,6 +11,7 @@ from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, check_before, diagnose_prepared, refuse
 from groupwise.doctor.inputs import contradictions, duplicates, leakage
+from groupwise.doctor.rehearsal import KINDS
 from groupwise.errors import RewardError
 from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.training.setup import Prepared
@@ -183,11 +184,33 @@ def test_a_reward_that_compares_problems_is_tried_on_all_of_them_at_once(prepare
     @reward_scope("batch")
     def by_rank(completions, group_index, **_):
         assert len(set(group_index)) == problems_seen
-        return [-float(i % 4) for i, _ in enumerate(completions)]
+        return [-float(i % len(KINDS)) for i, _ in enumerate(completions)]
 
     found = rules_of(diagnose_prepared(prepared(["rewards.functions=[by_rank]"], {"by_rank": by_rank})))
     assert ("reward-fails" in found) is (problems_seen != 16)
     assert "reward-blind" not in found
+
+
+@pytest.mark.parametrize(
+    ("functions", "unpaid"),
+    [
+        ("correctness, format", True),
+        ("correctness, format, strict_xml", False),
+        ("correctness, overlong", False),
+        ("correctness, {function: length, arguments: {target: 30, unit: tokens}}", False),
+        ("boxed_format", False),  # which is blind, and that is the graver finding
+    ],
+)
+def test_rewards_to_which_the_end_of_an_answer_is_nothing_are_found(prepared, functions, unpaid):
+    found = rules_of(diagnose_prepared(prepared([f"rewards.functions=[{functions}]"])))
+    assert ("end-unpaid" in found) is unpaid
+    if unpaid:
+        assert found["end-unpaid"].severity == "note"
+        assert "in all 16 problems" in found["end-unpaid"].summary
+        assert [example.remark for example in found["end-unpaid"].examples] == [
+            "right: reward 2.8", "right, then on to the limit: reward 2.8",
+        ]  # fmt: skip
+        assert "la la la" in found["end-unpaid"].examples[1].text
 
 
 def test_worked_answers_that_do_not_fit_are_found(prepared):
@@ -235,7 +258,7 @@ def test_a_run_that_is_to_follow_tries_few_problems(prepared):
         return [float(len(c[-1]["content"])) for c in completions]
 
     check_before(prepared(["rewards.functions=[counted]"], {"counted": counted}))
-    assert calls == [4, 4, 4, 4], "four problems, each once"
+    assert calls == [len(KINDS)] * 4, "four problems, each once"
 
 
 @pytest.mark.parametrize(("needed", "severity"), [(10.5, "warning"), (12.0, "critical")])

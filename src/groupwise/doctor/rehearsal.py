@@ -13,16 +13,27 @@ from groupwise.rewards.suite import RewardFailure
 from groupwise.training.setup import Prepared
 from groupwise.types import Completion, Group, Problem
 
-__all__ = ["Rehearsal", "answer_too_long", "blind_reward", "cut_for_the_judge", "memory_short", "reward_fails", "untaught_end"]
+__all__ = [
+    "Rehearsal",
+    "answer_too_long",
+    "blind_reward",
+    "cut_for_the_judge",
+    "memory_short",
+    "reward_fails",
+    "unpaid_end",
+    "untaught_end",
+]
 
 TRIED = 16
-KINDS = ("right", "wrong", "empty", "gibberish")
+KINDS = ("right", "wrong", "empty", "gibberish", "right, then on to the limit")
+ENDED = 4
+"""The kinds that end by themselves; the last one is cut at the token limit."""
 GIBBERISH = "la la la la la"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A run that has been prepared, and what its rewards say to completions whose worth is known."""
+    """A run that has been prepared, and what its rewards say to completions whose worth is known: one of each of ``KINDS``."""
 
     prepared: Prepared
     tried: int = TRIED
@@ -35,8 +46,8 @@ class Rehearsal:
 
     @cached_property
     def scored(self) -> list[Group | RewardFailure | RewardError]:
-        """Score for each of the first problems a right, a wrong, an empty and a nonsense completion, scored; by functions alone, since a
-        reward model's weights are not loaded for a trial."""
+        """For each of the first problems a completion of each kind, scored; by functions alone, since a reward model's weights are not
+        loaded for a trial."""
         rewards = self.prepared.rewards.without_weights()
         if rewards is None:
             return []
@@ -56,14 +67,13 @@ class Rehearsal:
         problem, style = self.problems[index], self.prepared.answer_style
         others = (p for p in self.problems if p.answer not in problem.accepted)
         other = next(others, replace(problem, answer="12345.678"))
-        texts = (
-            worked_completion(problem, style),  # type: ignore[arg-type]
-            worked_completion(replace(problem, answer=other.answer, columns={}), style),  # type: ignore[arg-type]
-            "",
-            GIBBERISH,
-        )
+        right = worked_completion(problem, style)  # type: ignore[arg-type]
+        wrong = worked_completion(replace(problem, answer=other.answer, columns={}), style)  # type: ignore[arg-type]
         tokenizer = self.prepared.tokenizer
-        return [make_completion(tokenizer, text, sample) for sample, text in enumerate(texts)]
+        ended = [make_completion(tokenizer, text, sample) for sample, text in enumerate((right, wrong, "", GIBBERISH))]
+        left = self.prepared.config.rollout.max_completion_tokens - len(ended[0].token_ids)
+        endless = make_completion(tokenizer, right + "\n" + "la " * max(left, len(GIBBERISH.split())), len(ended))
+        return [*ended, replace(endless, finish_reason="length")]
 
     @property
     def groups(self) -> list[Group]:
@@ -92,10 +102,10 @@ def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     groups = rehearsal.groups
     if not groups or rehearsal.prepared.rewards.models:
         return None  # what a reward model would say is not known yet
-    blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:])]
+    blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:ENDED])]
     if len(blind) < 0.5 * len(groups):
         return None
-    same = sum(1 for g in groups if not g.has_variance)
+    same = sum(1 for g in groups if len({*g.rewards[:ENDED]}) == 1)
     said = f"; in {same} all four scored the same" if same else ""
     # What an own function looks for, such as code that runs, may be in none of the four.
     certain = same == len(groups) and all(one.built_in for one in rehearsal.prepared.rewards.rewards if one.weight)
@@ -108,10 +118,23 @@ def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     )
 
 
-def reward_examples(group: Group) -> list[Example]:
+def unpaid_end(rehearsal: Rehearsal) -> Evidence | None:
+    """A right answer that goes on until it is cut earns as much as one that ends."""
+    told = [g for g in rehearsal.groups if g.rewards[0] > max(g.rewards[1:ENDED])]  # of others the rules above speak
+    if not told or rehearsal.prepared.rewards.models or any(g.rewards[0] > g.rewards[ENDED] for g in told):
+        return None
+    return Evidence(
+        f"in all {len(told)} problems that were tried a right answer that went on to the token limit earned as much as one that ended",
+        numbers={"tried": len(told)},
+        examples=tuple(reward_examples(told[0], (0, ENDED))),
+    )
+
+
+def reward_examples(group: Group, kinds: Sequence[int] = (0, 1, 2)) -> list[Example]:
     where = f"problem {group.prompt.problem.id}"
-    rows = zip(KINDS, group.completions, group.rewards, strict=True)
-    return [Example(where, completion.text, f"{kind}: reward {reward:g}") for kind, completion, reward in rows][:3]
+    texts = {k: group.completions[k].text for k in kinds}
+    shown = {k: text if k < ENDED else f"{text[: len(group.completions[0].text) + 30]}..." for k, text in texts.items()}
+    return [Example(where, shown[k], f"{KINDS[k]}: reward {group.rewards[k]:g}") for k in kinds]
 
 
 def answer_too_long(rehearsal: Rehearsal) -> Evidence | None:

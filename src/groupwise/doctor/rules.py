@@ -107,6 +107,12 @@ RULES: tuple[Rule, ...] = (
         "Check that the function looks where prompt.system asks the answer to stand, and that weights do not cancel out.",
     ),
     Rule(
+        "end-unpaid", "rehearsal", "No reward minds whether an answer ends", "note", rehearsal.unpaid_end,
+        "A policy that ends its answers usually goes on to do so. At a high rate one update can take that away, and where nothing "
+        "pays for the end no later one brings it back.",
+        "Add a function that minds what follows the answer: strict_xml, length or overlong. Watch completions/stop_rate.",
+    ),
+    Rule(
         "answer-does-not-fit", "rehearsal", "Worked answers longer than the token limit", "warning", rehearsal.answer_too_long,
         "A policy that reasons as the data do is cut before its answer, scores as wrong, and learns to be brief instead.",
         "Raise rollout.max_completion_tokens.",
