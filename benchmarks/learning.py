@@ -1,10 +1,10 @@
 """Held-out accuracy against hours and sampled tokens: one script for TRL's ``GRPOTrainer``, run by TRL and by groupwise.
 
-The task, model and rewards of the quickstart, or of another recipe. Where it has a warm start, each seed has its own; from its weights both
-libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one after the other and by turns who
-is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards by one evaluator on the same
-held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is left. With
-``model.dtype=float32`` both compute in float32; else both keep float32 weights and compute in bfloat16, each as it rounds them.
+Task and model are the quickstart's, with the rewards `correctness` and `format`, or another recipe's. Where it has a warm start, each seed
+has its own; from its weights both libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one
+after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards
+by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is
+left. With ``model.dtype=float32`` both compute in float32; else both keep float32 weights and compute in bfloat16, each as it rounds them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.common import ROOT, Result, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
 from experiments.common import FIGURES, Experiment, markdown_table, publish
 from experiments.comparison import T_QUANTILES, newcombe_interval
-from experiments.runs import Budget, warm_starts
+from experiments.runs import Budget, settings_of, warm_starts
 from groupwise.config import Config, load_config
 from groupwise.config.objective import ClipLoss
 from groupwise.data.order import problems_for_step
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def _config(args: argparse.Namespace, *more: str) -> Config:
     given = [f"evaluation.problems={args.problems}", "evaluation.modes=[sampled]", "evaluation.show=0", *args.settings, *more]
-    return load_config(args.recipe, [*given, f"training.threads={args.threads}"])
+    return load_config(args.recipe, [*settings_of(args.recipe), *given, f"training.threads={args.threads}"])
 
 
 def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.runs import settings_of
 from groupwise import Config, load_config
 from groupwise.algorithm import BatchCounts, Objective
 from groupwise.config.schema import OptimizerConfig
@@ -68,7 +69,7 @@ class Workbench:
 
 def workbench(settings: list[str]) -> Workbench:
     """The quickstart with ``settings``, its model loaded."""
-    config = load_config("quickstart", ["training.micro_batch_tokens=100000", *settings])
+    config = load_config("quickstart", [*settings_of("quickstart"), "training.micro_batch_tokens=100000", *settings])
     prepared = prepare(config)
     policy = load_policy(config.model)
     scorer = make_scorer(policy, config.model)

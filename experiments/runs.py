@@ -32,6 +32,7 @@ __all__ = [
     "carry_out_all",
     "grpo_job",
     "run_all",
+    "settings_of",
     "warm_start_job",
     "warm_starts",
 ]
@@ -135,6 +136,13 @@ class Job:
 COMMON = ("evaluation.modes=[sampled]", "evaluation.at_start=false", "evaluation.show=0", "output.log_completions=0",
           "training.micro_batch_tokens=4096")  # fmt: skip
 """Settings of all runs. The size of micro-batches changes memory, not the gradient."""
+OF_THE_QUICKSTART = ("rewards.functions=[correctness, format]",)
+"""What the recipe had when the runs on the pages were made: later runs stand beside those."""
+
+
+def settings_of(recipe: str) -> tuple[str, ...]:
+    """Settings of a recipe's runs that its file no longer has."""
+    return OF_THE_QUICKSTART if recipe == "quickstart" else ()
 
 
 def warm_start_job(
@@ -149,7 +157,7 @@ def warm_start_job(
 
     name = f"warm-start-{seed}{_suffix(start)}"
     problems = f"evaluation.problems={budget.problems}"
-    given = (*COMMON, problems, *settings, *start, f"training.seed={seed}", "training.steps=0")
+    given = (*COMMON, *settings_of(recipe), problems, *settings, *start, f"training.seed={seed}", "training.steps=0")
     kept = str(work / f"{name}.model") if load_config(recipe, list(given)).warm_start.steps else None
     return Job(name, given, str(work / f"{name}.json"), kept, recipe, before)
 
@@ -170,7 +178,8 @@ def grpo_job(variant: Variant, seed: int, budget: Budget, work: Path, settings: 
     """GRPO as ``variant`` has it, from where ``start`` ends."""
     begin = [f"model.name={start.keep_model}", "warm_start.steps=0"] if start.keep_model else []
     cut = budget.accumulated(variant.accumulated).settings()
-    given = (*COMMON, *cut, *settings, f"training.seed={seed}", *begin, *variant.start, *variant.settings)
+    common = (*COMMON, *settings_of(start.recipe))
+    given = (*common, *cut, *settings, f"training.seed={seed}", *begin, *variant.start, *variant.settings)
     name = f"{variant.name}-{seed}"
     return Job(name, given, str(work / f"{name}.json"), recipe=start.recipe, before=variant.before)
 
