@@ -208,9 +208,9 @@ def test_rewards_to_which_the_end_of_an_answer_is_nothing_are_found(prepared, fu
         assert found["end-unpaid"].severity == "note"
         assert "in all 16 problems" in found["end-unpaid"].summary
         assert [example.remark for example in found["end-unpaid"].examples] == [
-            "right: reward 2.8", "right, then on to the limit: reward 2.8",
+            "right, then on to the limit: reward 2.8", "right: reward 2.8",
         ]  # fmt: skip
-        assert "la la la" in found["end-unpaid"].examples[1].text
+        assert "la la la" in found["end-unpaid"].examples[0].text
 
 
 def test_worked_answers_that_do_not_fit_are_found(prepared):

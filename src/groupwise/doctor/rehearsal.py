@@ -126,7 +126,7 @@ def unpaid_end(rehearsal: Rehearsal) -> Evidence | None:
     return Evidence(
         f"in all {len(told)} problems that were tried a right answer that went on to the token limit earned as much as one that ended",
         numbers={"tried": len(told)},
-        examples=tuple(reward_examples(told[0], (0, ENDED))),
+        examples=tuple(reward_examples(told[0], (ENDED, 0))),
     )
 
 
