@@ -48,6 +48,7 @@ def small(tiny_model, problems):
         f"data.source={problems}",
         "data.holdout=4",
         "evaluation.problems=4",
+        "evaluation.modes=[sampled, greedy]",
         "rollout.max_completion_tokens=8",
         "rollout.prompts_per_step=2",
         "rollout.completions_per_prompt=2",

@@ -55,7 +55,7 @@ def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_on_request(group
     assert "max_grad_norm: 1.0" in whole
     settings = yaml.safe_load(short.partition("\n")[2].partition("\n\n")[0])
     assert build_config(settings) == load_config("quickstart", small)
-    assert len(short.splitlines()) < 80 < len(whole.splitlines())
+    assert len(short.splitlines()) < 110 < len(whole.splitlines())
     assert "<|im_start|>user\n" in "\n".join(short.splitlines()[-30:]), "the prompt is there to be read"
 
 
@@ -160,7 +160,7 @@ def test_a_dry_run_has_its_findings_in_json(groupwise, small, no_weights):
 def test_a_dry_run_as_json_is_json_and_its_config_reads_back(groupwise, small, no_weights, tmp_path):
     found = json.loads(groupwise("train", "quickstart", *small, "--dry-run", "--json").stdout)
     assert (found["training_problems"], found["held_out_problems"], found["context_length"]) == (8, 4, 512)
-    assert [row["name"] for row in found["rewards"]] == ["correctness", "format"]
+    assert [row["name"] for row in found["rewards"]] == ["correctness", "format", "strict_xml"]
     first = found["first_prompt"]
     assert first["text"].endswith("<|im_start|>assistant\n")
     again = tmp_path / "again.yaml"
