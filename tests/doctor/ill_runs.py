@@ -211,7 +211,8 @@ BEFORE = (
         change=lambda clinic: {"data": {"eval_source": str(clinic.sums_again)}, "rewards": functions("correctness")}),
     ill("a reward function that raises", "reward-fails", before=True, rewards=functions("fragile")),
     ill("a format reward for another format", "reward-blind", before=True, rewards=functions("boxed_format")),
-    ill("rewards that ignore what follows the answer", "end-unpaid", before=True, rewards=functions("correctness", "format")),
+    ill("rewards that ignore what follows the answer", "end-unpaid", before=True, model="smollm2",
+        rewards=functions("correctness", "format")),
     ill("a limit of 12 tokens", "answer-does-not-fit", before=True, rewards=functions("correctness"), model="pupil", data="sevens",
         rollout={"max_completion_tokens": 12}),
     ill("a reward model that reads 12 tokens", "judge-reads-too-little", before=True, change=lambda clinic: {"rewards": {
