@@ -204,6 +204,7 @@ def test_a_reward_that_compares_problems_is_tried_on_all_of_them_at_once(prepare
 def test_rewards_to_which_the_end_of_an_answer_is_nothing_are_found(prepared, functions, unpaid):
     found = rules_of(diagnose_prepared(prepared([f"rewards.functions=[{functions}]"])))
     assert ("end-unpaid" in found) is unpaid
+    assert ("reward-blind" in found) is (functions == "boxed_format"), "what goes on is no wrong answer"
     if unpaid:
         assert found["end-unpaid"].severity == "note"
         assert "in all 16 problems" in found["end-unpaid"].summary

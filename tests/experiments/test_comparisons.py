@@ -2,12 +2,14 @@
 
 import shutil
 import statistics
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
 import groupwise
+from benchmarks import learning
 from experiments import runs
 from experiments.ahead import COMPARISON as AHEAD
 from experiments.common import FIGURES, PAGE, describe, read_block, read_numbers
@@ -29,7 +31,7 @@ from experiments.learning_curves import COMPARISON as CURVES
 from experiments.low_rates import COMPARISON as LOW_RATES
 from experiments.puzzle import COMPARISON as PUZZLE
 from experiments.puzzle_large import COMPARISON as PUZZLE_LARGE
-from experiments.runs import Budget, Variant
+from experiments.runs import Budget, Job, Variant, grpo_job, warm_start_job
 from experiments.stop_habit import COMPARISON as STOP_HABIT
 from groupwise import load_config
 from groupwise.config.presets import PRESETS
@@ -273,6 +275,22 @@ def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tiny_runs, monkeypa
     assert found["curves"]["reward/mean"] == whole["curves"]["reward/mean"]
     assert [row["step"] for row in found["evaluations"]] == [1, 2]
     assert not [*work.glob("*.run"), *work.glob("*.begun")]
+
+
+def test_runs_of_the_quickstart_keep_the_rewards_that_those_on_the_pages_had():
+    def rewards(job):
+        return [one.function for one in load_config(job.recipe, list(job.settings)).rewards.functions]
+
+    def jobs(recipe, *settings):
+        start = warm_start_job(0, Budget(), Path("work"), settings, (), recipe)
+        return start, grpo_job(Variant("plain"), 0, Budget(), Path("work"), settings, start)
+
+    assert rewards(Job("", (), "")) == ["correctness", "format", "strict_xml"], "the recipe's own"
+    assert [rewards(job) for job in jobs("quickstart")] == [["correctness", "format"]] * 2
+    assert [rewards(job) for job in jobs("quickstart", "rewards.functions=[accuracy]")] == [["accuracy"]] * 2
+    assert [rewards(job) for job in jobs("length-0.5b-2gpu")] == [["length"]] * 2
+    learnt = learning._config(learning.options().parse_args([]))
+    assert [one.function for one in learnt.rewards.functions] == ["correctness", "format"]
 
 
 def test_unknown_presets_are_refused():

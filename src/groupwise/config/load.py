@@ -24,6 +24,7 @@ from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, 
 from groupwise.config.former import in_sections
 from groupwise.config.inert import INERT
 from groupwise.config.problems import UNKNOWN, unknown_key
+from groupwise.config.rewards import RewardFunctionConfig
 from groupwise.config.schema import Config
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError, printable
@@ -237,7 +238,11 @@ def dump_config(config: Config) -> str:
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config that differ from the defaults, as plain values in the shape of the YAML."""
-    return _difference(settings, Config().model_dump(mode="json"))
+    different = _difference(settings, Config().model_dump(mode="json"))
+    if functions := different.get("rewards", {}).get("functions"):
+        plain = RewardFunctionConfig.model_construct().model_dump(mode="json")
+        different["rewards"]["functions"] = [_difference(one, plain) for one in functions]
+    return different
 
 
 def _difference(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:

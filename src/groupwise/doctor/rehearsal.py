@@ -132,9 +132,9 @@ def unpaid_end(rehearsal: Rehearsal) -> Evidence | None:
 
 def reward_examples(group: Group, kinds: Sequence[int] = (0, 1, 2)) -> list[Example]:
     where = f"problem {group.prompt.problem.id}"
-    texts = {k: group.completions[k].text for k in kinds}
-    shown = {k: text if k < ENDED else f"{text[: len(group.completions[0].text) + 30]}..." for k, text in texts.items()}
-    return [Example(where, shown[k], f"{KINDS[k]}: reward {group.rewards[k]:g}") for k in kinds]
+    texts = [one.text for one in group.completions]
+    texts[ENDED] = f"{texts[ENDED][: len(texts[0]) + 30]}..."
+    return [Example(where, texts[k], f"{KINDS[k]}: reward {group.rewards[k]:g}") for k in kinds]
 
 
 def answer_too_long(rehearsal: Rehearsal) -> Evidence | None:
