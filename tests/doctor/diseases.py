@@ -12,7 +12,6 @@ says so. No run is made up. Rules fire on what was meant to have them and are si
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from groupwise.doctor import Finding, diagnose_prepared, diagnose_run
+from groupwise.threads import fix_threads
 from groupwise.tracking.reading import read_run
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
@@ -121,5 +121,5 @@ def cause(disease: Disease) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    fix_threads(1)  # with another number products are rounded otherwise, and a run that is taught before becomes another run
     sys.exit(main())

@@ -384,7 +384,7 @@ class TrainingConfig(Section):
     offload_reference: bool = False
     """Keep the reference in the machine's memory and bring it to the GPU for its pass."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads. Null takes the cores that other programs leave free."""
+    """CPU threads. Null takes the cores that other programs leave free; a fixed number repeats a float32 run bit for bit."""
     deterministic: bool = False
     """The same bits in each run on the same machine, by slower kernels on GPUs and a fixed number of threads on CPUs. Tools are awaited,
     however slow they are."""

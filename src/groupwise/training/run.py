@@ -395,7 +395,7 @@ class Run:
             self.gave_way = True
             self.trackers.say(
                 f"Another program keeps a core busy: computing with {now} of {most} threads while it does, since waiting for it would "
-                "take longer (training.threads fixes a number).",
+                "take longer (training.threads fixes a number; a float32 run repeats bit for bit only with one).",
                 "dim",
             )
         return {"progress/threads": Max(now)}
