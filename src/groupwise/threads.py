@@ -3,8 +3,8 @@
 A parallel operation ends when its slowest thread does. Where another program keeps one of the cores busy, the thread on that core waits
 for its turn, for milliseconds, at the end of each of thousands of small operations a second, and every other thread waits with it: a step
 on two cores then takes many times as long, while one thread alone would take at most twice as long. So the time that other programs take
-is read twice a second, and the number of threads follows. Weights in bfloat16 come out the same with any number of threads on the CPUs
-tried; in float32 a product of few rows is rounded otherwise (measured: docs/how-to/resuming.md): only a fixed number repeats such a run.
+is read twice a second, and the number of threads follows. On the CPU tried that changes nothing in bfloat16, but the rounding of some
+products of few rows in float32 (docs/how-to/resuming.md): only a fixed number repeats such a run bit for bit.
 """
 
 from __future__ import annotations

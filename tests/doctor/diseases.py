@@ -121,5 +121,5 @@ def cause(disease: Disease) -> str:
 
 
 if __name__ == "__main__":
-    fix_threads(1)  # with another number products are rounded otherwise, and a run that is taught before becomes another run
+    fix_threads(1)  # float32 is rounded otherwise with another number, and a taught patient is then another one
     sys.exit(main())
