@@ -187,9 +187,10 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
     parts.append(f"By step, greedy:\n\n{markdown_table(header, rows)}")
     for run in runs:
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
-        shared = run["evaluations"][-1]["n"]
-        fewer = "" if shared == run["evaluations"][0]["n"] else f", of the {shared} that both judged"
-        parts.append(f"Seed {run['seed']}, first to last, problem by problem{fewer}, in points: {said}.")
+        first, last = run["evaluations"][0], run["evaluations"][-1]
+        fewer = "" if last["n"] == first["n"] else f", of the {last['n']} that both judged"
+        steps = f"step {first['step']} to {last['step']}"  # without evaluation.at_start the first is not of the model before training
+        parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     parts.append(
         f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {_machines(numbers)}."
