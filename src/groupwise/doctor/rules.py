@@ -193,7 +193,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "format-without-answer", "run", "The form is learnt, the answer is not", "warning", sampling.format_without_answer,
         "The format reward is the easier one to earn, and once every completion earns it, what is left is too seldom right to learn from.",
-        "Easier problems or a stronger model first; a lower weight for the format; more completions per prompt, so that some are right. "
+        "Easier problems or a stronger model first; more completions per prompt, so that some are right. "
         "Read what is paid: tags that are only recited should earn nothing.",
     ),
     Rule(
@@ -201,8 +201,10 @@ RULES: tuple[Rule, ...] = (
         "A format reward is earned sooner than a right answer, so the first updates teach the form alone, mostly by shorter reasoning. "
         "Lost answers may come back once right ones are paid often enough. Otherwise the steps are too large, or the reward pays for "
         "something else.",
-        "Wait for another evaluation. Where they do not come back: a lower optimizer.learning_rate, more optimizer.warmup_steps, a lower "
-        "weight for the format, or a system prompt with which the untrained model is in the form more often.",
+        "Wait for another evaluation. Where they do not come back, and some answers are right in the form before training: no reward for "
+        "the form (a lower weight changes nothing where all of a group are wrong, since advantages are divided by the group's standard "
+        "deviation). Else a lower optimizer.learning_rate, more optimizer.warmup_steps, or a system prompt with which the untrained "
+        "model is in the form more often.",
     ),
     Rule(
         "mode-collapse", "run", "One answer to every problem", "critical", sampling.collapsed_texts,

@@ -19,7 +19,7 @@ from typing import Any
 from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, extract_answer, extract_final_formula, grade, numeric_value
 from groupwise.durable import write_bytes
 from groupwise.errors import DataError, UncheckedAnswerError
-from groupwise.rewards.functions import boxed_format, strict_xml
+from groupwise.rewards.functions import is_well_formed
 from groupwise.tracking.files import json_line
 from groupwise.types import Completion, Prompt
 
@@ -105,17 +105,6 @@ def latex_right(text: str, references: str | Sequence[str], style: AnswerStyle) 
         return final is not None and answers_equal(final, references)
     except UncheckedAnswerError:
         return None
-
-
-def is_well_formed(text: str, style: AnswerStyle) -> bool:
-    """Exactly the form asked for. xml: one filled reasoning block, then one filled answer block, and nothing else but white
-    space; boxed: exactly one filled ``\\boxed{}``; plain: exactly one ``####`` with something after it."""
-    if style == "xml":
-        return strict_xml([text], score=1.0) == [1.0]
-    if style == "boxed":
-        return boxed_format([text], score=1.0) == [1.0]
-    _, mark, answer = text.partition("####")
-    return bool(mark and answer.strip()) and "####" not in answer
 
 
 def vote(record: Mapping[str, Any]) -> Hashable | None:

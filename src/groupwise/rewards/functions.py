@@ -27,6 +27,7 @@ __all__ = [
     "environment",
     "environment_turns",
     "format",
+    "is_well_formed",
     "keyword",
     "length",
     "overlong",
@@ -271,6 +272,17 @@ def _one_filled_box(text: str) -> bool:
     return text.count("\\boxed") == 1 and extract_answer(text, "boxed") is not None
 
 
+def is_well_formed(text: str, style: AnswerStyle) -> bool:
+    """Exactly the form asked for. xml: one filled reasoning block, then one filled answer block, and nothing else but white
+    space; boxed: exactly one filled ``\\boxed{}``; plain: exactly one ``####`` with something after it."""
+    if style == "xml":
+        return _blocks_in_order(text, nothing_else=True)
+    if style == "boxed":
+        return _one_filled_box(text)
+    _, mark, answer = text.partition("####")
+    return bool(mark and answer.strip()) and "####" not in answer
+
+
 def correctness(
     completions: Sequence[CompletionText],
     answer: Sequence[str],
@@ -295,12 +307,35 @@ def accuracy(
     answer: Sequence[str],
     answer_style: Sequence[str] | None = None,
     lenient: bool = False,
+    in_format: bool = False,
     accepted_answers: Sequence[Sequence[str]] | None = None,
     **_: object,
 ) -> list[float]:
-    """1 where the answer is right, else 0. `lenient` also takes the last number of a completion that ignores the format."""
+    """1 where the answer is right, else 0. `lenient` also takes the last number of a completion that ignores the format; `in_format`
+    takes a right answer only in a completion that is exactly in the form asked for (`is_well_formed`), with nothing before or after.
+
+    With `in_format` as the only reward the form cannot be learnt at the cost of the answer, nor the answer at the cost of the form.
+
+    Raises:
+        RewardError: both are asked for.
+
+    >>> texts = ["<reasoning>2 + 2</reasoning><answer>4</answer>", "<answer>4</answer>", "4"]
+    >>> [accuracy(texts, ["4"] * 3, lenient=lenient, in_format=exact) for lenient, exact in ((True, False), (False, False), (False, True))]
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    if lenient and in_format:
+        raise RewardError(
+            "accuracy has lenient and in_format, but an answer that may stand anywhere needs no format: take one of them"
+        )
     graded = _grades(completions, accepted_answers or answer, answer_style)
-    return [float(_sure(one, one.lenient if lenient else one.strict)) for one in graded]
+    right = [float(_sure(one, one.lenient if lenient else one.strict)) for one in graded]
+    if not in_format:
+        return right
+    styles = _styles(completions, answer_style)
+    return [
+        points * is_well_formed(text_of(text), cast(AnswerStyle, style))
+        for points, text, style in zip(right, completions, styles, strict=True)
+    ]
 
 
 def correctness_and_format(
@@ -318,11 +353,15 @@ def correctness_and_format(
 def _grades(
     completions: Sequence[CompletionText], references: Sequence[str | Sequence[str]], answer_style: Sequence[str] | None
 ) -> list[Grade]:
-    styles = ["xml"] * len(completions) if answer_style is None else answer_style
+    styles = _styles(completions, answer_style)
     return [
         grade(text_of(completion), reference, cast(AnswerStyle, style))
         for completion, reference, style in zip(completions, references, styles, strict=True)
     ]
+
+
+def _styles(completions: Sequence[CompletionText], answer_style: Sequence[str] | None) -> Sequence[str]:
+    return ["xml"] * len(completions) if answer_style is None else answer_style
 
 
 def _sure(graded: Grade, verdict: bool | None) -> bool:
