@@ -100,7 +100,7 @@ FACTORS: tuple[tuple[str, str, str, tuple[int, int] | None], ...] = (
     ("one update of a batch in place of three", "2x8", "2x8-mu-3", (14, 7)),
     ("an update each batch in place of each six", "2x8", "2x8-accumulated-6", (14, 12)),
     ("a point more for a right number anywhere", "2x8-right-anywhere", "2x8", None),
-    ("no points for the form", "2x8-right-alone", "2x8", None),
+    ("points for a right answer in the exact form alone", "2x8-in-format", "2x8", None),
 )
 """What is changed, the two variants that differ in it, and how many of 30 problems the write-ups report right for such a pair."""
 GAP = (27 - 14) / REPORTED

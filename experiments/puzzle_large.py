@@ -6,7 +6,7 @@
 recipe is ``gsm8k-1.5b-cpu``, which has no warm start. A run that was stopped goes on from its newest checkpoint, of every second step.
 
 Two further variants change what 16 completions are paid for, by name: ``2x8-right-anywhere`` gives one more point for a right number
-wherever it stands, so that reasoning pays before the form is learnt; ``2x8-right-alone`` gives none for the form.
+wherever it stands, so that reasoning pays before the form is learnt; ``2x8-in-format`` pays for a right answer in the exact form alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from experiments.comparison import compare
 from experiments.puzzle import COMPARISON as SMALL
 from experiments.runs import Budget, Variant
 
-ANYWHERE = "{function: accuracy, arguments: {lenient: true}}"
+ACCURACY = "{{function: accuracy, arguments: {{{}: true}}}}"
 PAID = (
-    Variant("2x8-right-anywhere", (f"rewards.functions=[correctness, format, {ANYWHERE}]",)),
-    Variant("2x8-right-alone", ("rewards.functions=[correctness]",)),
+    Variant("2x8-right-anywhere", (f"rewards.functions=[correctness, format, {ACCURACY.format('lenient')}]",)),
+    Variant("2x8-in-format", (f"rewards.functions=[{ACCURACY.format('in_format')}]",)),
 )
 COMPARISON = replace(
     SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large", usual=("2x8", "7x12"),

@@ -69,6 +69,20 @@ def test_each_completion_has_its_own_reference_and_style():
     assert correctness(texts, ["5", "5", "5"]) == [0.0, 0.0, 2.0]
 
 
+def test_accuracy_in_format_wants_the_whole_form_of_each_completions_style():
+    whole = FULL.format("72")
+    texts = [whole, f"{whole}\n", f"So: {whole}", f"{whole} Bye.", "<answer>72</answer>", FULL.format("71")]
+    assert accuracy(texts, ["72"] * 6) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    assert accuracy(texts, ["72"] * 6, in_format=True) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert accuracy([r"\boxed{5}", r"\boxed{4} \boxed{5}"], ["5", "5"], ["boxed", "boxed"], in_format=True) == [1.0, 0.0]
+    assert accuracy(["so\n#### 5", "#### 4\n#### 5"], ["5", "5"], ["plain", "plain"], in_format=True) == [1.0, 0.0]
+
+
+def test_an_answer_that_may_stand_anywhere_needs_no_format():
+    with pytest.raises(RewardError, match="lenient and in_format"):
+        accuracy([], [], lenient=True, in_format=True)
+
+
 def test_lenient_accuracy_takes_an_unformatted_number():
     texts = ["the answer is 72", "the answer is 71"]
     assert accuracy(texts, ["72", "72"]) == [0.0, 0.0]
