@@ -189,7 +189,8 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
         first, last = run["evaluations"][0], run["evaluations"][-1]
         fewer = "" if last["n"] == first["n"] else f", of the {last['n']} that both judged"
-        steps = f"step {first['step']} to {last['step']}"  # without evaluation.at_start the first is not of the model before training
+        # Without evaluation.at_start the first one is not of the model before training.
+        steps = f"step {first['step']} to {last['step']}"
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     parts.append(
