@@ -17,10 +17,9 @@ from experiments.comparison import compare
 from experiments.puzzle import COMPARISON as SMALL
 from experiments.runs import Budget, Variant
 
-ACCURACY = "{{function: accuracy, arguments: {{{}: true}}}}"
 PAID = (
-    Variant("2x8-right-anywhere", (f"rewards.functions=[correctness, format, {ACCURACY.format('lenient')}]",)),
-    Variant("2x8-in-format", (f"rewards.functions=[{ACCURACY.format('in_format')}]",)),
+    Variant("2x8-right-anywhere", ("rewards.functions=[correctness, format, {function: accuracy, arguments: {lenient: true}}]",)),
+    Variant("2x8-in-format", ("rewards.functions=[{function: accuracy, arguments: {in_format: true}}]",)),
 )
 COMPARISON = replace(
     SMALL, name="puzzle_large", description=__doc__ or "", recipe="gsm8k-1.5b-cpu", work="puzzle_large", usual=("2x8", "7x12"),

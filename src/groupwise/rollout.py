@@ -13,7 +13,7 @@ from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.wrappers import sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
-from groupwise.rewards.functions import strict_xml
+from groupwise.rewards.functions import is_well_formed
 from groupwise.rewards.suite import RewardFailure, RewardSuite
 from groupwise.types import Completion, Group, Problem, Prompt
 
@@ -79,7 +79,7 @@ class Rollout:
             "speed/sampled_tokens_per_s": Mean(sum(c.sampled_tokens for c in completions), self.sampling_s),
         }
         if style == "xml":
-            metrics["accuracy/format"] = Mean.of(s or 0.0 for s in strict_xml([c.answer for c in completions], score=1.0))
+            metrics["accuracy/format"] = Mean.of(is_well_formed(c.answer, style) for c in completions)
         metrics |= _of_episodes(completions)
         names = groups[0].components if groups else ()
         for name in names:

@@ -49,6 +49,17 @@ def test_group_baselines_sum_to_zero_and_ignore_a_constant(rewards: list[list[fl
         ]
 
 
+def test_a_weight_on_all_that_differs_in_a_group_is_divided_out_by_its_deviation_alone():
+    tags, right = [0.2, 0.8, 0.8, 0.4], [0.0, 2.0, 2.8, 0.8]  # a group without a right answer, paid for tags, and one with two
+    for weight in (0.25, 4.0):
+        weighted = [[weight * r for r in tags], right]
+        assert group_advantages(weighted)[0] == pytest.approx(group_advantages([tags, right])[0], rel=2e-3)
+        ratios = np.divide(group_advantages(weighted, scale="none")[0], group_advantages([tags, right], scale="none")[0])
+        assert ratios == pytest.approx([weight] * 4, rel=1e-9)
+    small = group_advantages([[0.25 * r for r in tags], right], scale="batch_std")[0]
+    assert max(map(abs, small)) < max(map(abs, group_advantages([tags, right], scale="batch_std")[0])) / 2
+
+
 @quick
 @given(groups)
 def test_leave_one_out_is_the_stretched_group_mean(rewards: list[list[float]]):

@@ -22,11 +22,11 @@ from groupwise.types import Problem, Prompt
 from tests.experiments.test_comparisons import made_up
 
 
-def configs(comparison, settings=()):
-    """The configuration of every run of seed 0, by variant."""
+def configs(comparison, settings=(), variants=()):
+    """The configuration of every run of seed 0, by variant; of those that run where none is named, or of these."""
     given = [*comparison.settings, *settings]
     start = warm_start_job(0, comparison.budget, Path("work"), given, (), comparison.recipe, comparison.before)
-    jobs = {v.name: grpo_job(v, 0, comparison.budget, Path("work"), given, start) for v in comparison.chosen([])}
+    jobs = {v.name: grpo_job(v, 0, comparison.budget, Path("work"), given, start) for v in comparison.chosen(variants)}
     return start, {name: load_config(job.recipe, list(job.settings)) for name, job in jobs.items()}
 
 
@@ -140,6 +140,19 @@ def test_the_large_pair_is_an_adapter_on_gsm8k_without_a_warm_start():
         assert config.training.steps == puzzle_large.COMPARISON.budget.steps
         assert 0 < config.output.checkpoint_every < config.training.steps
     assert [config.completions_per_step for config in found.values()] == [16, 84]
+
+
+def test_what_16_completions_are_paid_for_is_all_that_two_large_variants_change():
+    _, found = configs(puzzle_large.COMPARISON, ["model.name=/models/qwen"], ["2x8", "2x8-right-anywhere", "2x8-in-format"])
+    plain, anywhere, in_format = (config.model_dump() for config in found.values())
+    named = [(f.function, f.arguments) for f in found["2x8"].rewards.functions]
+    assert [(f.function, f.arguments) for f in found["2x8-right-anywhere"].rewards.functions] == [
+        *named,
+        ("accuracy", {"lenient": True}),
+    ]
+    assert [(f.function, f.arguments) for f in found["2x8-in-format"].rewards.functions] == [("accuracy", {"in_format": True})]
+    for other in (anywhere, in_format):
+        assert {key for key in plain if plain[key] != other[key]} == {"rewards"}
 
 
 def test_a_warm_start_without_the_end_lacks_that_token_alone(monkeypatch, tiny_folder):

@@ -110,7 +110,8 @@ RULES: tuple[Rule, ...] = (
         "end-unpaid", "rehearsal", "No reward minds whether an answer ends", "note", rehearsal.unpaid_end,
         "A policy that ends its answers usually goes on to do so. At a high rate one update can take that away, and where nothing "
         "pays for the end no later one brings it back.",
-        "Add a function that minds what follows the answer: strict_xml, length or overlong. Watch completions/stop_rate.",
+        "Add a function that minds what follows the answer: strict_xml, length, overlong, or accuracy with in_format. Watch "
+        "completions/stop_rate.",
     ),
     Rule(
         "answer-does-not-fit", "rehearsal", "Worked answers longer than the token limit", "warning", rehearsal.answer_too_long,
@@ -202,8 +203,8 @@ RULES: tuple[Rule, ...] = (
         "Lost answers may come back once right ones are paid often enough. Otherwise the steps are too large, or the reward pays for "
         "something else.",
         "Wait for another evaluation. Where they do not come back, and some answers are right in the form before training: no reward for "
-        "the form (a lower weight changes nothing where all of a group are wrong, since advantages are divided by the group's standard "
-        "deviation). Else a lower optimizer.learning_rate, more optimizer.warmup_steps, or a system prompt with which the untrained "
+        "the form (a lower weight changes nothing where all of a group are wrong, since algorithm.advantage.scale group_std divides it "
+        "out). Else a lower optimizer.learning_rate, more optimizer.warmup_steps, or a system prompt with which the untrained "
         "model is in the form more often.",
     ),
     Rule(

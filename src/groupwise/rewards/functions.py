@@ -312,9 +312,7 @@ def accuracy(
     **_: object,
 ) -> list[float]:
     """1 where the answer is right, else 0. `lenient` also takes the last number of a completion that ignores the format; `in_format`
-    takes a right answer only in a completion that is exactly in the form asked for (`is_well_formed`), with nothing before or after.
-
-    With `in_format` as the only reward the form cannot be learnt at the cost of the answer, nor the answer at the cost of the form.
+    takes a right answer only in a completion that is exactly in the form asked for (`is_well_formed`), so that neither pays alone.
 
     Raises:
         RewardError: both are asked for.
@@ -333,8 +331,8 @@ def accuracy(
         return right
     styles = _styles(completions, answer_style)
     return [
-        points * is_well_formed(text_of(text), cast(AnswerStyle, style))
-        for points, text, style in zip(right, completions, styles, strict=True)
+        points * is_well_formed(text_of(completion), style)
+        for points, completion, style in zip(right, completions, styles, strict=True)
     ]
 
 
@@ -355,13 +353,13 @@ def _grades(
 ) -> list[Grade]:
     styles = _styles(completions, answer_style)
     return [
-        grade(text_of(completion), reference, cast(AnswerStyle, style))
+        grade(text_of(completion), reference, style)
         for completion, reference, style in zip(completions, references, styles, strict=True)
     ]
 
 
-def _styles(completions: Sequence[CompletionText], answer_style: Sequence[str] | None) -> Sequence[str]:
-    return ["xml"] * len(completions) if answer_style is None else answer_style
+def _styles(completions: Sequence[CompletionText], answer_style: Sequence[str] | None) -> Sequence[AnswerStyle]:
+    return ["xml"] * len(completions) if answer_style is None else cast(Sequence[AnswerStyle], answer_style)
 
 
 def _sure(graded: Grade, verdict: bool | None) -> bool:
