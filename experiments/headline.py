@@ -8,14 +8,15 @@
     python -m experiments.headline runs/math --name headline-math   # another table and figure, of other data
     python -m experiments.headline --redraw
 
-It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training.
+It trains nothing: it reads the runs' folders and the records of ``groupwise eval``, whose first model is the one before training. Where the
+records are of the runs alone, ``--beside`` adds the model before training once it is judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,8 @@ MACHINE = ("processor", "cores", "torch", "transformers")
 
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
     """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
-    return {"runs": [one_run(read_run(run)) for run in runs], "judged": [] if judged is None else whole_split(judged)}
+    rows = [] if judged is None else whole_split(judged, {run.resolve().name for run in runs})
+    return {"runs": [one_run(read_run(run)) for run in runs], "judged": rows}
 
 
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,25 +50,33 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """
     for key in ("of", "batch"):
         _check_same(f"training.{'steps' if key == 'of' else key}", (run[key] for run in (*kept["runs"], *found["runs"])))
-    if kept["judged"] and found["judged"]:
-        firsts = [numbers["judged"][0] for numbers in (kept, found)]
-        for key in ("model", "n"):
-            _check_same(f"{key} before training", (row[key] for row in firsts))
-        _check_same("data before training", map(_data, firsts))
+    _check_same("model before training", (row["model"] for numbers in (kept, found) for row in _before(numbers["judged"])))
+    judged_rows = [*kept["judged"], *found["judged"]]
+    _check_same("number of problems judged", (row["n"] for row in judged_rows))
+    _check_same("data judged", map(_data, judged_rows))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
     measured = [{**run, "machine": None} for run in found["runs"]]
     again = {run["seed"] for run in kept["runs"] if run["seed"] in seeds and {**run, "machine": None} not in measured}
     there = {key: value for key, value in kept.get("environment", {}).items() if key in MACHINE}  # of runs that do not say theirs
     kept_runs = [{**run, "machine": run.get("machine") or there} for run in kept["runs"] if run["seed"] not in seeds]
     runs = [*found["runs"], *kept_runs]
-    first = next((numbers["judged"][0] for numbers in (found, kept) if numbers["judged"]), None)
-    others = [row for row in kept["judged"][1:] if row["model"] not in models and _number(row["model"]) not in again]
-    judged = [] if first is None else [first, *sorted([*others, *found["judged"][1:]], key=lambda row: _number(row["model"]))]
+    first = (_before(found["judged"]) or _before(kept["judged"]))[:1]
+    others = [row for row in _trained(kept["judged"]) if row["model"] not in models and _number(row["model"]) not in again]
+    judged = [*first, *sorted([*others, *_trained(found["judged"])], key=lambda row: _number(row["model"]))]
     return {
         **found,
         "runs": sorted(runs, key=lambda run: int(run["seed"])),
-        "judged": judged,
+        "judged": _compared(judged),
     }
+
+
+def _trained(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row.get("trained", "against_first" in row)]  # files of earlier versions have no "trained"
+
+
+def _before(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The model before training, or none."""
+    return [row for row in rows if not row.get("trained", "against_first" in row)]
 
 
 def _data(row: Mapping[str, Any]) -> str:
@@ -134,17 +144,36 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: found[key] for key in ("n", *VERDICTS, "format_rate", "stop_rate", "mean_tokens")}
 
 
-def whole_split(path: Path) -> list[dict[str, Any]]:
-    """Each model of the file, and what changed from the first one, problem by problem."""
+def whole_split(path: Path, runs: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Each model of the file, and what changed from the first one, problem by problem, unless that one is of ``runs``, names of folders."""
     models = [(model, one) for model, evaluations in rescore(path) for one in evaluations if one.mode == "greedy"]
-    before = models[0][1].records
     rows = []
     for i, (model, one) in enumerate(models):
-        row: dict[str, Any] = {"model": Path(model).name, "data": one.conditions.get("data"), **_figures(one.records)}
-        if i:
-            row["against_first"] = {key: paired_comparison(before, one.records, key=key) for key in VERDICTS}
-        rows.append(row)
-    return rows
+        name = Path(model).name
+        records = sorted(one.records, key=lambda record: str(record["problem"]))
+        rows.append({
+            "model": name,
+            "trained": i > 0 or name in runs,
+            "data": one.conditions.get("data"),
+            **_figures(records),
+            "right": {verdict: "".join(str(int(record[verdict])) for record in records) for verdict in VERDICTS},
+        })  # fmt: skip
+    return _compared(rows)
+
+
+def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows``, each trained one with what changed from the model before training, unless it says so already. "right" has a 0 or 1 for each
+    problem, in the order of their names; files of earlier versions have only the comparison."""
+    before = [row["right"] for row in _before(rows) if "right" in row]
+    new = [row for row in _trained(rows) if before and "right" in row and "against_first" not in row]
+    for row in new:
+        pairs = {verdict: [_records(one[verdict], verdict) for one in (before[0], row["right"])] for verdict in VERDICTS}
+        row["against_first"] = {verdict: paired_comparison(*pair, key=verdict) for verdict, pair in pairs.items()}
+    return list(rows)
+
+
+def _records(right: str, verdict: str) -> list[dict[str, Any]]:
+    return [{"problem": str(i), verdict: one == "1"} for i, one in enumerate(right)]
 
 
 def draw(numbers: Mapping[str, Any], path: Path) -> None:

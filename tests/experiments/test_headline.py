@@ -147,6 +147,23 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 
 
+def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_judged(run, tmp_path):
+    alone, first, whole, out = (
+        *(tmp_path / name for name in ("alone.jsonl", "first.jsonl", "whole.jsonl")),
+        ["--out", str(tmp_path)],
+    )
+    before, after = ("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])
+    for path, models in ((alone, [after]), (first, [before]), (whole, [before, after])):
+        write_records(path, models)
+    headline.main([str(run), "--judged", str(alone), *out])
+    numbers = read_numbers("headline", tmp_path)
+    assert [(row["model"], row["strict"][0], "against_first" in row) for row in numbers["judged"]] == [("seed-3", 0.6, False)]
+    assert "| seed-3 | 60.0% (38.7% to 78.1%) |" in headline.report(numbers)
+    assert "| - | - |" in headline.report(numbers)
+    headline.main([str(run), "--judged", str(first), "--beside", *out])
+    assert read_numbers("headline", tmp_path)["judged"] == headline.measure([run], whole)["judged"]
+
+
 def on_machine(run, to, seed, **place):
     """A copy of the run as another seed, of this place."""
     shutil.copytree(run, to)
@@ -180,7 +197,7 @@ def test_a_run_of_a_file_that_did_not_say_machines_keeps_its_file_s(run, tmp_pat
     assert "Seed 3: here, 9 cores, torch 1, transformers 1; seed 4: EPYC, 2 cores" in headline.report(
         headline.beside(kept, found)
     )
-    judged = [{"model": "before", "n": 20, "data": "sums"}, {"model": "seed-3"}]
+    judged = [{"model": name, "n": 20, "data": "sums", "trained": name != "before"} for name in ("before", "seed-3")]
     again = headline.beside({**kept, "judged": judged}, {**headline.measure([run]), "environment": here})
     assert again["judged"] == judged, "the same run, whose machine is said now, has the same model"
 
@@ -196,8 +213,8 @@ def test_what_is_no_further_seed_does_not_stand_beside(run, tmp_path):
             headline.beside(kept, {**kept, "runs": [other]})
     for change, why in (
         ({"model": "seed-4"}, "model before training is seed-4 here and was before"),
-        ({"n": 7}, "n before training"),
-        ({"data": "math500"}, "data before training is math500"),
+        ({"n": 7}, "number of problems judged"),
+        ({"data": "math500"}, "data judged is"),
     ):
         first = {**kept["judged"][0], **change}
         with pytest.raises(SystemExit, match=why):
@@ -212,7 +229,7 @@ def test_a_run_is_needed(capsys):
     assert "name the folder of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["headline", "headline-math"])
+@pytest.mark.parametrize("name", ["headline", "headline-in-format", "headline-math"])
 def test_the_results_page_shows_what_the_runs_came_to(name):
     assert read_block(headline.EXPERIMENT.page, name) == headline.report(read_numbers(name), name)
 
