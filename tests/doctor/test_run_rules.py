@@ -260,7 +260,7 @@ def test_answers_that_are_lost_and_those_that_come_back(tmp_path):
     story = Story(held_out=200, evaluations=[base, low])
     found = findings_of(tmp_path / "low", story)["answers-lost"]
     assert (
-        "right anywhere in the answer fell from 45.0% to 28.5%, and right in the form asked for went from 10.0%" in found.summary
+        "right anywhere in the answer fell from 45.0% to 28.5%, and right in the place asked for went from 10.0%" in found.summary
     )
     assert found.steps == (1, 8)
     back = findings_of(tmp_path / "back", replace(story, evaluations=[base, low, high]))

@@ -165,7 +165,7 @@ def test_the_table_and_the_terminal_say_it_in_80_columns():
         ({"success": True, "reward": 0.4, "finish_reason": "stop"}, "success (the environment's reward 0.4)"),
         ({"success": False, "reward": -1.0, "finish_reason": "length"}, "no success (the environment's reward -1, cut at the token limit)"),
         ({"success": None, "reward": None, "finish_reason": "timeout"}, "not judged (the environment took too long)"),
-        ({"finish_reason": "length"}, "right, but not in the form asked for (found nothing, cut at the token limit)"),
+        ({"finish_reason": "length"}, "right, but not in the place asked for (found nothing, cut at the token limit)"),
     ],
 )  # fmt: skip
 def test_what_people_read_of_an_episode_is_the_environment_s_judgement(said, shown):

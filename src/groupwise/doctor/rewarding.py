@@ -294,7 +294,7 @@ def lost_answers(run: RunRecord) -> Evidence | None:
             lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and not r["lenient"]]
             return Evidence(
                 f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before:.1%} to "
-                f"{after:.1%}, and right in the form asked for went from {form_before:.1%} to {form_after:.1%}",
+                f"{after:.1%}, and right in the place asked for went from {form_before:.1%} to {form_after:.1%}",
                 (1, last.step or run.last_step),
                 {"lenient_before": before, "lenient_after": after},
                 judged_examples(lost),

@@ -138,7 +138,7 @@ def talks_on(run: RunRecord) -> Evidence | None:
 
 
 def goes_on(run: RunRecord) -> Evidence | None:
-    """Completions that have given their answer in the form asked for, and are cut at the limit all the same."""
+    """Completions that have given their answer in the place asked for, and are cut at the limit all the same."""
     reward = series(run, "reward/mean")
     late = completions_between(run, reward.late_steps) if len(reward) else []
     cut = [r for r in late if r.truncated]

@@ -292,7 +292,7 @@ def correctness(
 ) -> list[float]:
     r"""2.0 where the answer is exactly the reference, 1.5 where it is equal to it as a number or as LaTeX, else 0.
 
-    Only an answer in the form that was asked for counts (the last `<answer>` block, or `\boxed{}`): a right number elsewhere
+    Only an answer in the place that was asked for counts (the last `<answer>` block, or `\boxed{}`): a right number elsewhere
     in the text scores 0. Where a row has several reference answers (`accepted_answers`), any of them will do.
 
     >>> correctness(["<answer>72</answer>", "<answer>72.0</answer>", "72"], answer=["72"] * 3)

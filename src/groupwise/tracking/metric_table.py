@@ -37,7 +37,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "count",
         "Answers on which math-verify gave no verdict (rewards.on_error).",
     ),
-    "accuracy/strict": ("share", "Completions of the step whose answer is right in the form asked for."),
+    "accuracy/strict": ("share", "Completions of the step whose answer is right in the place asked for."),
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
     "groups/zero_variance": (
         "share",
@@ -155,7 +155,7 @@ METRICS: dict[str, tuple[str, str]] = {
 """Name -> (unit, meaning). A name with ``<component>`` stands for one name per reward function, with ``<k>`` for one per update."""
 
 EVALUATION_METRICS: dict[str, tuple[str, str]] = {
-    "evaluation/<mode>_strict": ("share", "Held-out problems answered right in the form asked for."),
+    "evaluation/<mode>_strict": ("share", "Held-out problems answered right in the place asked for."),
     "evaluation/<mode>_lenient": ("share", "Held-out problems with the right answer anywhere."),
     "evaluation/<mode>_format": ("share", "Held-out problems answered in exactly the form asked for."),
     "evaluation/<mode>_stopped": ("share", "Held-out problems whose answer the model ended by itself."),

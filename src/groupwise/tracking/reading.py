@@ -53,7 +53,7 @@ class CompletionRecord:
     tokens: int
     policy_version: int | None
     strict: bool | None
-    """The answer is right in the form asked for; ``None`` where that is not known."""
+    """The answer is right in the place asked for; ``None`` where that is not known."""
     lenient: bool | None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -284,7 +284,7 @@ def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
         return "right", "green"
     if record["strict"] is None:
         return "not checked: math-verify gave no verdict", "yellow"
-    return ("right, but not in the form asked for", "yellow") if record["lenient"] else ("wrong", "red")
+    return ("right, but not in the place asked for", "yellow") if record["lenient"] else ("wrong", "red")
 
 
 def answer_text(record: Mapping[str, Any], text: MakeText) -> Text:
