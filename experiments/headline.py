@@ -119,6 +119,8 @@ def one_run(run: RunRecord) -> dict[str, Any]:
         "evaluations": counted,
         "change": {key: paired_comparison(first, last, key=key) for key in VERDICTS},
         "accuracy": [value for _, value in run.series("accuracy/strict")],
+        "format": [value for _, value in run.series("accuracy/format")],
+        "stopped": [value for _, value in run.series("completions/stop_rate")],
         "tokens": [value for _, value in run.series("completions/tokens_mean")],
     }
 
@@ -214,18 +216,29 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
             rows.append([*shown, f"{row['mean_tokens']:.0f}"])
     header = ["seed", "after step", "problems", "strict", "lenient", "in the format", "stopped", "tokens"]
     parts.append(f"By step, greedy:\n\n{markdown_table(header, rows)}")
-    for run in runs:
+    for run in (run for run in runs if len(run["evaluations"]) > 1):
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
         first, last = run["evaluations"][0], run["evaluations"][-1]
         fewer = "" if last["n"] == first["n"] else f", of the {last['n']} that both judged"
         # Without evaluation.at_start the first one is not of the model before training.
         steps = f"step {first['step']} to {last['step']}"
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
+    parts += [f"Seed {run['seed']}, samples in training by step: {_in_training(run)}." for run in runs]
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     parts.append(
         f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {_machines(numbers)}."
     )
     return "\n\n".join(parts)
+
+
+def _in_training(run: Mapping[str, Any]) -> str:
+    shares = {
+        "strict": run["accuracy"],
+        "in the format": run.get("format"),
+        "stopped": run.get("stopped"),
+    }  # not in earlier files
+    said = [f"{name} {', '.join(f'{100 * value:.0f}' for value in values)}%" for name, values in shares.items() if values]
+    return "; ".join([*said, f"tokens {', '.join(f'{value:.0f}' for value in run['tokens'])}"])
 
 
 def _machines(numbers: Mapping[str, Any]) -> str:
