@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers
+from experiments.comparison import newcombe_interval
 from groupwise.evaluation import paired_comparison, rescore
 from groupwise.evaluation.figures import figures
 from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
@@ -165,13 +166,24 @@ def whole_split(path: Path, runs: Collection[str] = ()) -> list[dict[str, Any]]:
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """``rows``, each trained one with what changed from the model before training, unless it says so already. "right" has a 0 or 1 for each
-    problem, in the order of their names; files of earlier versions have only the comparison."""
-    before = [row["right"] for row in _before(rows) if "right" in row]
-    new = [row for row in _trained(rows) if before and "right" in row and "against_first" not in row]
-    for row in new:
-        pairs = {verdict: [_records(one[verdict], verdict) for one in (before[0], row["right"])] for verdict in VERDICTS}
-        row["against_first"] = {verdict: paired_comparison(*pair, key=verdict) for verdict, pair in pairs.items()}
-    return list(rows)
+    problem, in the order of their names. Files of earlier versions have only shares of it: then the comparison is not paired."""
+    before = next(iter(_before(rows)), None)
+
+    def compared(row: dict[str, Any]) -> dict[str, Any]:
+        known = row.get("against_first", {}).get("strict")
+        if before is None or "right" not in row or not row["trained"] or (known and ("fixed" in known or "right" not in before)):
+            return row
+        return row | {"against_first": {verdict: _difference(before, row, verdict) for verdict in VERDICTS}}
+
+    return [compared(row) for row in rows]
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], verdict: str) -> dict[str, Any]:
+    if "right" in before:
+        return paired_comparison(*(_records(one["right"][verdict], verdict) for one in (before, after)), key=verdict)
+    (right, n), (right_before, n_before) = ((round(one["n"] * one[verdict][0]), one["n"]) for one in (after, before))
+    interval = newcombe_interval(right, n, right_before, n_before)
+    return {"difference": right / n - right_before / n_before, "difference_interval": list(interval)}
 
 
 def _records(right: str, verdict: str) -> list[dict[str, Any]]:
@@ -305,16 +317,18 @@ def _split_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "strict, points gained",
         "lenient, points gained",
     ]
-    title = f"All {rows[0]['n']:,} problems of {_data(rows[0])}, greedy; 95% intervals, McNemar's exact test:"
+    paired = any("fixed" in row.get("against_first", {}).get("strict", {}) for row in rows)
+    test = ", McNemar's exact test" if paired else ""
+    title = f"All {rows[0]['n']:,} problems of {_data(rows[0])}, greedy; 95% intervals{test}:"
     return f"{title}\n\n{markdown_table(header, shown)}"
 
 
 def _change(found: Mapping[str, Any]) -> str:
     low, high = found["difference_interval"]
-    return (
-        f"{100 * found['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}), {found['fixed']} fixed, {found['broken']} broken, "
-        f"p = {found['p_value']:.1g}"
-    )
+    said = f"{100 * found['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    if "fixed" not in found:
+        return f"{said}, not paired"
+    return f"{said}, {found['fixed']} fixed, {found['broken']} broken, p = {found['p_value']:.1g}"
 
 
 def _share(found: Sequence[float]) -> str:

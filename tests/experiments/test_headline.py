@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 
 from experiments import headline
 from experiments.common import read_block, read_numbers
+from experiments.comparison import newcombe_interval
 from groupwise.config import dump_config, load_config
 from groupwise.engines.base import SamplingSettings
 from groupwise.evaluation import evaluate, write_records
@@ -160,6 +161,18 @@ def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_
     assert [(row["model"], row["strict"][0], "against_first" in row) for row in numbers["judged"]] == [("seed-3", 0.6, False)]
     assert "| seed-3 | 60.0% (38.7% to 78.1%) |" in headline.report(numbers)
     assert "| - | - |" in headline.report(numbers)
+    shares_alone = headline.measure([run], first)["judged"]
+    del shares_alone[0]["right"]  # as files of earlier versions have it
+    rows = headline.beside({**numbers, "judged": shares_alone}, numbers)["judged"]
+    found = rows[1]["against_first"]["strict"]
+    assert (found["difference"], found["difference_interval"]) == (
+        pytest.approx(0.5),
+        pytest.approx(newcombe_interval(12, 20, 2, 20)),
+    )
+    assert "| +50.0 (+20.7 to +69.5), not paired | +20.0 (-10.2 to +45.6), not paired |" in headline.report(
+        {**numbers, "judged": rows}
+    )
+    (tmp_path / "headline.json").write_text(json.dumps({**numbers, "judged": rows}))
     headline.main([str(run), "--judged", str(first), "--beside", *out])
     assert read_numbers("headline", tmp_path)["judged"] == headline.measure([run], whole)["judged"]
 
