@@ -308,6 +308,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "settings": settings[0] | {"seeds": seeds},
         "details": details_of(runs, settings[0]["problems"], settings[0]["levels"]),
         "measured": measured,
+        **({"against": parts[0]["against"]} if len(parts) == 1 and "against" in parts[0] else {}),
     }
 
 

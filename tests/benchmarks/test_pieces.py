@@ -205,6 +205,8 @@ def test_trls_runs_with_other_settings_stand_beside_those_of_groupwise(
     assert "| 60% | 20 | 100 | 5.00 |" in table
     assert "| 80% | - | - | - |" in table
     assert "against 5 steps" not in learning.report(ours)
+    kept = json.loads(json.dumps(learning.against(learning.joined([ours]), theirs)))
+    assert learning.report(learning.joined([kept])) == learning.report(kept), "a file made with --against is shown as it is"
     with pytest.raises(SystemExit, match=r"--against: seeds \[1\], but \[0\]"):
         learning.against(ours, theirs | {"settings": theirs["settings"] | {"seeds": [1]}})
     with pytest.raises(SystemExit, match="no setting that those of --show lack"):
