@@ -33,6 +33,8 @@ __all__ = ["EXPERIMENT", "beside", "draw", "measure", "report"]
 WATTS = 30
 """Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W."""
 VERDICTS = ("strict", "lenient")
+SIGNS = {True: "1", False: "0", None: "-"}
+"""A problem's verdict in a file of numbers; ``None`` where math-verify gave none."""
 MACHINE = ("processor", "cores", "torch", "transformers")
 """What is said of the machine of a run."""
 
@@ -53,7 +55,7 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         _check_same(f"training.{'steps' if key == 'of' else key}", (run[key] for run in (*kept["runs"], *found["runs"])))
     _check_same("model before training", (row["model"] for numbers in (kept, found) for row in _before(numbers["judged"])))
     judged_rows = [*kept["judged"], *found["judged"]]
-    _check_same("number of problems judged", (row["n"] for row in judged_rows))
+    _check_same("number of problems judged", (len(row["right"]["strict"]) if "right" in row else row["n"] for row in judged_rows))
     _check_same("data judged", map(_data, judged_rows))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
     measured = [{**run, "machine": None} for run in found["runs"]]
@@ -159,13 +161,13 @@ def whole_split(path: Path, runs: Collection[str] = ()) -> list[dict[str, Any]]:
             "trained": i > 0 or name in runs,
             "data": one.conditions.get("data"),
             **_figures(records),
-            "right": {verdict: "".join(str(int(record[verdict])) for record in records) for verdict in VERDICTS},
+            "right": {verdict: "".join(SIGNS[record[verdict]] for record in records) for verdict in VERDICTS},
         })  # fmt: skip
     return _compared(rows)
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``rows``, each trained one with what changed from the model before training, unless it says so already. "right" has a 0 or 1 for each
+    """``rows``, each trained one with what changed from the model before training, unless it says so already. "right" has a sign for each
     problem, in the order of their names. Files of earlier versions have only shares of it: then the comparison is not paired."""
     before = next(iter(_before(rows)), None)
 
@@ -187,7 +189,8 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], verdict: st
 
 
 def _records(right: str, verdict: str) -> list[dict[str, Any]]:
-    return [{"problem": str(i), verdict: one == "1"} for i, one in enumerate(right)]
+    verdicts = {sign: one for one, sign in SIGNS.items()}
+    return [{"problem": str(i), verdict: verdicts[sign]} for i, sign in enumerate(right)]
 
 
 def draw(numbers: Mapping[str, Any], path: Path) -> None:
@@ -244,11 +247,8 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
 
 
 def _in_training(run: Mapping[str, Any]) -> str:
-    shares = {
-        "strict": run["accuracy"],
-        "in the format": run.get("format"),
-        "stopped": run.get("stopped"),
-    }  # not in earlier files
+    # Files of earlier versions lack the last two.
+    shares = {"strict": run["accuracy"], "in the format": run.get("format"), "stopped": run.get("stopped")}
     said = [f"{name} {', '.join(f'{100 * value:.0f}' for value in values)}%" for name, values in shares.items() if values]
     return "; ".join([*said, f"tokens {', '.join(f'{value:.0f}' for value in run['tokens'])}"])
 

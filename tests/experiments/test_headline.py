@@ -34,9 +34,9 @@ class Knows:
         return f"<reasoning>\nx\n</reasoning>\n<answer>\n{known}\n</answer>{tail}"
 
 
-def judged(engine):
+def judged(engine, problems=PROBLEMS):
     return evaluate(
-        engine, PROBLEMS, stage="eval", mode="greedy", settings=SamplingSettings(max_tokens=9, greedy=True), style="xml", seed=1,
+        engine, problems, stage="eval", mode="greedy", settings=SamplingSettings(max_tokens=9, greedy=True), style="xml", seed=1,
         further=True, asked={"data": "sums", "available": 20, "prompt_format": "bare", "shots": 0},
     )  # fmt: skip
 
@@ -154,7 +154,8 @@ def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_
         ["--out", str(tmp_path)],
     )
     before, after = ("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])
-    for path, models in ((alone, [after]), (first, [before]), (whole, [before, after])):
+    backwards = ("models/before", [judged(Knows(2, 6), PROBLEMS[::-1])])
+    for path, models in ((alone, [after]), (first, [backwards]), (whole, [before, after])):
         write_records(path, models)
     headline.main([str(run), "--judged", str(alone), *out])
     numbers = read_numbers("headline", tmp_path)
@@ -175,6 +176,22 @@ def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_
     (tmp_path / "headline.json").write_text(json.dumps({**numbers, "judged": rows}))
     headline.main([str(run), "--judged", str(first), "--beside", *out])
     assert read_numbers("headline", tmp_path)["judged"] == headline.measure([run], whole)["judged"]
+
+
+def test_an_answer_that_could_not_be_checked_is_left_out_of_the_pairs(run, tmp_path, monkeypatch):
+    records = tmp_path / "judged.jsonl"
+    write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
+    unchecked = {"strict": None, "lenient": None, "unchecked": "it took too long"}
+    monkeypatch.setattr(
+        "groupwise.evaluation.models.judge_again",
+        lambda record: record | (unchecked if (record["model"], record["problem"]) == ("runs/seed-3", "p4") else {}),
+    )
+    before, after = headline.measure([run], records)["judged"]
+    assert (before["n"], after["n"], after["right"]["strict"].count("-")) == (20, 19, 1)
+    strict = after["against_first"]["strict"]
+    assert (strict["n"], strict["fixed"], strict["broken"]) == (19, 9, 0)
+    numbers = {"runs": [], "environment": {}}
+    assert headline.beside({**numbers, "judged": [before]}, {**numbers, "judged": [after]})["judged"] == [before, after]
 
 
 def on_machine(run, to, seed, **place):
@@ -226,7 +243,7 @@ def test_what_is_no_further_seed_does_not_stand_beside(run, tmp_path):
             headline.beside(kept, {**kept, "runs": [other]})
     for change, why in (
         ({"model": "seed-4"}, "model before training is seed-4 here and was before"),
-        ({"n": 7}, "number of problems judged"),
+        ({"right": {"strict": "0110"}}, "number of problems judged is"),
         ({"data": "math500"}, "data judged is"),
     ):
         first = {**kept["judged"][0], **change}
