@@ -277,7 +277,7 @@ def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tiny_runs, monkeypa
     assert not [*work.glob("*.run"), *work.glob("*.begun")]
 
 
-def test_runs_of_the_quickstart_keep_the_rewards_that_those_on_the_pages_had():
+def test_runs_of_recipes_that_are_paid_otherwise_now_keep_the_rewards_that_those_on_the_pages_had():
     def rewards(job):
         return [one.function for one in load_config(job.recipe, list(job.settings)).rewards.functions]
 
@@ -286,11 +286,14 @@ def test_runs_of_the_quickstart_keep_the_rewards_that_those_on_the_pages_had():
         return start, grpo_job(Variant("plain"), 0, Budget(), Path("work"), settings, start)
 
     assert rewards(Job("", (), "")) == ["correctness", "format", "strict_xml"], "the recipe's own"
-    assert [rewards(job) for job in jobs("quickstart")] == [["correctness", "format"]] * 2
+    assert [one.function for one in load_config("gsm8k-1.5b-cpu").rewards.functions] == ["accuracy"]
+    for recipe in ("quickstart", "gsm8k-1.5b-cpu"):
+        assert [rewards(job) for job in jobs(recipe, "optimizer.warmup_steps=0")] == [["correctness", "format"]] * 2
     assert [rewards(job) for job in jobs("quickstart", "rewards.functions=[accuracy]")] == [["accuracy"]] * 2
     assert [rewards(job) for job in jobs("length-0.5b-2gpu")] == [["length"]] * 2
-    learnt = learning._config(learning.options().parse_args([]))
-    assert [one.function for one in learnt.rewards.functions] == ["correctness", "format"]
+    for given in ([], ["--recipe", "gsm8k-1.5b-cpu"]):
+        learnt = learning._config(learning.options().parse_args(given))
+        assert [one.function for one in learnt.rewards.functions] == ["correctness", "format"]
 
 
 def test_unknown_presets_are_refused():

@@ -259,7 +259,7 @@ def test_a_run_is_needed(capsys):
     assert "name the folder of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["headline", "headline-correctness", "headline-in-format", "headline-math"])
+@pytest.mark.parametrize("name", ["headline", "headline-correctness", "headline-math", "headline-with-format"])
 def test_the_results_page_shows_what_the_runs_came_to(name):
     assert read_block(headline.EXPERIMENT.page, name) == headline.report(read_numbers(name), name)
 
