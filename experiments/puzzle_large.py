@@ -3,7 +3,8 @@
     python -m experiments.puzzle_large --set model.name=MODEL data.folder=DATA
 
 ``model.name``: the model's folder. ``data.folder``: where ``gsm8k/train.jsonl`` and ``test.jsonl`` are; without it the Hub is asked. The
-recipe is ``gsm8k-1.5b-cpu``, which has no warm start. A run that was stopped goes on from its newest checkpoint, of every second step.
+recipe is ``gsm8k-1.5b-cpu``, which has no warm start, with the rewards that it had before, ``correctness`` and ``format``. A run that was
+stopped goes on from its newest checkpoint, of every second step.
 
 Two further variants change what 16 completions are paid for, by name: ``2x8-right-anywhere`` gives one more point for a right number
 wherever it stands, so that reasoning pays before the form is learnt; ``2x8-in-format`` pays for a right answer in the exact form alone.
