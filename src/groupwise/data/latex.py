@@ -75,6 +75,9 @@ REWRITTEN = tuple(
         (r"\(([0-9A-F]+)\)_", r"\1_"),
         (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),
         (r"(?<!\\)\{\s?([0-9]{1,3}(?:,[0-9]{3})+)\s?\}", lambda found: "{" + found[1].replace(",", "") + "}"),
+        # A number before a bracket is a factor; math-verify takes 5(6) for the mixed number 5 + 6.
+        (r"(?<![\\A-Za-z0-9.,_^])([0-9]+(?:\.[0-9]+)?) ?(?=\((?:[-+0-9.]|\\(?!text))[^,;()]*\))", r"\1\\cdot"),
+        (r"\) ?(?=\((?:[-+0-9.]|\\(?!text))[^,;()]*\))", r")\\cdot"),
     )
 )
 UNREADABLE = re.compile(
@@ -85,6 +88,12 @@ UNREADABLE = re.compile(
     r"'|\\(?:prime|[bp]?mod|[hv]?phantom|not|neg|lnot|cancel|sout)(?![A-Za-z])|\^\s*\{?\s*(?:T|\*|\\(?:circ|top|ast|dag|dagger))(?![A-Za-z])|"
     r"\^\s*\{\s*\(\s*(?:[0-9]+|[a-z])\s*\)\s*\}|(?<![\\A-Za-z])[A-Za-z]\s*\\times\s*[A-Za-z](?![A-Za-z])"
 )
+ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?:[0-9]|\{[^{}]*\})\s*(?:[0-9]|\{[^{}]*\})|_[0-9]+\s*")
+"""Numbers side by side that belong to a command, and an index."""
+SIDE_BY_SIDE = re.compile(
+    r"[0-9]\s+(?![0-9]+ ?/ ?[0-9])[0-9.]|[0-9]\s*\{\s*[0-9]|(?<![A-Za-z0-9}\])^_])\{[0-9.]+\}\s*[0-9{(]|[0-9]*\.[0-9]+\."
+)
+"""Two numbers without a sign between them, but for ``2 1/2``: math-verify adds them (``5 6`` is 11) or drops all but zeros (``10 000``)."""
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 NAME = re.compile(
@@ -301,6 +310,8 @@ def _is_maths(text: str) -> bool:
 def _misread(text: str) -> bool:
     """Whether something stands in ``text`` that math-verify is known to drop or to take for another thing."""
     if UNREADABLE.search(TEXT.sub(lambda match: match[1] if len(match[1]) == 1 else match[0], text)):
+        return True
+    if SIDE_BY_SIDE.search(ARGUMENTS.sub("", text)):
         return True
     for space, word in WORD_AFTER_NUMBER.findall(text):
         if word not in FUNCTION_WORDS and (word.lower() in MEASURES or (space and changes_the_value(word))):
